@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from lightning_sparse.compressors.selection import GroupSelection, Selection, sent_count
+from lightning_sparse.compressors.selection import FlatSelection, Selection, sent_count
 from lightning_sparse.schedule.network import dense_bytes
 
 
@@ -339,16 +339,19 @@ class Recorder:
         finally:
             self._group = None
 
-    def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
+    def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
         """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
-        self.current.elements += selection.numel
-        self.current.sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
+        if isinstance(selection, FlatSelection):
+            numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
+        else:
+            numel = sent = sum(each.numel for each in selection)
+            asked = 0
+        self.current.elements += numel
+        self.current.sent.append(sent)
         if self._group is not None:
-            self._group.elements += selection.numel
-            if selection.is_whole:
-                self._group.dense_elements += selection.numel
-            else:
-                self._group.counts += round(sum(counts))
+            self._group.elements += numel
+            self._group.counts += asked
+            self._group.dense_elements += 0 if asked else numel
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
         """Record that bytes leave this rank, maybe for others of its node."""

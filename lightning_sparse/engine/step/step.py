@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.selection import GroupSelection, Selection, grouped
+from lightning_sparse.compressors.selection import Selection, grouped, scatter
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.observe import Mark
 from lightning_sparse.engine.planner import Planner
@@ -159,8 +159,8 @@ class Pipeline:
                 densities, are_used = list(map(self.density_of, names)), [local.is_used for local in group]
                 *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.whole)
             used = None if used is None else self.levels.any_of(used, names)
-            exchanged = [self._exchange_part(part, group, accumulated) for part in parts]
-            return [*exchanged, self._exchange_part(last, group, accumulated, used)]
+            exchanged = [self._exchange_part(part, group) for part in parts]
+            return [*exchanged, self._exchange_part(last, group, used)]
 
     def exchange_in_groups(
         self, gradients: Sequence[LocalGradient], closes_group: Callable[[str, int], bool]
@@ -180,13 +180,11 @@ class Pipeline:
                 group, numel = [], 0
         return exchanged + (self.exchange(group) if group else [])
 
-    def _exchange_part(
-        self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor], used: Optional[Tensor] = None
-    ) -> Exchanged:
-        members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
+    def _exchange_part(self, part: Part, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> Exchanged:
+        members = [group[each] for each in part.positions]
         names = [local.name for local in members]
         arrival = part.exchange(self.levels.across, names, used)
-        return Exchanged(names, members, tensors, part.counts, arrival)
+        return Exchanged(names, members, part.tensors, part.counts, arrival)
 
     def check_arrived(self, arrived: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
@@ -219,7 +217,7 @@ class Pipeline:
                 accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged):
                     self.memory.update(exchanged.names, exchanged.accumulated, exchanged.arrival.kept, accepted)
-                    mean.scatter(exchanged.accumulated)  # the means are in its memory from here on
+                    scatter(exchanged.accumulated, mean)  # the means are in its memory from here on
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
         self.selector.release()
@@ -242,7 +240,7 @@ class Pipeline:
             return None
         return torch.stack([used[places[name]] for name in exchanged.names])
 
-    def _write_back(self, exchanged: Exchanged, mean: GroupSelection) -> None:
+    def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection]) -> None:
         means = exchanged.accumulated
         self.memory.to_gradients(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
@@ -272,7 +270,7 @@ class Pipeline:
         gradient.div_(everybody.ranks)
         self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
-    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[GroupSelection]:
+    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[Sequence[Selection]]:
         """Have the compressor finish the step, for all parameters but those of ``context.whole``."""
         means = [exchanged.arrival.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
