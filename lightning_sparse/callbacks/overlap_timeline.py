@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver, engine_of, say, step_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.observe import Clock, Mark, StepMarks
+from lightning_sparse.engine.observe import Clock, Mark, StepRecord
 from lightning_sparse.jobs.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
@@ -115,10 +115,10 @@ class OverlapTimeline(StepObserver):
         recorder.is_watched = False
         offsets = _clock_offsets()
         slices: list[Slice] = []
-        if recorder.last is not None and recorder.last.marks.ready:
+        if recorder.last is not None and recorder.last.ready:
             numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
             reference, seconds = recorder.clock.reference()
-            slices = step_slices(recorder.last.marks, reference, seconds - offsets[trainer.global_rank][0], numels)
+            slices = step_slices(recorder.last, reference, seconds - offsets[trainer.global_rank][0], numels)
         ranks = gather_together(slices)
         if not all(ranks):
             return  # there are no groups: every gradient was sparse_coo, or plain DDP made the step
@@ -145,7 +145,7 @@ class OverlapTimeline(StepObserver):
                     logger.experiment.add_figure("sparse/overlap", figure, self.recorded[-1].step, close=False)
 
 
-def step_slices(marks: StepMarks, reference: Mark, reference_seconds: float, numels: Mapping[str, int]) -> list[Slice]:
+def step_slices(marks: StepRecord, reference: Mark, reference_seconds: float, numels: Mapping[str, int]) -> list[Slice]:
     """Return a step's slices by their start, on the host's clock (``reference`` passed at ``reference_seconds``)."""
 
     def seconds(mark: Mark) -> float:
@@ -155,7 +155,7 @@ def step_slices(marks: StepMarks, reference: Mark, reference_seconds: float, num
     return sorted(slices, key=lambda each: (each.start, -each.end))
 
 
-def _main_slices(marks: StepMarks, seconds: Callable[[Mark], float], numels: Mapping[str, int]) -> Iterator[Slice]:
+def _main_slices(marks: StepRecord, seconds: Callable[[Mark], float], numels: Mapping[str, int]) -> Iterator[Slice]:
     ready = {name: seconds(mark) for name, mark in marks.ready.items() if mark is not None}
     end = max([seconds(marks.backward_end), *ready.values()])
     first = min(ready.values(), default=end)
@@ -167,7 +167,7 @@ def _main_slices(marks: StepMarks, seconds: Callable[[Mark], float], numels: Map
     yield Slice(BACKWARD, "wait", "waits for the exchange", end, max(end, seconds(marks.end)), {})
 
 
-def _worker_slices(marks: StepMarks, seconds: Callable[[Mark], float]) -> Iterator[Slice]:
+def _worker_slices(marks: StepRecord, seconds: Callable[[Mark], float]) -> Iterator[Slice]:
     for position, group in enumerate(marks.groups):
         stages = [(span.stage, seconds(span.start), seconds(span.end)) for span in group.spans]
         start, end = min(stage[1] for stage in stages), max(stage[2] for stage in stages)

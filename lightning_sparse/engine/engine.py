@@ -249,7 +249,7 @@ class Engine(Uncopied):
         """Begin a step, before its backward."""
         self._learned = None
         self.recorder.begin_backward()
-        self.recorder.current.marks.is_typical = context.settled >= 1
+        self.recorder.current.is_typical = context.settled >= 1
         self.pipeline.begin(context._replace(samples_deltas=self.recorder.samples_deltas))
         if self._total_steps:
             epoch = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)

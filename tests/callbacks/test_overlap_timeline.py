@@ -15,7 +15,7 @@ from torch import nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
 from lightning_sparse.callbacks.overlap_timeline import BACKWARD, WORKER, RecordedStep, clock_offset, step_slices, trace
-from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
+from lightning_sparse.engine.observe import GroupMarks, Span, StepRecord
 from tests.helpers.loggers import events_of
 from tests.helpers.trainers import Small, run_fit
 
@@ -24,7 +24,7 @@ NUMELS = {"last": 30, "middle": 20, "first": 10}
 
 def example_marks():
     """Two groups: the exchange of the first goes on during backward, the second has to wait for it."""
-    marks = StepMarks()
+    marks = StepRecord()
     marks.backward_start = 10.0
     marks.ready = {"last": 11.0, "middle": 12.0, "first": 14.0}
     marks.backward_end = 14.25

@@ -211,7 +211,7 @@ class Pipeline:
         used = [self._used_anywhere(exchanged, step[-1].arrival.used, places) for exchanged in step]
         travelled = [(exchanged.names, flags) for exchanged, flags in zip(step, used)]
         if self.memory.after_exchange(travelled, finite, self.levels):
-            self.recorder.current.marks.is_typical = False  # no plan is made from its times
+            self.recorder.current.is_typical = False  # no plan is made from its times
         with self.recorder.span("commit"):
             for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
@@ -224,13 +224,13 @@ class Pipeline:
 
     def close_step(self) -> None:
         """Close the record of the step, and have the planner look at it."""
-        marks = self.recorder.end_step().marks
+        record = self.recorder.end_step()
         # Now, so that it does not count as time of the step.
         if (samples := self.recorder.samples) is not None:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
             self.recorder.last_samples, self.recorder.samples = samples, None
-        self._planner.see_step(marks)
+        self._planner.see_step(record)
 
     def _used_anywhere(
         self, exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]
