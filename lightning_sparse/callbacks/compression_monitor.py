@@ -24,7 +24,7 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_text, plan_page
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples, StepFacts, compression_ratio, mean_stats
+from lightning_sparse.engine.observe import ParameterSamples, StepRecord, compression_ratio, mean_stats
 from lightning_sparse.jobs.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
@@ -69,7 +69,7 @@ class CompressionMonitor(StepObserver):
         self._throughput = Throughput()
         self._plan: Any = None
         self._has_page = False
-        self._steps = deque[StepFacts](maxlen=_MOST_STEPS)
+        self._steps = deque[StepRecord](maxlen=_MOST_STEPS)
         self._steps_seen = 0
 
     @property
@@ -154,12 +154,12 @@ class CompressionMonitor(StepObserver):
         self._plan, self._has_page = plan, True
         if engine.recorder.last is not None:
             name = type(engine.compressor).__name__
-            log_text(trainer, "sparse/plan", plan_page(name, plan, engine.recorder.last.marks), step)
+            log_text(trainer, "sparse/plan", plan_page(name, plan, engine.recorder.last), step)
 
 
 def statistics_over_ranks(
     strategy: SparseDDPStrategy,
-    steps: Sequence[StepFacts],
+    steps: Sequence[StepRecord],
     samples: Optional[ParameterSamples],
     throughput: Mapping[str, float],
 ) -> dict[str, float]:
@@ -167,10 +167,10 @@ def statistics_over_ranks(
     engine, stats = engine_of(strategy), strategy.compression_stats()
     if engine.rounds is None:  # the statistics of a round of local steps are means already
         stats |= mean_stats(steps, engine.recorder.has_levels)
-    ours = [step.marks for step in steps if not step.is_plain]
+    ours = [step for step in steps if not step.is_plain]
     if ours:
-        stats["backward_seconds"] = sum(marks.backward_seconds for marks in ours) / len(ours)
-        stats["commit_seconds"] = sum(marks.seconds("commit") for marks in ours) / len(ours)
+        stats["backward_seconds"] = sum(each.backward_seconds for each in ours) / len(ours)
+        stats["commit_seconds"] = sum(each.seconds("commit") for each in ours) / len(ours)
     if samples is not None:
         stats |= memory_statistics(engine) if engine.memory.corrects_adam else {}
         stats["gradient_square"], stats["residual_square"] = (norm**2 for norm in samples.norms())

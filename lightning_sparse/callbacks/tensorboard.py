@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from lightning_sparse.engine.observe import StepMarks
+from lightning_sparse.engine.observe import StepRecord
 from lightning_sparse.jobs.lightning import TensorBoardLogger, Trainer
 from lightning_sparse.schedule import Plan
 
@@ -63,14 +63,14 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:
         logger.experiment.add_text(tag, markdown, step)
 
 
-def plan_page(compressor: str, plan: Optional[Plan], marks: StepMarks) -> str:
-    """Write what is sent, in the groups of the plan or else of ``marks``, and what that should take, in Markdown."""
+def plan_page(compressor: str, plan: Optional[Plan], record: StepRecord) -> str:
+    """Write what is sent, in the groups of the plan or else of ``record``, and what that should take, in Markdown."""
     facts: dict[str, object] = {"compressor": compressor}
     if plan is None:
         columns = ["group", "parameters", "elements", "asked for", "bytes"]
         rows: list[list[object]] = [
             [position, _names(each.names), each.elements, each.counts + each.dense_elements, each.wire_bytes]
-            for position, each in enumerate(marks.groups)
+            for position, each in enumerate(record.groups)
         ]
         note = "Groups are not planned, or their plan is still being measured. These are the groups of this step.\n\n"
         return f"{note}{_list({**facts, 'groups': len(rows)})}\n\n{table(columns, rows)}"

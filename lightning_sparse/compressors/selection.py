@@ -4,12 +4,11 @@ A model's many small tensors cost more in calls than in elements. The small grad
 other, and are read, written and added at once.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from threading import local
-from typing import Any, NamedTuple, Optional, TypeVar, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -50,90 +49,23 @@ class Selection(NamedTuple):
     filled: Optional[Tensor] = None
 
 
-Key = TypeVar("Key", bound=Hashable)
 Counts = tuple[int, ...]  # of elements, by tensor
 
 
-class GroupSelection(Sequence[Selection]):
-    """Elements of tensors of ``numels`` each; as a sequence, a selection of each, which most steps do not ask for."""
-
-    is_whole: bool
-    _members: Sequence[Selection]
-
-    def __init__(self, numels: Counts) -> None:
-        self.numels = numels
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of all tensors."""
-        return sum(self.numels)
-
-    @abstractmethod
-    def flat(self) -> "FlatSelection":
-        """Return the same as elements of the tensors laid end to end."""
-
-    @abstractmethod
-    def overwrite(self, tensors: Sequence[Tensor]) -> None:
-        """Write the values, of one rank, over what flat tensors hold at these places, in place."""
-
-    @abstractmethod
-    def scatter(self, tensors: Sequence[Tensor]) -> None:
-        """Make flat tensors, in place, what the ranks' values add up to, rank by rank, and zero elsewhere."""
-
-    @override
-    def __len__(self) -> int:
-        return len(self.numels)
-
-    @override
-    def __getitem__(self, place: Any) -> Any:
-        return self._members[place]
-
-
-class WholeSelection(GroupSelection):
-    """Every element of each tensor."""
-
-    is_whole = True
-
-    def __init__(self, selections: Sequence[Selection]) -> None:
-        super().__init__(tuple(selection.numel for selection in selections))
-        self._members = list(selections)
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "WholeSelection":
-        """Select all of flat tensors."""
-        return cls([Selection(tensor, None, tensor.numel()) for tensor in tensors])
-
-    @override
-    def flat(self) -> "FlatSelection":
-        return FlatSelection.laid(self._members)
-
-    @override
-    def overwrite(self, tensors: Sequence[Tensor]) -> None:
-        if all(selection.values.dim() == 1 for selection in self._members):
-            torch._foreach_copy_(list(tensors), [selection.values for selection in self._members])
-            return
-        for selection, tensor in zip(self._members, tensors):
-            copy_elements(selection.values, tensor)
-
-    scatter = overwrite
-
-
-class FlatSelection(GroupSelection):
-    """Some elements of each tensor.
+class FlatSelection(Sequence[Selection]):
+    """Some elements of each tensor of a group; as a sequence, a selection of each, which most steps do not ask for.
 
     ``values`` are ``[count]``, or ``[ranks, count]`` where several ranks selected, ``indices`` int64 of the same shape,
-    within the tensors laid end to end and ascending in each row; ``counts`` are how many of a row are each tensor's,
-    ``filled`` is as in :class:`~lightning_sparse.Selection`.
+    within the tensors, of ``numels`` each, laid end to end and ascending in each row; ``counts`` are how many of a row
+    are each tensor's, ``filled`` is as in :class:`~lightning_sparse.Selection`.
     """
-
-    is_whole = False
 
     def __init__(
         self, values: Tensor, indices: Tensor, numels: Counts, counts: Counts, filled: Optional[Tensor] = None
     ) -> None:
-        super().__init__(numels)
         self.values = values
         self.indices = indices
+        self.numels = numels
         self.counts = counts
         self.filled = filled
 
@@ -148,20 +80,9 @@ class FlatSelection(GroupSelection):
         """Select elements of flat tensors by indices into all of them laid end to end, so many of each."""
         values = tensors[0].new_empty(len(indices))
         selected = cls(values, indices, tuple(map(Tensor.numel, tensors)), counts)
-        for flat, run_indices, run_values in selected._runs(tensors):
+        for flat, run_indices, run_values in selected.runs(tensors):
             torch.index_select(flat, 0, run_indices, out=run_values)
         return selected
-
-    @classmethod
-    def laid(cls, selections: Sequence[Selection]) -> "FlatSelection":
-        """Lay selections of single tensors end to end."""
-        each = [_indices(selection) for selection in selections]
-        numels, counts = tuple(one.numel for one in selections), tuple(indices.shape[-1] for indices in each)
-        values = torch.cat([selection.values for selection in selections], dim=-1)
-        filled = None
-        if any(selection.filled is not None for selection in selections):
-            filled = torch.cat([_filled(selection) for selection in selections])
-        return cls(values, torch.cat(each, dim=-1) + _origins(numels, counts, values.device), numels, counts, filled)
 
     def replaced(self, values: Tensor, indices: Tensor) -> "FlatSelection":
         """Return as many elements of each tensor, of as many rows as there are, all of them sent."""
@@ -172,29 +93,21 @@ class FlatSelection(GroupSelection):
         return FlatSelection(self.values, self.indices, self.numels, self.counts, filled)
 
     @override
-    def flat(self) -> "FlatSelection":
-        return self
+    def __len__(self) -> int:
+        return len(self.numels)
 
     @override
-    def overwrite(self, tensors: Sequence[Tensor]) -> None:
-        for flat, indices, values in self._runs(tensors):
-            flat.index_copy_(0, indices, values)
-
-    @override
-    def scatter(self, tensors: Sequence[Tensor]) -> None:
-        several = list(self._runs(tensors))
-        torch._foreach_zero_([flat for flat, _, _ in several])
-        for flat, indices, values in several:
-            add_rows(values, indices, flat)
+    def __getitem__(self, place: Any) -> Any:
+        return self._members[place]
 
     @cached_property
-    def _members(self) -> list[Selection]:  # type: ignore[override]
+    def _members(self) -> list[Selection]:
         indices = self.indices - _origins(self.numels, self.counts, self.values.device)
         filled = [None] * len(self) if self.filled is None else self.filled.split(self.counts)
         pieces = zip(self.values.split(self.counts, -1), indices.split(self.counts, -1), self.numels, filled)
         return [Selection(*piece) for piece in pieces]
 
-    def _runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield tensors beside each other as one, with indices and values of what is selected of it."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
         found = list(runs(tensors))
@@ -205,35 +118,54 @@ class FlatSelection(GroupSelection):
         return zip((flat for *_, flat in found), indices.split(counts, -1), self.values.split(counts, -1))
 
 
-def parted(
-    selections: Sequence[Selection], key_of: Callable[[int, Optional[int]], Key]
-) -> list[tuple[Key, list[int], GroupSelection]]:
-    """Part the selections of a group's tensors by how they travel, those with indices before those without.
-
-    ``key_of`` takes the elements of a tensor and how many are selected, ``None`` for all. Returns each part's key,
-    places and selection; one that has a single key stays the object that it was.
-    """
-    places: dict[tuple[bool, Key], list[int]] = {}
-    for place, (numel, count) in enumerate(_sizes(selections)):
-        places.setdefault((count is None, key_of(numel, count)), []).append(place)
-    if len(places) == 1 and isinstance(selections, GroupSelection):
-        [((_, key), every)] = places.items()
-        return [(key, every, selections)]
-    in_order = sorted(places.items(), key=lambda part: part[0][0])  # those without indices come last
-    return [(key, some, grouped([selections[place] for place in some])) for (_, key), some in in_order]
+def whole(tensors: Sequence[Tensor]) -> list[Selection]:
+    """Select all of flat tensors."""
+    return [Selection(tensor, None, tensor.numel()) for tensor in tensors]
 
 
-def _sizes(selections: Sequence[Selection]) -> Iterable[tuple[int, Optional[int]]]:
+def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
+    """Lay selections of single tensors end to end."""
     if isinstance(selections, FlatSelection):
-        return zip(selections.numels, selections.counts)
-    counts = (None if each.indices is None else each.indices.shape[-1] for each in selections)
-    return ((each.numel, count) for each, count in zip(selections, counts))
+        return selections
+    each = [_indices(selection) for selection in selections]
+    numels, counts = tuple(one.numel for one in selections), tuple(indices.shape[-1] for indices in each)
+    values = torch.cat([selection.values for selection in selections], dim=-1)
+    filled = None
+    if any(selection.filled is not None for selection in selections):
+        filled = torch.cat([_filled(selection) for selection in selections])
+    indices = torch.cat(each, dim=-1) + _origins(numels, counts, values.device)
+    return FlatSelection(values, indices, numels, counts, filled)
 
 
-def grouped(selections: Sequence[Selection]) -> GroupSelection:
-    """Return the selections of single tensors as that of a group, with indices if any has some."""
-    is_whole = all(selection.indices is None for selection in selections)
-    return WholeSelection(selections) if is_whole else FlatSelection.laid(selections)
+def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
+    """Return selections that travel together as they are if all are whole, and else laid end to end."""
+    is_flat = isinstance(selections, FlatSelection)
+    if is_flat or all(selection.indices is None for selection in selections):
+        return selections
+    return end_to_end(selections)
+
+
+def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
+    """Write the values of :func:`grouped` selections of one rank over flat tensors at these places, in place."""
+    if isinstance(selections, FlatSelection):
+        for flat, indices, values in selections.runs(tensors):
+            flat.index_copy_(0, indices, values)
+    elif all(selection.values.dim() == 1 for selection in selections):
+        torch._foreach_copy_(list(tensors), [selection.values for selection in selections])
+    else:
+        for selection, tensor in zip(selections, tensors):
+            copy_elements(selection.values, tensor)
+
+
+def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
+    """Make flat tensors, in place, what the values add up to, rank by rank, and zero where nobody selected."""
+    if not isinstance(selections, FlatSelection):
+        overwrite(tensors, selections)
+        return
+    several = list(selections.runs(tensors))
+    torch._foreach_zero_([flat for flat, _, _ in several])
+    for flat, indices, values in several:
+        add_rows(values, indices, flat)
 
 
 class _Known(local):
@@ -262,13 +194,6 @@ def counts_of(indices: Tensor, numels: Counts) -> Counts:
     """Return how many ascending indices lie in each of tensors laid end to end; the host waits for a GPU."""
     places: list[int] = torch.searchsorted(indices, on_device(starts_of(numels), indices.device)).tolist()
     return tuple(last - first for first, last in pairwise(places))
-
-
-def cut(selection: Selection, numels: Counts) -> GroupSelection:
-    """Return what a selection from tensors laid end to end holds of each; the host waits for a GPU."""
-    values, indices, _, filled = selection
-    assert indices is not None
-    return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
 
 
 def of_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:

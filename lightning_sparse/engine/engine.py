@@ -22,7 +22,7 @@ from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, 
 from lightning_sparse.engine.settings import WARM_UP_PART, Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Stream, Wrapper
-from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Shards, Topology, TwoLevels
+from lightning_sparse.engine.step.levels import Islands, OneLevel, Shards, Topology, TwoLevels
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
@@ -53,83 +53,41 @@ class Engine(Uncopied):
         begin: Callable[[bool], None] = lambda is_told: None,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        parameters = list(ddp.module.parameters())
-        device = parameters[0].device
+        module, compressor = ddp.module, settings.compressor
         if settings.replicas_diverge:
             # It refuses what cannot be averaged, before a thread runs.
-            averaged(chain(ddp.module.named_parameters(), ddp.module.named_buffers()))
-        is_island = settings.asks_for_islands and node_ranks > 1
-        everybody = list(range(dist.get_world_size()))
-        self._settings, self._begin, self._end = settings, begin, end
-        self.compressor = settings.compressor
+            averaged(chain(module.named_parameters(), module.named_buffers()))
+        device, trained = next(module.parameters()).device, trained_in(module)
+        collectives = Collectives(list(range(dist.get_world_size())), device, timeout)
+        levels = _levels_between(collectives, ddp, settings, node_ranks, timeout)
+        wires = _wires_between(levels, settings, say)
+        memory = _memory_of(module, settings, levels)
+
+        self.compressor, self.levels, self.memory = compressor, levels, memory
+        self.recorder = levels.across.recorder
         self.arrived = ArrivedGradients()
-        is_sharded = isinstance(ddp, ShardedModel)
-        # Beside shards the dense exchange is that of equal shards, between replicas.
-        topology = (len(everybody) // node_ranks, 1) if is_sharded else (len(everybody), node_ranks)
-        self.recorder = Recorder(device, *topology)
-        self.densities = Densities(self.compressor, settings.density_at(0))
-        self._collectives = Collectives(everybody, device, timeout)
-        kind = Shards if is_sharded else Islands if is_island else TwoLevels
-        self.levels = self._levels_of(everybody, node_ranks, timeout, kind)
-        wires = self._wires_of(self.levels.across.collectives, say)
-        trained = trained_in(ddp.module)
-        self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device, trained)
+        self.densities = Densities(compressor, settings.density_at(0))
+        self._settings, self._begin, self._end = settings, begin, end
+        self._collectives = collectives
+        self._wrapper, self._whole_group = ddp, ddp.process_group
+        self._layout = layout_of(module, collectives.rank, collectives.ranks, device, trained)
+        self._names: dict[nn.Parameter, str] = {each: name for name, each in module.named_parameters()}
         self._numels: dict[str, int] = {}
-        self._names: dict[nn.Parameter, str] = {each: name for name, each in ddp.module.named_parameters()}
-        self._begin_compressor()
         self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
         self._epoch = 0
         self._total_steps: Optional[int] = None  # of the training, where the warm-up goes by it
         self._steps: Counter[int] = Counter()  # by optimizer
         self._density_at = lru_cache(maxsize=1)(settings.density_at)  # in most steps as in the one before
-        self.memory = self._memory_of(parameters)
+        self._begin_compressor()  # it may refuse, before a thread runs
         self.planner = self._planner_of(settings, say)
-        self.pipeline = Pipeline(self.compressor, self.memory, wires, self.levels, self.densities.of, self.planner)
+        self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
         # Gradients of an island's steps do not wait for a round that is on its way: they have a thread of their own.
-        self._step_worker = ExchangeWorker(device) if is_island else self.worker
-        self._wrapper, self._whole_group = ddp, ddp.process_group
+        self._step_worker = ExchangeWorker(device) if isinstance(levels, Islands) else self.worker
         self.stream = self._stream_from(ddp)
-        self.stream.follow(ddp.module, trained)
-        self.replicas = self._replicas_of(ddp.module, say)
+        self.replicas = self._replicas_of(module, say)
+        self.stream.follow(module, trained)
         self.leave_to_ddp(False)
-
-    def _memory_of(self, parameters: Sequence[Tensor]) -> Memory:
-        # Those of frozen parameters, too: they may be unfrozen.
-        dtypes = {each.dtype for each in parameters if each.is_floating_point()}
-        levels, share_of = self.levels, self.levels.share_of if isinstance(self.levels, TwoLevels) else None
-        return self._settings.memory_for(dtypes, levels.across.ranks, share_of, levels.total_of)
-
-    def _levels_of(
-        self, everybody: list[int], node_ranks: int, timeout: Optional[timedelta], kind: type[Divided]
-    ) -> OneLevel:
-        """Return which ranks this one exchanges what with."""
-        collectives, recorder = self._collectives, self.recorder
-        if node_ranks == 1:
-            return OneLevel(Channel(collectives, recorder))
-        nodes = [everybody[first : first + node_ranks] for first in range(0, len(everybody), node_ranks)]
-        rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
-        number, place = divmod(collectives.rank, node_ranks)
-        inside = Collectives(nodes[number], collectives.device, timeout, nodes)
-        inside.check(("all_to_all", "all_gather"))
-        across = Collectives(rows[place], collectives.device, timeout, rows)
-        channels = Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder)
-        if kind is not Islands:
-            return kind(*channels)
-        return Islands(*channels, Collectives(nodes[number], collectives.device, timeout, nodes))
-
-    def _wires_of(self, across: Collectives, say: Callable[[str], None]) -> Wires:
-        wires = self._settings.wires_for(across.rank, across.ranks)
-        self._collectives.check(wires.collectives)
-        is_gathered = wires.owners is None and self.compressor.wire_format == "gather"
-        arrival_bytes, shared_by = _ARRIVAL_BYTES * across.ranks * self._settings.density, self.levels.node_ranks
-        if is_gathered and arrival_bytes > _RESIDUAL_BYTES:
-            say(
-                f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
-                f" {_RESIDUAL_BYTES / shared_by:g} for what waits: exchange='auto' takes ways that do not grow with the"
-                " number of ranks."
-            )
-        return wires
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -249,7 +207,7 @@ class Engine(Uncopied):
         """Begin a step, before its backward."""
         self._learned = None
         self.recorder.begin_backward()
-        self.recorder.current.marks.is_typical = context.settled >= 1
+        self.recorder.current.is_typical = context.settled >= 1
         self.pipeline.begin(context._replace(samples_deltas=self.recorder.samples_deltas))
         if self._total_steps:
             epoch = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)
@@ -349,3 +307,50 @@ def _with_names(state: Any, renamed: Mapping[str, str]) -> Any:
     if not isinstance(state, dict):
         return state
     return {renamed.get(key, key): _with_names(each, renamed) for key, each in state.items()}
+
+
+def _levels_between(
+    collectives: Collectives, wrapper: Wrapper, settings: Settings, node_ranks: int, timeout: Optional[timedelta]
+) -> OneLevel:
+    """Build which ranks this one exchanges what with, and the record of it."""
+    device, ranks, is_sharded = collectives.device, collectives.ranks, isinstance(wrapper, ShardedModel)
+    # Beside shards the dense exchange is that of equal shards, between replicas.
+    recorder = Recorder(device, *((ranks // node_ranks, 1) if is_sharded else (ranks, node_ranks)))
+    everybody = Channel(collectives, recorder)
+    if node_ranks == 1:
+        return OneLevel(everybody)
+    nodes = [list(range(first, first + node_ranks)) for first in range(0, ranks, node_ranks)]
+    rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
+    number, place = divmod(collectives.rank, node_ranks)
+    inside = Collectives(nodes[number], device, timeout, nodes)
+    inside.check(("all_to_all", "all_gather"))
+    across = Collectives(rows[place], device, timeout, rows)
+    channels = Channel(inside, recorder, True), Channel(across, recorder), everybody
+    if is_sharded:
+        return Shards(*channels)
+    if settings.asks_for_islands:
+        return Islands(*channels, Collectives(nodes[number], device, timeout, nodes))
+    return TwoLevels(*channels)
+
+
+def _wires_between(levels: OneLevel, settings: Settings, say: Callable[[str], None]) -> Wires:
+    """Build how selections are written; say so where what arrives of them takes more than what waits."""
+    ranks, shared_by = levels.across.ranks, levels.node_ranks
+    wires = settings.wires_for(levels.across.collectives.rank, ranks)
+    levels.everybody.collectives.check(wires.collectives)
+    is_gathered = wires.owners is None and settings.compressor.wire_format == "gather"
+    arrival_bytes = _ARRIVAL_BYTES * ranks * settings.density
+    if is_gathered and arrival_bytes > _RESIDUAL_BYTES:
+        say(
+            f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
+            f" {_RESIDUAL_BYTES / shared_by:g} for what waits: exchange='auto' takes ways that do not grow with the"
+            " number of ranks."
+        )
+    return wires
+
+
+def _memory_of(module: nn.Module, settings: Settings, levels: OneLevel) -> Memory:
+    """Build what keeps residuals; of frozen parameters, too: they may be unfrozen."""
+    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
+    share_of = levels.share_of if isinstance(levels, TwoLevels) else None
+    return settings.memory_for(dtypes, levels.across.ranks, share_of, levels.total_of)

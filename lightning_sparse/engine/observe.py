@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from lightning_sparse.compressors.selection import GroupSelection, Selection, sent_count
+from lightning_sparse.compressors.selection import FlatSelection, Selection, sent_count
 from lightning_sparse.schedule.network import dense_bytes
 
 
@@ -140,17 +140,44 @@ class GroupMarks:
         return _seconds(self.spans, stages)
 
 
-class StepMarks:
-    """The life of one step; all seconds wait for a device."""
+class StepRecord:
+    """What was done in one step, and when, without a tensor of what arrived, so that many can be kept.
 
-    def __init__(self) -> None:
+    All seconds wait for a device.
+    """
+
+    def __init__(self, ranks: int = 1, node_ranks: int = 1) -> None:
+        self._ranks = ranks
+        self._node_ranks = node_ranks
+        self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
+        self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
+        self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
+        self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
+        self.is_plain = False  # plain DDP made the exchange, whose times are not known
         self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
+        self.deltas: dict[str, Tensor] = {}  # of LAGS' assumption, by parameter (one element each), if sampled
+        self.sent: list[Union[float, Tensor]] = []  # elements, by group; tensors as the device has not been asked
         self.backward_start: Optional[Mark] = None  # if anybody said so
         self.ready: dict[str, Optional[Mark]] = {}  # by parameter, in this order; on a device none unless watched
         self.groups: list[GroupMarks] = []  # in the order of exchange
         self.spans: list[Span] = []  # stages that belong to no group
         self.backward_end: Optional[Mark] = None  # the last gradient was ready
         self.end: Optional[Mark] = None  # the last exchange had been written back
+
+    @classmethod
+    def of_plain_ddp(cls, numel: int, ranks: int, node_ranks: int) -> "StepRecord":
+        """Return that of an all-reduce of all gradients, whose ring leaves each node once."""
+        record = cls(ranks, node_ranks)
+        record.is_plain, record.elements = True, numel / node_ranks
+        record.sent.append(record.elements)
+        record.wire_bytes = record.dense_bytes
+        record.node_bytes = record.wire_bytes * (node_ranks - 1) / node_ranks
+        return record
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
+        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps)
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages, of groups and of the step as a whole."""
@@ -178,45 +205,14 @@ def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
     return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)
 
 
-class StepFacts:
-    """Facts of one step, without a tensor of what arrived, so that many steps can be kept."""
-
-    def __init__(self, ranks: int, node_ranks: int = 1) -> None:
-        self._ranks = ranks
-        self._node_ranks = node_ranks
-        self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
-        self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
-        self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
-        self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
-        self.is_plain = False  # plain DDP made the exchange, whose times are not known
-        self.marks = StepMarks()
-        self.deltas: dict[str, Tensor] = {}  # of LAGS' assumption, by parameter (one element each), if sampled
-        self.sent: list[Union[float, Tensor]] = []  # elements, by group; tensors as the device has not been asked
-
-    @classmethod
-    def of_plain_ddp(cls, numel: int, ranks: int, node_ranks: int) -> "StepFacts":
-        """Return those of an all-reduce of all gradients, whose ring leaves each node once."""
-        facts = cls(ranks, node_ranks)
-        facts.is_plain, facts.elements = True, numel / node_ranks
-        facts.sent.append(facts.elements)
-        facts.wire_bytes = facts.dense_bytes
-        facts.node_bytes = facts.wire_bytes * (node_ranks - 1) / node_ranks
-        return facts
-
-    @property
-    def dense_bytes(self) -> float:
-        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
-        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps)
-
-
-def mean_stats(steps: Sequence[StepFacts], has_levels: bool) -> dict[str, float]:
+def mean_stats(steps: Sequence[StepRecord], has_levels: bool) -> dict[str, float]:
     """Return the public statistics, means over steps (times: not over plain DDP's); waits for a device."""
     wire_bytes = fmean(step.wire_bytes for step in steps)
     dense = fmean(step.dense_bytes for step in steps)
-    marks = [step.marks for step in steps if not step.is_plain]
+    ours = [step for step in steps if not step.is_plain]
 
-    def mean(seconds: Callable[[StepMarks], float]) -> float:
-        return fmean(map(seconds, marks)) if marks else math.nan
+    def mean(seconds: Callable[[StepRecord], float]) -> float:
+        return fmean(map(seconds, ours)) if ours else math.nan
 
     sent = sum(chain.from_iterable(step.sent for step in steps))
     return {
@@ -243,20 +239,20 @@ class Totals:
         self.steps = 0  # of optimizers, those left to plain DDP included
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
         self._exposed_seconds = 0.0
-        self._unread: deque[StepMarks] = deque()  # of steps that a device may not have come to the end of
+        self._unread: deque[StepRecord] = deque()  # of steps that a device may not have come to the end of
         self._is_plain = False
         self._seconds = 0.0
         self._border = perf_counter()
 
-    def add(self, facts: StepFacts) -> None:
+    def add(self, record: StepRecord) -> None:
         """Add a step whose exchange has ended, as far as the host knows."""
-        self.wire_bytes += facts.wire_bytes
-        self.node_bytes += facts.node_bytes
-        self.dense_bytes += facts.dense_bytes
-        if facts.is_plain:
+        self.wire_bytes += record.wire_bytes
+        self.node_bytes += record.node_bytes
+        self.dense_bytes += record.dense_bytes
+        if record.is_plain:
             self._is_plain = True
             return
-        self._unread.append(facts.marks)
+        self._unread.append(record)
         while self._unread and self._unread[0].have_passed:
             self._exposed_seconds += self._unread.popleft().exposed_seconds
 
@@ -276,7 +272,7 @@ class Totals:
         """Return the public statistics, with ``waited_seconds`` exposed where given; on a device this may wait."""
         exposed = waited_seconds
         if exposed is None:
-            exposed = self._exposed_seconds + sum(marks.exposed_seconds for marks in self._unread)
+            exposed = self._exposed_seconds + sum(record.exposed_seconds for record in self._unread)
         stats = {
             "total_wire_bytes": self.wire_bytes,
             "total_dense_bytes": self.dense_bytes,
@@ -291,15 +287,15 @@ class Totals:
 
 
 class Recorder:
-    """Gather the facts of the step in progress, and keep those of the last one that ended."""
+    """Write the record of the step in progress, and keep that of the last one that ended."""
 
     def __init__(self, device: torch.device, ranks: int, node_ranks: int = 1) -> None:
         self.clock = Clock(device)
         self.totals = Totals()
         self._ranks = (ranks, node_ranks)
         self.has_levels = node_ranks > 1  # some ranks share a gradient
-        self.current = StepFacts(*self._ranks)  # changes only between two backwards
-        self.last: Optional[StepFacts] = None  # that ended, with the engine or with plain DDP
+        self.current = StepRecord(*self._ranks)  # changes only between two backwards
+        self.last: Optional[StepRecord] = None  # that ended, with the engine or with plain DDP
         self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples_deltas = False  # of the next step, on all ranks: costs a dense all-reduce
         self.samples: Optional[ParameterSamples] = None  # of the step in progress, if somebody asked
@@ -308,11 +304,11 @@ class Recorder:
 
     def begin_backward(self) -> None:
         """Record that a backward begins; of several in one step the last one counts."""
-        self.current.marks.backward_start = self.clock.mark()
+        self.current.backward_start = self.clock.mark()
 
     def end_backward(self) -> None:
         """Record that the last gradient is ready."""
-        self.current.marks.backward_end = self.clock.mark()
+        self.current.backward_end = self.clock.mark()
 
     def mark_of_gradients(self) -> Callable[[], Optional[Mark]]:
         """Return what marks that a gradient is ready, in the step in progress."""
@@ -324,22 +320,25 @@ class Recorder:
     def group(self, names: Sequence[str]) -> Iterator[None]:
         """Count what is recorded inside as that of one group."""
         self._group = GroupMarks(tuple(names))
-        self.current.marks.groups.append(self._group)
+        self.current.groups.append(self._group)
         try:
             yield
         finally:
             self._group = None
 
-    def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
+    def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
         """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
-        self.current.elements += selection.numel
-        self.current.sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
+        if isinstance(selection, FlatSelection):
+            numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
+        else:
+            numel = sent = sum(each.numel for each in selection)
+            asked = 0
+        self.current.elements += numel
+        self.current.sent.append(sent)
         if self._group is not None:
-            self._group.elements += selection.numel
-            if selection.is_whole:
-                self._group.dense_elements += selection.numel
-            else:
-                self._group.counts += round(sum(counts))
+            self._group.elements += numel
+            self._group.counts += asked
+            self._group.dense_elements += 0 if asked else numel
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
         """Record that bytes leave this rank, maybe for others of its node."""
@@ -361,19 +360,19 @@ class Recorder:
         with profiler.record_function(f"sparse.{stage}") if is_profiled else nullcontext():
             start = self.clock.mark()
             yield
-        marks = self.current.marks if self._group is None else self._group
-        marks.spans.append(Span(stage, start, self.clock.mark()))
+        record = self.current if self._group is None else self._group
+        record.spans.append(Span(stage, start, self.clock.mark()))
 
-    def end_step(self) -> StepFacts:
-        """Close the facts of this step, open the next, and return the former."""
-        self.current.marks.end = self.clock.mark()
+    def end_step(self) -> StepRecord:
+        """Close the record of this step, open the next, and return the former."""
+        self.current.end = self.clock.mark()
         self.totals.add(self.current)
-        self.last, self.current = self.current, StepFacts(*self._ranks)
+        self.last, self.current = self.current, StepRecord(*self._ranks)
         return self.last
 
     def add_plain_step(self, numel: int) -> None:
         """Record a step whose gradients, of so many elements, plain DDP exchanges."""
-        self.last = StepFacts.of_plain_ddp(numel, *self._ranks)
+        self.last = StepRecord.of_plain_ddp(numel, *self._ranks)
         self.samples = self.last_samples = None
         self.totals.add(self.last)
 

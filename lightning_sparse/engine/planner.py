@@ -1,4 +1,4 @@
-"""Time steps under several groupings, by marks alone, agree on the times with all ranks, and follow the best."""
+"""Time steps under several groupings, by their records, agree on the times with all ranks, and follow the best."""
 
 import math
 from collections import deque
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Densities
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe import Clock, Recorder, StepMarks
+from lightning_sparse.engine.observe import Clock, Recorder, StepRecord
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.hiding import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Grouping, Plan, best_of, first_groupings, partly_whole_groupings
@@ -37,8 +37,8 @@ class StepSample(NamedTuple):
 
 
 Samples = dict[Grouping, list[StepSample]]
-Course = Generator[None, StepMarks, None]
-Watch = Generator[None, StepMarks, None]
+Course = Generator[None, StepRecord, None]
+Watch = Generator[None, StepRecord, None]
 
 
 class Planner:
@@ -46,7 +46,7 @@ class Planner:
 
     plan: Optional[Plan] = None
 
-    def see_step(self, marks: StepMarks) -> None:
+    def see_step(self, record: StepRecord) -> None:
         """Look at a step that has ended; on every rank, between two steps."""
 
     def expect_other_order(self) -> None:
@@ -89,12 +89,12 @@ class StepPlanner(Planner):
         schedule.reset()
 
     @override
-    def see_step(self, marks: StepMarks) -> None:
-        order = tuple(marks.ready)
-        if not order or not marks.is_typical:
+    def see_step(self, record: StepRecord) -> None:
+        order = tuple(record.ready)
+        if not order or not record.is_typical:
             return  # every gradient was sparse_coo, so that nothing is merged; or no step to come is like this one
         if order == self._order:
-            self._course.send(marks)
+            self._course.send(record)
         elif self._foreign_steps:
             self._foreign_steps -= 1
         else:
@@ -150,9 +150,9 @@ class StepPlanner(Planner):
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             yield from self._watch(patience)
 
-    def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, StepMarks, Samples]:
+    def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, StepRecord, Samples]:
         """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
-        seen: dict[Grouping, list[StepMarks]] = {grouping: [] for grouping in groupings}
+        seen: dict[Grouping, list[StepRecord]] = {grouping: [] for grouping in groupings}
         self._recorder.watches_gradients = True
         for grouping, steps in list(seen.items()) * rounds:
             self._follow(grouping)
@@ -160,8 +160,8 @@ class StepPlanner(Planner):
             for _ in range(_STEPS):
                 steps.append((yield))
         self._recorder.watches_gradients = False
-        marks = list(chain.from_iterable(seen.values()))
-        samples = iter(averaged(self._collectives, marks, self._holds_groups()))
+        records = list(chain.from_iterable(seen.values()))
+        samples = iter(averaged(self._collectives, records, self._holds_groups()))
         return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], seen: Samples) -> list[Grouping]:
@@ -216,7 +216,7 @@ class StepPlanner(Planner):
         """Follow the plan until it no longer does what it did."""
         assert self.plan is not None
         while True:
-            window = deque[StepMarks](maxlen=_CHECKED_STEPS)
+            window = deque[StepRecord](maxlen=_CHECKED_STEPS)
             for _ in range(patience * _CHECK_EVERY):
                 window.append((yield))
             # Callbacks of single ranks may have gradients marked: what all are to know is told without those marks.
@@ -247,10 +247,10 @@ def _learned(*seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
 
 
 def averaged(
-    collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool, has_ready: bool = True
+    collectives: Collectives, steps: Sequence[StepRecord], holds_groups: bool, has_ready: bool = True
 ) -> list[StepSample]:
     """Average the times of steps over ranks; ``has_ready`` if all have marked when each gradient was ready."""
-    read = [_times_of(marks, holds_groups) for marks in steps]
+    read = [_times_of(record, holds_groups) for record in steps]
     times = [(ready if has_ready else [], rest) for ready, rest in read]
     means = iter(collectives.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
     return [
@@ -258,23 +258,23 @@ def averaged(
             tuple(islice(means, len(ready))),
             tuple(
                 GroupSample(each.elements, each.counts, each.dense_elements, next(means), next(means))
-                for each in marks.groups
+                for each in record.groups
             ),
             next(means),
             next(means),
         )
-        for marks, (ready, _) in zip(steps, times)
+        for record, (ready, _) in zip(steps, times)
     ]
 
 
-def _times_of(marks: StepMarks, holds_groups: bool) -> tuple[list[float], list[float]]:
+def _times_of(record: StepRecord, holds_groups: bool) -> tuple[list[float], list[float]]:
     """Read when each gradient was ready, unless nobody watched it, and the other times of a sample."""
-    assert marks.end is not None
-    watched = [mark for mark in marks.ready.values() if mark is not None]
+    assert record.end is not None
+    watched = [mark for mark in record.ready.values() if mark is not None]
     # Whoever drives the engine without a Trainer need not say when backward begins.
-    first = watched[0] if watched else marks.backward_end
-    start = first if marks.backward_start is None else marks.backward_start
-    backward_seconds = Clock.seconds(start, marks.backward_end)
+    first = watched[0] if watched else record.backward_end
+    start = first if record.backward_start is None else record.backward_start
+    backward_seconds = Clock.seconds(start, record.backward_end)
     ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
-    groups = [each.seconds(*stages) for each in marks.groups for stages in (("select", "encode"), ("exchange",))]
-    return ready, [*groups, marks.exposed_seconds, Clock.seconds(start, marks.end)]
+    groups = [each.seconds(*stages) for each in record.groups for stages in (("select", "encode"), ("exchange",))]
+    return ready, [*groups, record.exposed_seconds, Clock.seconds(start, record.end)]

@@ -63,7 +63,7 @@ def step_stages(rank):
     """Make a step; return the stages after the last group's, and how long after the one before each began."""
     with sparse_ddp(Edges(), A2SGD(), schedule="single") as (ddp, engine):
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
-        spans = engine.recorder.last.marks.spans
+        spans = engine.recorder.last.spans
         gaps = [Clock.seconds(before.end, after.start) for before, after in pairwise(spans)]
         return [span.stage for span in spans], gaps
 

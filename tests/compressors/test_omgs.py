@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors import DGC, OMGS, Compressor
-from lightning_sparse.compressors.selection import Selection, WholeSelection
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.step.selecting import GroupSelector, Workspace
 from lightning_sparse.engine.wire import build_wires
+from lightning_sparse.engine.wire.base import Arrival
 from lightning_sparse.schedule import FixedSize, Schedule
 from tests.compressors.virtual import assert_same_as_virtual
 from tests.helpers.devices import DEVICE
@@ -186,12 +187,11 @@ def test_a_selection_without_indices_is_taken_apart_again():
     assert compressor.names == ["weight", "bias"]
     assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
-    means, kept = (WholeSelection([Selection(values, None, 4)]) for values in (padded, padded / 2))
-    assert [mean.values.tolist() for mean in part.merged.means(means[0])] == [[1.0, 2.0, 3.0], [0.0]]
-    assert [left.values.tolist() for left in part.merged.kept(kept[0])] == [
-        [0.5, 1.0, 1.5],
-        [4.0],
-    ]  # the bias was not used: all of it stays
+    means, kept = ([Selection(values, None, 4)] for values in (padded, padded / 2))
+    arrival = part.merged.apart(Arrival(torch.tensor(True), None, means, kept))
+    assert [mean.values.tolist() for mean in arrival.means] == [[1.0, 2.0, 3.0], [0.0]]
+    # The bias was not used: all of it stays.
+    assert [left.values.tolist() for left in arrival.kept] == [[0.5, 1.0, 1.5], [4.0]]
 
 
 class MergedDGC(DGC):

@@ -2,13 +2,13 @@
 
 import torch
 
-from lightning_sparse.compressors.selection import FlatSelection, Selection, WholeSelection, grouped, parted, runs
+from lightning_sparse.compressors.selection import FlatSelection, Selection, end_to_end, grouped, runs, scatter, whole
 
 
 def test_what_lies_between_the_tensors_is_left_alone():
     bucket = torch.full((10,), 7.0)
     one, _, other = bucket.split([4, 2, 4])
-    FlatSelection.of([one, other], [torch.tensor([1]), torch.tensor([0])]).scatter([one, other])
+    scatter([one, other], FlatSelection.of([one, other], [torch.tensor([1]), torch.tensor([0])]))
     assert bucket.tolist() == [0, 7, 0, 0, 7, 7, 7, 0, 0, 0]
 
 
@@ -25,7 +25,7 @@ def test_selections_of_single_tensors_laid_end_to_end_are_theirs():
         Selection(torch.randn(2, count), torch.stack([torch.randperm(numel)[:count] for _ in range(2)]), numel)
         for numel, count in zip(numels, counts)
     ]
-    laid = grouped(singles).flat()
+    laid = grouped(singles)
     assert (laid.numels, laid.counts) == (numels, counts)
     for one, single in zip(laid, singles):
         assert torch.equal(one.values, single.values)
@@ -35,32 +35,11 @@ def test_selections_of_single_tensors_laid_end_to_end_are_theirs():
 def test_what_is_filled_stays_with_its_elements():
     filled = torch.tensor([True, False])
     one = Selection(torch.tensor([1.0, 2.0]), torch.tensor([0, 3]), 5, filled)
-    laid = grouped([Selection(torch.tensor([3.0]), torch.tensor([1]), 2), one]).flat()
+    laid = grouped([Selection(torch.tensor([3.0]), torch.tensor([1]), 2), one])
     assert laid.filled.tolist() == [True, True, False]
     assert [each.filled.tolist() for each in laid if each.filled is not None] == [[True], [True, False]]
 
 
 def test_every_element_of_a_tensor_lies_where_all_of_its_indices_would():
-    whole = WholeSelection.of([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
-    assert (whole.flat().indices.tolist(), whole.flat().values.tolist()) == ([0, 1, 2], [1.0, 2.0, 3.0])
-
-
-def test_selections_without_indices_are_a_part_by_themselves():
-    some = Selection(torch.ones(1), torch.zeros(1, dtype=torch.int64), 4)
-    whole = Selection(torch.zeros(2), None, 2)
-    parts = parted([whole, some, whole], lambda numel, count: "way")
-    assert [(places, part.is_whole, part.numel) for _, places, part in parts] == [([1], False, 4), ([0, 2], True, 4)]
-    flat = FlatSelection.of([torch.zeros(3)], [torch.tensor([1])])
-    [(_, places, part)] = parted(flat, lambda numel, count: "way")
-    assert (places, part) == ([0], flat)
-
-
-def test_what_goes_another_way_is_a_part_by_itself():
-    tensors = [torch.randn(numel) for numel in (5, 50, 7)]
-    flat = FlatSelection.of(tensors, [torch.tensor([1]), torch.tensor([3, 40]), torch.tensor([0])])
-    few, many = parted(flat, lambda numel, count: "many" if count == 2 and numel == 50 else "few")
-    assert [(way, places, part.numels) for way, places, part in (few, many)] == [
-        ("few", [0, 2], (5, 7)),
-        ("many", [1], (50,)),
-    ]
-    assert torch.equal(many[2][0].values, tensors[1][[3, 40]])
+    laid = end_to_end(whole([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]))
+    assert (laid.indices.tolist(), laid.values.tolist()) == ([0, 1, 2], [1.0, 2.0, 3.0])

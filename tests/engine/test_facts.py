@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe import StepFacts, Totals, mean_stats
+from lightning_sparse.engine.observe import StepRecord, Totals, mean_stats
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
 
 
@@ -54,10 +54,10 @@ class Event:
 
 def step(backward_end, end):
     """Return a step that was exposed between two moments."""
-    facts = StepFacts(ranks=4)
-    facts.elements, facts.wire_bytes = 100, 60.0
-    facts.marks.backward_end, facts.marks.end = backward_end, end
-    return facts
+    record = StepRecord(ranks=4)
+    record.elements, record.wire_bytes = 100, 60.0
+    record.backward_end, record.end = backward_end, end
+    return record
 
 
 def test_nobody_waits_for_a_device_before_somebody_asks():
@@ -79,10 +79,10 @@ def test_nobody_waits_for_a_device_before_somebody_asks():
 def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
     totals = Totals()
     totals.add(step(1.0, 1.5))
-    facts = step(2.0, 2.25)
-    facts.covered_steps = 3
-    totals.add(facts)
-    totals.add(StepFacts.of_plain_ddp(100, ranks=4, node_ranks=2))
+    record = step(2.0, 2.25)
+    record.covered_steps = 3
+    totals.add(record)
+    totals.add(StepRecord.of_plain_ddp(100, ranks=4, node_ranks=2))
     plain, stats = 2 * 3 / 4 * 400, totals.as_stats(has_levels=False)
     dense = plain * (1 + 3 + 1)
     assert stats == {
@@ -101,7 +101,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     totals.resume()
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 2 s
-    totals.add(StepFacts.of_plain_ddp(100, ranks=4, node_ranks=1))
+    totals.add(StepRecord.of_plain_ddp(100, ranks=4, node_ranks=1))
     totals.end_step()  # 3 s, left to DDP
     totals.resume()  # after 85 s of validation
     totals.add(step(2.0, 2.5))
@@ -113,7 +113,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
 
 
 def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
-    plain, ours = StepFacts.of_plain_ddp(100, ranks=4, node_ranks=1), step(1.0, 1.5)
+    plain, ours = StepRecord.of_plain_ddp(100, ranks=4, node_ranks=1), step(1.0, 1.5)
     stats = mean_stats([plain], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0
     assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0

@@ -9,7 +9,7 @@ import torch
 
 from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.base import Densities
-from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
+from lightning_sparse.engine.observe import GroupMarks, Span, StepRecord
 from lightning_sparse.engine.planner import StepPlanner, averaged
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.merging import predict
@@ -30,13 +30,13 @@ class Told(load("echo").EchoCollectives):
 
 def step(ready, tensors=2):
     """Return a step of some gradients in a group; on a device they have no mark unless somebody watches."""
-    marks = StepMarks()
-    marks.backward_start, marks.backward_end, marks.end = 0.0, 2.0, 3.0
-    marks.ready = {f"weight {number}": ready for number in range(tensors)}
-    group = GroupMarks(tuple(marks.ready))
+    record = StepRecord()
+    record.backward_start, record.backward_end, record.end = 0.0, 2.0, 3.0
+    record.ready = {f"weight {number}": ready for number in range(tensors)}
+    group = GroupMarks(tuple(record.ready))
     group.spans = [Span("select", 2.0, 2.1), Span("exchange", 2.1, 2.5)]
-    marks.groups = [group]
-    return marks
+    record.groups = [group]
+    return record
 
 
 def test_a_rank_that_watches_gradients_tells_as_many_numbers_as_the_others():
@@ -79,9 +79,9 @@ def exchange(sent):
 
 def step_of(schedule, numels, density):
     """Return a step whose groups, those of a schedule, take what they take by the costs above."""
-    marks = StepMarks()
-    marks.ready = dict(zip(numels, accumulate([BACKWARD] * len(numels))))
-    marks.backward_start, marks.backward_end = 0.0, max(marks.ready.values())
+    record = StepRecord()
+    record.ready = dict(zip(numels, accumulate([BACKWARD] * len(numels))))
+    record.backward_start, record.backward_end = 0.0, max(record.ready.values())
     names, free = [], 0.0
     for name in numels:
         names.append(name)
@@ -89,14 +89,14 @@ def step_of(schedule, numels, density):
             group = GroupMarks(tuple(names))
             group.elements = sum(numels[each] for each in names)
             group.counts = int(density * group.elements)
-            selected = max(free, marks.ready[name]) + select(group.elements)
+            selected = max(free, record.ready[name]) + select(group.elements)
             free = selected + exchange(group.counts)
             begun = selected - select(group.elements)
             group.spans = [Span("select", begun, selected), Span("exchange", selected, free)]
-            marks.groups.append(group)
+            record.groups.append(group)
             names = []
-    marks.end = free
-    return marks
+    record.end = free
+    return record
 
 
 def test_the_plan_is_the_optimum_by_the_costs_that_were_seen():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple, Optional
 
@@ -53,6 +54,33 @@ class AdamMoments(NamedTuple):
         return AdamScalars(self.beta2, 1 - self.beta2**second_step, self.eps)
 
 
+@dataclass
+class AdamState:
+    """What is known of a parameter whose updates are accumulated, beside the residual."""
+
+    moments: Optional[AdamMoments]  # of the coming step; none from a load until then
+    second_step: int  # of the optimizer, that the second moment is of
+    is_update: bool = False  # what waits, which else is a gradient
+    gradient: Optional[Tensor] = None  # of this rank in this step, where the mean is wanted
+    # Where the corrected gradient was written in this step, int64 ``[ranks, count]``; ``None`` if it came whole.
+    arrived: Optional[Tensor] = None
+    update_norm: Optional[Tensor] = None  # in this step, if it was watched
+    # Of this step, where a backward has been seen to be one of several: the mean gradient, and of which step the second
+    # moment was before.
+    learned: Optional[tuple[Tensor, int]] = None
+
+    @property
+    def known(self) -> AdamMoments:
+        """The moments, in a step that has them."""
+        assert self.moments is not None
+        return self.moments
+
+    @property
+    def scalars(self) -> AdamScalars:
+        """The numbers of the coming step."""
+        return self.known.scalars(self.second_step)
+
+
 class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
@@ -82,16 +110,7 @@ class AdamMemory(ResidualMemory):
         self._ranks = ranks
         self._share_of = share_of
         self._total_of = total_of
-        self._moments: dict[str, AdamMoments] = {}  # of the parameters whose updates are accumulated
-        self._in_updates: set[str] = set()  # of which updates wait, not gradients
-        self.second_steps: dict[str, int] = {}  # of the optimizer, that their second moments are of
-        self._local: dict[str, Tensor] = {}  # gradients of this step, where their mean is wanted
-        # Where corrected gradients were written in this step, int64 ``[ranks, count]``; ``None`` for what came whole.
-        self.arrived: dict[str, Optional[Tensor]] = {}
-        self._update_norms: dict[str, Tensor] = {}
-        # Of this step, where a backward has been seen to be one of several: the mean gradient, and of which step the
-        # second moment was before.
-        self._learned: dict[str, tuple[Tensor, int]] = {}
+        self.states: dict[str, AdamState] = {}
         self._has_pieces = False
 
     @override
@@ -141,22 +160,24 @@ class AdamMemory(ResidualMemory):
         rest = [name for name in names if name not in moments]
         self._accumulate(rest, [inputs[name] for name in rest], hyperparameters)
         if moments:
-            self._accumulate_updates(inputs, moments, hyperparameters)
+            self._accumulate_updates(inputs, {name: self.states[name] for name in moments}, hyperparameters)
         return accumulated
 
     def _follow(self, name: str, present: Optional[AdamMoments]) -> None:
         """Follow whether updates are accumulated in this step; the residual changes its unit, not its worth."""
-        known = self._moments.pop(name, None)
-        if present is not None:
-            self._moments[name] = present
-            self.second_steps.setdefault(name, present.step - 1)
-            if name not in self._in_updates:
-                self._turn_to_updates(name, present)
-        elif name in self._in_updates:
-            self._return_to_gradients(name, known)
+        state = self.states.get(name)
+        if present is None:
+            if state is not None and state.is_update:
+                self._return_to_gradients(name, state)
+            return
+        if state is None:
+            state = self.states[name] = AdamState(present, present.step - 1)
+        state.moments = present
+        if not state.is_update:
+            self._turn_to_updates(name, state, present)
 
-    def _turn_to_updates(self, name: str, moments: AdamMoments) -> None:
-        self._in_updates.add(name)
+    def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
+        state.is_update = True
         # All that the first moment would still do, if no other gradient came. Every rank keeps the same of it.
         owed = in_widened([self._shared(moments.first)])[0] * (
             moments.beta1 / ((1 - moments.beta1) * (1 - moments.beta1 ** (moments.step - 1)))
@@ -165,55 +186,53 @@ class AdamMemory(ResidualMemory):
         moments.first.zero_()
         if name in self._residuals:
             owed.add_(self._residuals[name])
-        kept_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(name, moments)))
+        kept_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(state)))
 
-    def _return_to_gradients(self, name: str, known: Optional[AdamMoments]) -> None:
-        self._in_updates.discard(name)
-        if known is None:
+    def _return_to_gradients(self, name: str, state: AdamState) -> None:
+        if state.moments is None:
             del self._residuals[name]  # of an optimizer that has been replaced since: its units are not known
         else:
-            self._residuals[name].mul_(self._denominator(name, known))
-        self.second_steps.pop(name, None)
+            self._residuals[name].mul_(self._denominator(state))
+        del self.states[name]
 
     @override
     def leave(self) -> None:
         # Second moments may change before their parameters come back.
-        for name in list(self._in_updates):
-            self._return_to_gradients(name, self._moments.pop(name, None))
+        for name, state in list(self.states.items()):
+            if state.is_update:
+                self._return_to_gradients(name, state)
 
-    def _denominator(self, name: str, moments: AdamMoments) -> Tensor:
-        return denominator(self._preconditioners({name: moments})[0], moments.scalars(self.second_steps[name]))
+    def _denominator(self, state: AdamState) -> Tensor:
+        return denominator(self._preconditioners([state])[0], state.scalars)
 
     def _shared(self, flat: Tensor) -> Tensor:
         return flat if self._share_of is None else self._share_of(flat)
 
     def _accumulate_updates(
-        self, inputs: Mapping[str, Tensor], moments: Mapping[str, AdamMoments], given: Mapping[str, Hyperparameters]
+        self, inputs: Mapping[str, Tensor], states: Mapping[str, AdamState], given: Mapping[str, Hyperparameters]
     ) -> None:
         """Turn gradients into updates and add the residual, in place."""
-        gradients = [inputs[name] for name in moments]
-        self._clip(dict(zip(moments, gradients)))
-        continued = {name for name in moments if given[name].continues_step}
-        self._has_pieces = self._has_pieces or bool(continued)
-        for name in moments.keys() - continued:
-            self._learned.pop(name, None)
-        for gradient, (name, each) in zip(gradients, moments.items()):
-            if each.decay and name not in continued:
-                gradient.add_(self._shared(each.parameter), alpha=each.decay)
-        wanted = [name for name in moments if name in self._learned or self._is_due(name)]
-        # As they travel: for a moment they are the most that a training holds beside the residual.
-        self._local.update((name, inputs[name].to(torch.bfloat16)) for name in wanted)
-        waiting = self._waiting(list(moments), gradients, given)
-        accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
+        gradients = [inputs[name] for name in states]
+        self._clip(dict(zip(states, gradients)))
+        for gradient, (name, state) in zip(gradients, states.items()):
+            if given[name].continues_step:
+                self._has_pieces = True
+            else:
+                state.learned = None
+                if state.known.decay:
+                    gradient.add_(self._shared(state.known.parameter), alpha=state.known.decay)
+            if state.learned is not None or self._is_due(state):
+                # As it travels: for a moment these are the most that a training holds beside the residual.
+                state.gradient = gradient.to(torch.bfloat16)
+        waiting = self._waiting(list(states), gradients, given)
+        each = list(states.values())
+        accumulate_updates(gradients, waiting, self._preconditioners(each), [one.scalars for one in each], self._ranks)
         if self.is_watched:
-            updates = torch._foreach_sub(gradients, waiting)
-            self._update_norms.update(zip(moments, torch._foreach_norm(updates)))
+            for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
+                state.update_norm = norm
 
-    def _preconditioners(self, moments: Mapping[str, AdamMoments]) -> list[Tensor]:
-        return in_widened([self._shared(each.preconditioner) for each in moments.values()])
-
-    def _scalars(self, moments: Mapping[str, AdamMoments]) -> list[AdamScalars]:
-        return [each.scalars(self.second_steps[name]) for name, each in moments.items()]
+    def _preconditioners(self, states: Sequence[AdamState]) -> list[Tensor]:
+        return in_widened([self._shared(state.known.preconditioner) for state in states])
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
         """Clip gradients in place, so that their mean over ranks is clipped as it is asked for."""
@@ -229,27 +248,29 @@ class AdamMemory(ResidualMemory):
 
     @override
     def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        moments = {name: self._moments[name] for name in names if name in self._moments}
-        if not moments:
+        known = [(place, self.states[name]) for place, name in enumerate(names) if name in self.states]
+        corrected = {place: state for place, state in known if state.moments is not None}
+        if not corrected:
             return
-        corrected = [position for position, name in enumerate(names) if name in moments]
-        arrived = [means[position].indices for position in corrected]
-        # What arrives at other ranks of the node is not known here.
-        known = arrived if self._share_of is None else [None] * len(corrected)
-        self.arrived.update(zip((names[position] for position in corrected), known))
-        own = [updates[position] for position in corrected]
-        to_gradients(own, arrived, self._preconditioners(moments), self._scalars(moments))
+        states, arrived = list(corrected.values()), [means[place].indices for place in corrected]
+        for state, indices in zip(states, arrived):
+            # What arrives at other ranks of the node is not known here.
+            state.arrived = indices if self._share_of is None else None
+        own = [updates[place] for place in corrected]
+        to_gradients(own, arrived, self._preconditioners(states), [state.scalars for state in states])
 
-    def _is_due(self, name: str) -> bool:
-        step = self._moments[name].step
-        return step - self.second_steps[name] >= max(self.correction.refresh_steps, int(_GROWTH * step))
+    def _is_due(self, state: AdamState) -> bool:
+        step = state.known.step
+        return step - state.second_step >= max(self.correction.refresh_steps, int(_GROWTH * step))
 
     @override
     def after_exchange(
         self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages
     ) -> bool:
         """Average gradients, without residuals, in the few steps in which the second moment learns from them."""
-        local, self._local = self._local, {}
+        local = {name: state.gradient for name, state in self.states.items() if state.gradient is not None}
+        for name in local:
+            self.states[name].gradient = None
         # The host waits for the device in such a step only, at most every tenth.
         if not local or not bool(finite):
             return False
@@ -258,7 +279,7 @@ class AdamMemory(ResidualMemory):
             known = [name for name, is_used in zip(names, are_used) if is_used and name in local]
             for together in _messages(known, local):
                 gradients = {name: local.pop(name) for name in together}
-                means = ranks.mean_gradients(gradients, [self._moments[name].second.numel() for name in together])
+                means = ranks.mean_gradients(gradients, [self.states[name].known.second.numel() for name in together])
                 if self.clips_gradients:
                     squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float32)).square_()
                     self._measure_norms(together, means, ranks.mean_squares(squares, together))
@@ -267,8 +288,9 @@ class AdamMemory(ResidualMemory):
 
     def _learn(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
         for name, mean in zip(names, means):
-            moments = self._moments[name]
-            earlier, known = self._learned.get(name, (None, self.second_steps[name]))
+            state = self.states[name]
+            moments = state.known
+            earlier, known = state.learned or (None, state.second_step)
             share = max(_LEAST_KEPT, moments.beta2 ** (moments.step - known))
             # Both as torch keeps them: with the bias of their step.
             old, new = (1 - moments.beta2**step for step in (known, moments.step))
@@ -281,10 +303,10 @@ class AdamMemory(ResidualMemory):
                 moments.second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
                 mean = earlier + mean
             if self._has_pieces:
-                self._learned[name] = mean, known
+                state.learned = mean, known
             if moments.largest is not None:
                 torch.maximum(moments.largest, moments.second, out=moments.largest)
-            self.second_steps[name] = moments.step
+            state.second_step = moments.step
 
     def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
         """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
@@ -295,39 +317,42 @@ class AdamMemory(ResidualMemory):
 
     @override
     def update_norms(self) -> dict[str, Tensor]:
-        return {name: self._update_norms[name] for name in self._moments if name in self._update_norms}
+        known = [(name, state.update_norm) for name, state in self.states.items() if state.moments is not None]
+        return {name: norm for name, norm in known if norm is not None}
 
     @override
     def statistics(self) -> dict[str, Tensor]:
         """Add ``update_error``, of waiting updates to the last ones, and ``second_moment_age`` in steps."""
         factors = self._clip_factors
         statistics = {} if factors is None else {"local_clip_factor": factors.min()}
-        norms = list(self.update_norms().values())
+        norms = self.update_norms()
         if not norms:
             return statistics
-        waiting = torch._foreach_norm([self._residuals[name] for name in self._moments])
-        ages = [moments.step - self.second_steps[name] for name, moments in self._moments.items()]
+        waiting = torch.stack(list(torch._foreach_norm([self._residuals[name] for name in norms]))).norm()
+        ages = [self.states[name].known.step - self.states[name].second_step for name in norms]
         return {
             **statistics,
-            "update_error": torch.stack(list(waiting)).norm() / torch.stack(norms).norm(),
-            "second_moment_age": norms[0].new_tensor(max(ages)),
+            "update_error": waiting / torch.stack(list(norms.values())).norm(),
+            "second_moment_age": waiting.new_tensor(max(ages)),
         }
 
     @override
     def state_dict(self) -> MemoryState:
-        state = super().state_dict()
-        residuals = state["residual"]
+        saved = super().state_dict()
+        residuals, states = saved["residual"], self.states
+        learned = {name: state.learned for name, state in states.items() if state.learned is not None}
+        updates = {name for name, state in states.items() if state.is_update}
         return {
-            **state,
-            "residual": {name: tensor for name, tensor in residuals.items() if name not in self._in_updates},
-            "update": {name: tensor for name, tensor in residuals.items() if name in self._in_updates},
-            "second_moment_step": {name: _saved([step]) for name, step in self.second_steps.items()},
+            **saved,
+            "residual": {name: tensor for name, tensor in residuals.items() if name not in updates},
+            "update": {name: tensor for name, tensor in residuals.items() if name in updates},
+            "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
             "squared_norms": dict(self._squared_norms),
             # A step of several backwards may be unfinished; all of it tells that there are such steps.
-            "learned_mean": {name: mean for name, (mean, _) in self._learned.items()},
+            "learned_mean": {name: mean for name, (mean, _) in learned.items()},
             "learned_since": {
-                name: _saved([self._learned[name][1] if name in self._learned else -1])
-                for name in (self.second_steps if self._has_pieces else ())
+                name: _saved([learned[name][1] if name in learned else -1])
+                for name in (states if self._has_pieces else ())
             },
             "second_moment_mean": {name: _saved(mean) for name, mean in self.second_means.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, _saved(self.warm_up)),
@@ -337,15 +362,14 @@ class AdamMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         updates = state.get("update", {})
         super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
-        self._in_updates = set(updates)
-        self._moments.clear()
         self._squared_norms = cloned(state.get("squared_norms", {}))
         self._norm_ratios.clear()
-        self.second_steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
-        self._has_pieces = bool(state.get("learned_since"))
-        since = {name: int(step) for name, step in state.get("learned_since", {}).items()}
-        learned = state.get("learned_mean", {})
-        self._learned = {name: (mean.clone(), since[name]) for name, mean in learned.items()}
+        steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
+        self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
+        since = state.get("learned_since", {})
+        self._has_pieces = bool(since)
+        for name, mean in state.get("learned_mean", {}).items():
+            self.states[name].learned = mean.clone(), int(since[name])
         means = state.get("second_moment_mean", {})
         self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
         self.warm_up = next(

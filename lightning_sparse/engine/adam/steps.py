@@ -346,7 +346,7 @@ class AdamSteps:
 
     def _apply_held(self, optimizer: Optimizer, group: Mapping[str, Any], held: Mapping[Parameter, Tensor]) -> None:
         moments = [self._present[parameter] for parameter in held]
-        names = [self.names[parameter] for parameter in held]
+        states = [self._memory.states[self.names[parameter]] for parameter in held]
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
@@ -356,13 +356,14 @@ class AdamSteps:
         apply_updates(
             wide,
             in_widened([laid_flat(gradient, held_of(parameter)) for parameter, gradient in zip(held, unscaled)]),
-            [self._memory.arrived.pop(name, None) for name in names],
+            [state.arrived for state in states],
             in_widened([each.preconditioner for each in moments]),
-            [each.scalars(self._memory.second_steps[name]) for each, name in zip(moments, names)],
+            [each.scalars(state.second_step) for each, state in zip(moments, states)],
             -float(group["lr"]) if group["maximize"] else float(group["lr"]),
             1 - float(group["lr"]) * decay,
         )
-        for weight, result in zip(weights, wide):
+        for state, weight, result in zip(states, weights, wide):
+            state.arrived = None  # another gradient may come without an exchange
             if result is not weight:
                 weight.copy_(result)
 

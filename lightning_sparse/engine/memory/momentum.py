@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import GroupSelection, Selection
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.memory.residual import (
     Hyperparameters,
     MemoryState,
@@ -80,7 +80,7 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
     ) -> None:
         in_flight = kept_like(self._in_flight, names, accumulated)
         if self._masks_momentum:

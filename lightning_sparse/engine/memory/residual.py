@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.compressors.selection import GroupSelection, Selection, runs
+from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, runs
 from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
@@ -78,7 +78,7 @@ class Memory:
         return in_widened(gradients)
 
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
     ) -> None:
         """Keep what :meth:`compensate` returned (it may be changed), with ``kept`` written over the places sent.
 
@@ -196,22 +196,22 @@ class ResidualMemory(Memory):
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
     ) -> None:
         self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
-            kept.overwrite(accumulated)
+            overwrite(accumulated, kept)
             overwrite_accepted(residuals, accumulated, accepted)
             return
         are_accepted = accepted.expand(len(names)).tolist()
         positions = [position for position, is_accepted in enumerate(are_accepted) if is_accepted]
-        if kept.is_whole:  # what is overwritten as a whole need not be copied first
+        if not isinstance(kept, FlatSelection):  # what is overwritten as a whole need not be copied first
             for position in positions:
                 copy_elements(kept[position].values, residuals[position])
         elif positions:
-            kept.overwrite(accumulated)
+            overwrite(accumulated, kept)
             torch._foreach_copy_(
                 [residuals[position] for position in positions], [accumulated[position] for position in positions]
             )

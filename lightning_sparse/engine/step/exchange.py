@@ -627,7 +627,7 @@ class Exchange(Stream):
         self._recorder.end_backward()
         end = self._mark()
         ready = {each.name: each.mark if each.is_ready else end for each in self._travelling}
-        self._recorder.current.marks.ready = ready
+        self._recorder.current.ready = ready
 
     def _commit_of_step(self) -> Callable[[], None]:
         exchanged, taken, means, packed = self._exchanged, self._taken, self._means, self._packed

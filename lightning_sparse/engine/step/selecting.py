@@ -10,31 +10,38 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, element_count
-from lightning_sparse.compressors.selection import GroupSelection, Selection, WholeSelection, cut, parted
+from lightning_sparse.compressors.selection import (
+    FlatSelection,
+    Selection,
+    counts_of,
+    grouped,
+    overwrite,
+    scatter,
+    whole,
+)
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import Arrival, WireFormat
-from lightning_sparse.functional.elements import add_rows
 
 
 class Part(NamedTuple):
     """The parameters of a group that travel by one way: sent whole, or some elements of each."""
 
-    positions: list[int]  # in the group
-    tensors: list[Tensor]  # selected from: one of each parameter, or one of all of them laid end to end
-    selection: GroupSelection
-    counts: list[float]  # by parameter, elements that its density asks for; its share of them where merged
     wire: WireFormat
+    positions: Sequence[int]  # in the group
+    selection: Sequence[Selection]  # of each parameter, or one of all of them laid end to end
+    counts: Sequence[float]  # by parameter, elements that its density asks for; its share of them where merged
+    tensors: list[Tensor]  # one of each parameter: gradient plus residual
     merged: Optional["MergedParameters"] = None  # what lies end to end
 
     def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> Arrival:
         """Send what is selected, and return the mean of each parameter."""
         channel.recorder.see_selection(self.selection, self.counts)
-        arrival = channel.run(self.wire.exchange(self.selection, self.tensors, used), names)
+        inputs = self.tensors if self.merged is None else [self.merged.flat]
+        arrival = channel.run(self.wire.exchange(self.selection, inputs, used), names)
         if self.merged is not None:
             with channel.recorder.span("encode"):
-                means, kept = self.merged.means(arrival.means[0]), self.merged.kept(arrival.kept[0])
-            arrival = arrival._replace(means=means, kept=kept)
+                arrival = self.merged.apart(arrival)
         if (samples := channel.recorder.samples) is not None:
             # The host waits for what is sent of each parameter where several are merged.
             samples.add_sent(names, self.selection if self.merged is None else self.merged.sent(self.selection[0]))
@@ -53,7 +60,8 @@ class GroupSelector:
             )
         self._compressor = compressor
         self._wires = wires
-        self._holding = [wire for wire in wires.formats if type(wire).release is not WireFormat.release]
+        self._formats = wires.formats
+        self._holding = [wire for wire in self._formats if type(wire).release is not WireFormat.release]
         self._used: set[WireFormat] = set()  # in this step
         self._used_before: set[WireFormat] = set()
         self._format_for = cache(wires.format_for)
@@ -65,33 +73,62 @@ class GroupSelector:
         accumulated: Sequence[Tensor],
         densities: Sequence[float],
         are_used: Sequence[Optional[bool]],
-        whole: AbstractSet[str] = frozenset(),
+        learned: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
         """Choose what is sent of gradients plus residuals, flat and not changed; parts sent whole come last."""
-        few: list[int] = []
-        rest: dict[WireFormat, list[int]] = {self._wires.learned: [], self._wires.whole: []}
-        for position, (name, tensor, density) in enumerate(zip(names, accumulated, densities)):
-            if name in whole:
-                rest[self._wires.learned].append(position)
-            elif self._is_sent_whole(tensor.numel(), density):
-                rest[self._wires.whole].append(position)
-            else:
-                few.append(position)
-        parts = self._ask(few, names, accumulated, densities, are_used) if few else []
-        for wire, positions in rest.items():
-            tensors = [accumulated[position] for position in positions]
-            counts: list[float] = [tensor.numel() for tensor in tensors]
-            if positions:
-                parts.append(Part(positions, tensors, WholeSelection.of(tensors), counts, wire))
+        ways = [
+            self._wires.learned if name in learned else self._way_of_whole(tensor.numel(), density)
+            for name, tensor, density in zip(names, accumulated, densities)
+        ]
+        counts = [
+            tensor.numel() if way is not None else element_count(tensor.numel(), density)
+            for way, tensor, density in zip(ways, accumulated, densities)
+        ]
+        few = [position for position, way in enumerate(ways) if way is None]
+        parts: list[Part] = []
+        chosen: Sequence[Selection] = []
+        if self._compressor.selects_across_group and len(few) > 1:
+            parts.append(self._select_across(few, names, accumulated, densities, are_used))
+        elif few:
+            asked = [names[each] for each in few], [accumulated[each] for each in few], [counts[each] for each in few]
+            chosen = self._compressor.select(*asked)
+            for position, way in zip(few, self._ways_of(chosen)):
+                ways[position] = way
+        for wire in self._formats:
+            positions = [position for position, way in enumerate(ways) if way is wire]
+            if not positions:
+                continue
+            tensors = [accumulated[each] for each in positions]
+            selection = chosen
+            if positions != few:  # else what the compressor has returned stays the object that it is
+                of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
+                selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
+            parts.append(Part(wire, positions, grouped(selection), [counts[each] for each in positions], tensors))
         self._used.update(part.wire for part in parts)
         return parts
 
-    def _is_sent_whole(self, numel: int, density: float) -> bool:
+    def _way_of_whole(self, numel: int, density: float) -> Optional[WireFormat]:
+        """Return the way of a tensor that is sent whole, ``None`` for one of which the compressor is asked."""
         if self._compressor.dense_wire_format is None:
-            return False
-        if density >= 1 or self._compressor.selects_across_group:
-            return density >= 1
-        return self._format_for(numel, element_count(numel, density)) is self._wires.whole
+            return None
+        if density >= 1:
+            return self._wires.whole
+        is_alone = not self._compressor.selects_across_group
+        is_shorter = is_alone and self._format_for(numel, element_count(numel, density)) is self._wires.whole
+        return self._wires.whole if is_shorter else None
+
+    def _ways_of(self, selections: Sequence[Selection]) -> list[WireFormat]:
+        if isinstance(selections, FlatSelection):
+            return list(map(self._way_of_some, selections.numels, selections.counts))
+        return [
+            self._wires.whole if each.indices is None else self._way_of_some(each.numel, each.indices.shape[-1])
+            for each in selections
+        ]
+
+    def _way_of_some(self, numel: int, count: int) -> WireFormat:
+        wire = self._format_for(numel, count)
+        # What was selected element by element stays so: the rest of the tensor is in the residual.
+        return self._wires.elements if wire is self._wires.whole else wire
 
     def release(self) -> None:
         """End the step: take working memory back, and have wires that it did not use give back theirs."""
@@ -101,47 +138,30 @@ class GroupSelector:
                 wire.release()
         self._used, self._used_before = set(), self._used
 
-    def _ask(
+    def _select_across(
         self,
-        positions: list[int],
+        positions: Sequence[int],
         names: Sequence[str],
         accumulated: Sequence[Tensor],
         densities: Sequence[float],
         are_used: Sequence[Optional[bool]],
-    ) -> list[Part]:
+    ) -> Part:
+        """Select from parameters laid end to end."""
         names, densities = [names[each] for each in positions], [densities[each] for each in positions]
         tensors = [accumulated[each] for each in positions]
-        if self._compressor.selects_across_group and len(positions) > 1:
-            merged = self._merge(tensors, [are_used[each] for each in positions])
-            count = _merged_count(tensors, densities)
-            [(wire, _, selection)] = parted(self._compressor.select(names, [merged.flat], [count]), self._format_of)
-            shares = [count * tensor.numel() / merged.flat.numel() for tensor in tensors]
-            return [Part(positions, [merged.flat], selection, shares, wire, merged)]
-        counts = [element_count(tensor.numel(), density) for tensor, density in zip(tensors, densities)]
-        return [
-            Part(
-                [positions[place] for place in places],
-                [tensors[place] for place in places],
-                selection,
-                [counts[place] for place in places],
-                wire,
-            )
-            for wire, places, selection in parted(self._compressor.select(names, tensors, counts), self._format_of)
-        ]
-
-    def _format_of(self, numel: int, count: Optional[int]) -> WireFormat:
-        """Return the way of what a compressor has selected of a tensor, ``None`` for all of it."""
-        if count is None:
-            return self._wires.whole
-        wire = self._format_for(numel, count)
-        # What was selected element by element stays so: the rest of the tensor is in the residual.
-        return self._wires.elements if wire is self._wires.whole else wire
+        merged = self._merge(tensors, [are_used[each] for each in positions])
+        count, numel = _merged_count(tensors, densities), merged.flat.numel()
+        selection = grouped(self._compressor.select(names, [merged.flat], [count]))
+        shares = [count * tensor.numel() / numel for tensor in tensors]
+        return Part(self._ways_of(selection)[0], positions, selection, shares, tensors, merged)
 
     def _merge(self, tensors: Sequence[Tensor], are_used: Sequence[Optional[bool]]) -> "MergedParameters":
         numel = sum(tensor.numel() for tensor in tensors)
-        flat = torch.cat(list(tensors), out=self._workspace.take(numel, tensors[0]))
-        merged = MergedParameters(flat, self._workspace.take(numel, tensors[0]), tensors, are_used)
-        merged.leave_out_unused()
+        flat, mean = (self._workspace.take(numel, tensors[0]) for _ in range(2))
+        merged = MergedParameters(torch.cat(list(tensors), out=flat), mean, tensors, are_used)
+        for piece, is_used in zip(merged.split(flat), are_used):
+            if is_used is False:  # where nobody used it, its residual would win the places in every step
+                piece.zero_()
         return merged
 
 
@@ -153,41 +173,25 @@ class MergedParameters(NamedTuple):
     tensors: Sequence[Tensor]
     are_used: Sequence[Optional[bool]]  # by this rank; ``None`` where that is not tracked
 
-    def leave_out_unused(self) -> None:
-        """Leave out what this rank did not use: where nobody did, its residual would win the places in every step."""
-        for piece, is_used in zip(self._split(self.flat), self.are_used):
-            if is_used is False:
-                piece.zero_()
-
     def sent(self, selection: Selection) -> Sequence[Selection]:
         """Return what a selection from ``flat`` holds of each parameter; the host waits for it."""
-        if selection.indices is None:
-            return self._whole(selection.values.reshape(-1))
-        return cut(selection, tuple(tensor.numel() for tensor in self.tensors))
+        values, indices, _, filled = selection
+        if indices is None:
+            return whole(self.tensors)
+        numels = tuple(tensor.numel() for tensor in self.tensors)
+        return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
 
-    def means(self, mean: Selection) -> WholeSelection:
-        """Return the mean over ranks of each parameter."""
-        if mean.indices is None:
-            return self._whole(mean.values.reshape(-1))
-        return self._whole(add_rows(mean.values, mean.indices, self.mean.zero_()))
+    def apart(self, arrival: Arrival) -> Arrival:
+        """Return what arrived and what stays here of each parameter, all of it where it was not used; once."""
+        scatter([self.mean], arrival.means)
+        overwrite([self.flat], arrival.kept)
+        pieces = zip(self.split(self.flat), self.tensors, self.are_used)
+        kept = [tensor if is_used is False else piece for piece, tensor, is_used in pieces]
+        return arrival._replace(means=whole(self.split(self.mean)), kept=whole(kept))
 
-    def kept(self, kept: Selection) -> WholeSelection:
-        """Return what stays here of each parameter, all of it where it was not used; changes ``flat``."""
-        flat = kept.values.reshape(-1)
-        if kept.indices is not None:
-            flat = self.flat.index_copy_(0, kept.indices, kept.values)
-        return WholeSelection.of(
-            [
-                tensor if is_used is False else piece
-                for piece, tensor, is_used in zip(self._split(flat), self.tensors, self.are_used)
-            ]
-        )
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        return list(flat[: self.flat.numel()].split([tensor.numel() for tensor in self.tensors]))
-
-    def _whole(self, flat: Tensor) -> WholeSelection:
-        return WholeSelection.of(self._split(flat))
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Take apart what lies end to end."""
+        return list(flat.split([tensor.numel() for tensor in self.tensors]))
 
 
 class Workspace:

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.selection import GroupSelection, Selection, grouped
+from lightning_sparse.compressors.selection import Selection, grouped, scatter
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
@@ -156,8 +156,8 @@ class Pipeline:
                 densities, are_used = list(map(self.density_of, names)), [local.is_used for local in group]
                 *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.whole)
             used = None if used is None else self.levels.any_of(used, names)
-            exchanged = [self._exchange_part(part, group, accumulated) for part in parts]
-            return [*exchanged, self._exchange_part(last, group, accumulated, used)]
+            exchanged = [self._exchange_part(part, group) for part in parts]
+            return [*exchanged, self._exchange_part(last, group, used)]
 
     def exchange_in_groups(
         self, gradients: Sequence[LocalGradient], closes_group: Callable[[str, int], bool]
@@ -177,13 +177,11 @@ class Pipeline:
                 group, numel = [], 0
         return exchanged + (self.exchange(group) if group else [])
 
-    def _exchange_part(
-        self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor], used: Optional[Tensor] = None
-    ) -> Exchanged:
-        members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
+    def _exchange_part(self, part: Part, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> Exchanged:
+        members = [group[each] for each in part.positions]
         names = [local.name for local in members]
         arrival = part.exchange(self.levels.across, names, used)
-        return Exchanged(names, members, tensors, part.counts, arrival)
+        return Exchanged(names, members, part.tensors, part.counts, arrival)
 
     def check_arrived(self, arrived: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
@@ -210,26 +208,26 @@ class Pipeline:
         used = [self._used_anywhere(exchanged, step[-1].arrival.used, places) for exchanged in step]
         travelled = [(exchanged.names, flags) for exchanged, flags in zip(step, used)]
         if self.memory.after_exchange(travelled, finite, self.levels):
-            self.recorder.current.marks.is_typical = False  # no plan is made from its times
+            self.recorder.current.is_typical = False  # no plan is made from its times
         with self.recorder.span("commit"):
             for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged):
                     self.memory.update(exchanged.names, exchanged.accumulated, exchanged.arrival.kept, accepted)
-                    mean.scatter(exchanged.accumulated)  # the means are in its memory from here on
+                    scatter(exchanged.accumulated, mean)  # the means are in its memory from here on
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
         self.selector.release()
 
     def close_step(self) -> None:
         """Close the record of the step, and have the planner look at it."""
-        marks = self.recorder.end_step().marks
+        record = self.recorder.end_step()
         # Now, so that it does not count as time of the step.
         if (samples := self.recorder.samples) is not None:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
             self.recorder.last_samples, self.recorder.samples = samples, None
-        self._planner.see_step(marks)
+        self._planner.see_step(record)
 
     def _used_anywhere(
         self, exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]
@@ -239,7 +237,7 @@ class Pipeline:
             return None
         return torch.stack([used[places[name]] for name in exchanged.names])
 
-    def _write_back(self, exchanged: Exchanged, mean: GroupSelection) -> None:
+    def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection]) -> None:
         means = exchanged.accumulated
         self.memory.to_gradients(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
@@ -269,7 +267,7 @@ class Pipeline:
         gradient.div_(everybody.ranks)
         self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
-    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[GroupSelection]:
+    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[Sequence[Selection]]:
         """Have the compressor finish the step, for all parameters but those of ``context.whole``."""
         means = [exchanged.arrival.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:

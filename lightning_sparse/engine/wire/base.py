@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import GroupSelection, SelectionSize, WholeSelection
+from lightning_sparse.compressors.selection import Selection, SelectionSize, whole
 
 
 class Payload(NamedTuple):
@@ -31,8 +31,8 @@ class Arrival(NamedTuple):
 
     finite: Tensor  # bool []: whether everything that any rank sent is
     used: Optional[Tensor]  # bool: which parameters of the step any rank used; None where none was told
-    means: GroupSelection  # of each tensor the received elements: rows add up to the mean over ranks
-    kept: GroupSelection  # of each tensor what stays here at the places sent; elsewhere all does
+    means: Sequence[Selection]  # of each tensor the received elements: rows add up to the mean over ranks
+    kept: Sequence[Selection]  # of each tensor what stays here at the places sent; elsewhere all does
 
 
 Phases = Generator[Payload, Tensor, Arrival]
@@ -50,8 +50,8 @@ class WireFormat(ABC):
         self._bits = bits
 
     @abstractmethod
-    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        """Write what is selected of a group; each ``yield`` is one collective and receives its result. Changes nothing.
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        """Write :func:`grouped` selections; each ``yield`` is one collective and receives its result. Changes nothing.
 
         ``accumulated`` is selected from, for formats in which ranks send at each other's choices; ``used``, uint8, says
         with a step's last message which of its parameters this rank has used, and is ``None`` with all others.
@@ -72,13 +72,13 @@ class LocalFormat(WireFormat):
     collectives: tuple[str, ...] = ()
 
     @override
-    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         yield from ()
         return Arrival(
             finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
             used=None if used is None else used.bool(),  # each rank steps by itself
             means=selection,
-            kept=WholeSelection.of([tensor.new_zeros(()).expand_as(tensor) for tensor in accumulated]),
+            kept=whole([tensor.new_zeros(()).expand_as(tensor) for tensor in accumulated]),
         )
 
     @override

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import FlatSelection, GroupSelection, SelectionSize
+from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, end_to_end
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import (
     BIN_MEANS,
@@ -34,10 +34,10 @@ class GatherFormat(WireFormat):
     collectives: tuple[str, ...] = ("all_gather",)
 
     @override
-    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        selected = selection.flat()
-        values, indices, numel = selected.values, selected.indices, selected.numel
-        codec = index_codec(numel, values.numel())
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        selected = end_to_end(selection)
+        values, indices = selected.values, selected.indices
+        codec = index_codec(sum(selected.numels), values.numel())
         written, sent = self._write(selected)
         sections = [written, codec.encode(indices)]
         wires = yield Payload("all_gather", message_of(sections if used is None else [*sections, used]))

@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.selection import (
     FlatSelection,
-    GroupSelection,
+    Selection,
     SelectionSize,
+    end_to_end,
     of_each,
     on_device,
     starts_of,
@@ -76,8 +77,8 @@ class OwnersFormat(WireFormat):
         self._values = ReduceFormat(dtype, rank, ranks)
 
     @override
-    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        selected = selection.flat()
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        selected = end_to_end(selection)
         shares = _shares_of(selected.numels, selected.counts, self.ranks, self._keep)
         proposals = yield Payload("all_to_all", _proposals(selected, shares))
         places = _largest(_sums(proposals, shares), shares, self.rank)

@@ -8,13 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import (
-    FlatSelection,
-    GroupSelection,
-    Selection,
-    SelectionSize,
-    WholeSelection,
-)
+from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, whole
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import aligned, message_of, round_to
@@ -50,7 +44,7 @@ class ReduceFormat(WireFormat):
         self._is_in_use = False
 
     @override
-    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         self._is_in_use = True
         # Flags travel as one more tensor; codes would round a flag of few ranks to none.
         flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
@@ -67,11 +61,11 @@ class ReduceFormat(WireFormat):
             written, read_back = self._write(mean.unsqueeze(0))
             received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
             returned = read_back.squeeze(0)
-        numels = [*selection.numels, *map(Tensor.numel, flags)]
+        numels = [*(each.numel for each in selection), *map(Tensor.numel, flags)]
         arrived = self._split(received, numels)
         left = self._split(self._left_here(values, sent, mean, returned), numels)
         if flags and used is not None:
-            (arrived, by_any), (left, _) = _last_apart(arrived), _last_apart(left)
+            (*arrived, by_any), (*left, _) = arrived, left
             used = by_any.values.reshape(-1)[: len(used)] > 0
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
@@ -101,7 +95,7 @@ class ReduceFormat(WireFormat):
         """Write elements at which all ranks send, one at least: those of each tensor alone where rounding is kept."""
         is_exact = chosen.values.dtype is self.dtype
         pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(chosen.counts) if each.numel()]
-        arrival = yield from self.exchange(WholeSelection.of(pieces), pieces, None)
+        arrival = yield from self.exchange(whole(pieces), pieces, None)
         return arrival._replace(
             means=chosen.replaced(_laid(arrival.means)[None], chosen.indices[None]),
             kept=chosen.replaced(_laid(arrival.kept), chosen.indices),
@@ -153,9 +147,9 @@ class ReduceFormat(WireFormat):
             held = self._workspace[name] = likes[0].new_empty(numel)
         return held[:numel].view(self.ranks, -1)
 
-    def _split(self, shards: Tensor, numels: Sequence[int]) -> WholeSelection:
+    def _split(self, shards: Tensor, numels: Sequence[int]) -> list[Selection]:
         pieces = shards.split([*map(self._shard_numel, numels), self._padding(numels)], dim=1)
-        return WholeSelection([Selection(piece, None, numel) for piece, numel in zip(pieces, numels)])
+        return [Selection(piece, None, numel) for piece, numel in zip(pieces, numels)]
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         if parts.dtype is dtype:  # then all at once: of many ranks every call counts
@@ -176,11 +170,6 @@ class ReduceFormat(WireFormat):
         return left
 
 
-def _last_apart(selections: WholeSelection) -> tuple[WholeSelection, Selection]:
-    *others, last = selections
-    return WholeSelection(others), last
-
-
-def _laid(received: GroupSelection) -> Tensor:
+def _laid(received: Sequence[Selection]) -> Tensor:
     """Return shards of several tensors laid end to end, without their padding."""
     return torch.cat([piece.values.reshape(-1)[: piece.numel] for piece in received])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import FlatSelection, GroupSelection, SelectionSize, counts_of
+from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, counts_of, end_to_end
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.functional.elements import IndexCodec, aligned, index_codec, message_of, read_as
@@ -39,9 +39,10 @@ class UnionFormat(WireFormat):
         self._place = 0
 
     @override
-    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        positions, used = yield from self._positions(selection, used)
-        counts = counts_of(positions, selection.numels)
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        selected = end_to_end(selection)
+        positions, used = yield from self._positions(selected.indices, sum(selected.numels), used)
+        counts = counts_of(positions, selected.numels)
         chosen = FlatSelection.at(accumulated, positions[: sum(counts)], counts)  # without padding, which comes last
         if not len(chosen.values):
             finite = torch.ones((), dtype=torch.bool, device=positions.device)
@@ -55,21 +56,20 @@ class UnionFormat(WireFormat):
         self._values.release()
 
     def _positions(
-        self, selection: GroupSelection, used: Optional[Tensor]
+        self, mine: Tensor, numel: int, used: Optional[Tensor]
     ) -> Generator[Payload, Tensor, tuple[Tensor, Optional[Tensor]]]:
         """Return what any rank selected, ascending, padding last, and whether any rank used each parameter."""
-        mine = selection.flat().indices
         place, self._place = self._place, self._place + 1
         room = self._room.get(place, 0)
         header = torch.full((1,), mine.numel(), dtype=torch.int64, device=mine.device).view(torch.uint8)
         header = header if used is None else torch.cat([header, used])
-        first = _codec_of(selection.numel, room)
+        first = _codec_of(numel, room)
         received = yield Payload("all_gather", message_of([header, _written(first, mine[:room])]))
         # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
         most = int(max(read_as(received[:, :_COUNT_BYTES], torch.int64).flatten().tolist()))
         found = [first.decode(received[:, header.numel() :])]
         if most > room:
-            rest = _codec_of(selection.numel, most - room)
+            rest = _codec_of(numel, most - room)
             found.append(rest.decode((yield Payload("all_gather", _written(rest, mine[room:])))))
         self._room[place] = _room_after(room, most)
         union = torch.cat([positions.flatten() for positions in found]).unique()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.compressors.selection import FlatSelection, SelectionSize
+from lightning_sparse.compressors.selection import FlatSelection, SelectionSize, overwrite, scatter
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire import build_wires, exchange_of
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
@@ -39,8 +39,8 @@ def gradients(ranks, numels):
 
 def written(arrival, tensors):
     means, kept = ([tensor.clone() for tensor in tensors] for _ in range(2))
-    arrival.means.scatter(means)
-    arrival.kept.overwrite(kept)
+    scatter(means, arrival.means)
+    overwrite(kept, arrival.kept)
     return means, kept
 
 
@@ -175,7 +175,7 @@ def test_a_way_depends_on_the_tensor_and_the_ranks_alone():
 def test_a_merged_tensor_takes_the_format_for_its_size():
     selection = FlatSelection.of([torch.randn(10_000)], [torch.arange(100)])
     arrival = build_wires("gather", "reduce", torch.float32, 0, 2, exchange_of(Owners(keep=1)))
-    assert isinstance(arrival.format_for(selection.numel, 100), OwnersFormat)
+    assert isinstance(arrival.format_for(*selection.numels, 100), OwnersFormat)
 
 
 def test_an_unknown_exchange_is_refused():

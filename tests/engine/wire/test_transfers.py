@@ -38,7 +38,7 @@ def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
         numels = {name: parameter.numel() for name, parameter in ddp.module.named_parameters()}
-        travelled = [name for group in engine.recorder.last.marks.groups for name in group.names]
+        travelled = [name for group in engine.recorder.last.groups for name in group.names]
         return engine.compression_stats()[kind], [numels[name] for name in travelled]
 
 
