@@ -143,6 +143,7 @@ class Compression(TypedDict, total=False):
 
     Example::
 
+        >>> from lightning_sparse.engine.settings import DEFAULTS
         >>> DEFAULTS  # doctest: +NORMALIZE_WHITESPACE
         {'schedule': 'merged', 'wire': 'float32', 'warmup_epochs': None, 'optimizer_correction': 'auto',
          'exchange': 'auto', 'overlaps_backward': True, 'local_steps': 1, 'levels': 'auto'}

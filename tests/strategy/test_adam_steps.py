@@ -712,30 +712,6 @@ def test_the_clip_norm_of_a_compressor_lasts(pair):
     assert not torch.equal(clipped[6]["network.0.weight"], free[6]["network.0.weight"])
 
 
-def train_from_old_state(rank, is_old):
-    """Go on from a state in the midst of a training, which may be as earlier versions wrote it."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Edges().to(DEVICE))
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=RATE)
-    with sparsify(ddp, optimizer, "topk", density=0.05, optimizer_correction=CORRECTION) as handle:
-        for step in range(7):
-            if step == 6:
-                state = handle.state_dict()
-                if is_old:
-                    del state["clips"]
-                    state["clipping"] = [None, LARGEST]
-                handle.load_state_dict(state)
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            handle.clip(value=LARGEST)
-            optimizer.step()
-    return parameters_of(ddp)
-
-
-def test_the_clip_of_an_earlier_version_is_resumed(pair):
-    assert_same(pair.run(train_from_old_state, True), pair.run(train_from_old_state, False))
-
-
 class Pieces(ByHand):
     def go_backward(self, rows, batch_index):
         for row in rows:
