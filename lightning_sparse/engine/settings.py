@@ -113,9 +113,7 @@ class Compression(TypedDict, total=False):
 
     ``compressor`` and ``density`` are each entry point's own, and may be given first, without their names.
 
-    Args:
-        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
-        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the compressor's own.
+    Attributes:
         schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. None
             of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may send more
             than the density asks for, or leave steps to DDP.
