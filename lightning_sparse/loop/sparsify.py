@@ -152,15 +152,25 @@ class Sparsifier(Loop):
         self._is_shared = True  # the model is that of all ranks, as far as this rank knows
         self._is_shown = False  # inside of shared_model
         self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
+        self._parts = _trained_parts(module)
         # Before those by which Adam's updates are made.
         before = [each.register_step_pre_hook(before_step_of_training(self.exchange_shards)) for each in optimizers]
         if type(self._model) is BareModel:
             align(module)
-        self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
-        self._handles += before
-        self._parts = _trained_parts(module)
+        try:
+            self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
+            self._handles += before
+            self._attend(model, total_steps)
+        except BaseException:  # such as a warning that is an error
+            for handle in before:
+                handle.remove()
+            self._leave(has_failed=True)
+            raise
+
+    def _attend(self, model: Module, total_steps: Optional[int]) -> None:
+        """Take what is trained for this one's, from the first forward on."""
         _ATTENDED.update(self._parts)
-        for each in module.modules():
+        for each in self._model.module.modules():
             if (refusal := _REFUSALS.pop(each, None)) is not None:
                 refusal.remove()
         if self.engine is not None:
@@ -169,6 +179,11 @@ class Sparsifier(Loop):
         self.tell_of_rounds(total_steps)
         if self.engine is not None:
             self._watch(model)
+
+    def _leave(self, has_failed: bool) -> None:
+        """Leave model and optimizers to others."""
+        _ATTENDED.difference_update(self._parts)
+        self.end(has_failed)
 
     def _listen(self, inputs: Any, output: Any) -> None:
         """Hear of a backward when it comes to the model, before it adds to gradients."""
@@ -465,8 +480,7 @@ class Sparsifier(Loop):
         finally:
             if engine is not None:
                 self._refuse_training()
-            _ATTENDED.difference_update(self._parts)
-            self.end(has_failed)
+            self._leave(has_failed)
 
     def _refuse_training(self) -> None:
         """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""

@@ -5,6 +5,7 @@ import io
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, sparsify
 from lightning_sparse.compressors import DGC
+from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
@@ -283,3 +285,21 @@ def train_dense_steps(rank, is_ours):
 def test_dense_steps_have_ddps_gradients_however_parameters_lie(pair):
     for ours, ddps in zip(pair.run(train_dense_steps, True), pair.run(train_dense_steps, False)):
         assert_same(ours, ddps)
+
+
+def begin_anew(rank):
+    """Sparsify a model, which fails late, and then again; return the first error, and what the steps lead to."""
+    torch.manual_seed(0)
+    model = Edges().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mock.patch.object(Sparsifier, "tell_of_rounds", side_effect=RuntimeError("few rounds")):
+        told = refuse(rank, lambda rank: sparsify(model, optimizer, **SPARSE))
+    with sparsify(model, optimizer, **SPARSE) as handle:
+        train(rank, model, optimizer, range(2), handle.accumulating)
+    return told, tensors_of(model)
+
+
+def test_a_model_whose_start_has_failed_starts_again(pair):
+    (told, ours), (_, others) = pair.run(begin_anew)
+    assert told == "RuntimeError: few rounds"
+    assert_same(ours, others)
