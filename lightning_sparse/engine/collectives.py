@@ -129,12 +129,17 @@ class Collectives(Uncopied):
         """Tell whether two round trips take less time for a tensor than gloo's way, twice around a ring."""
         return self._goes_around and tensor.layout is torch.strided and 0 < tensor.nbytes <= DIRECT_BYTES
 
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Begin to add up a tensor over ranks, in place, and return what waits for it."""
         if self._goes_direct(tensor):
             self.all_reduce(tensor)
             return lambda: None
-        wait: Callable[[], Any] = dist.all_reduce(tensor, group=self.group, async_op=True).wait
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def wait() -> None:
+            with self.telling_of(f"{tensor.numel()} elements of gradients", "all_reduce"):
+                work.wait()
+
         return wait
 
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:

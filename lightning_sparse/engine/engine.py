@@ -68,6 +68,7 @@ class Engine(Uncopied):
         self.arrived = ArrivedGradients()
         self.densities = Densities(compressor, settings.density_at(0))
         self._settings, self._begin, self._end = settings, begin, end
+        self._replicas_diverge = settings.replicas_diverge
         self._collectives = collectives
         self._wrapper, self._whole_group = ddp, ddp.process_group
         self._layout = layout_of(module, collectives.rank, collectives.ranks, device, trained)
@@ -224,7 +225,8 @@ class Engine(Uncopied):
         self._steps[optimizer] += 1
         if self.rounds is None:  # which sample when they exchange
             self.recorder.samples_deltas = False
-        self.replicas.count_step(optimizer, agreed)
+        if self._replicas_diverge:
+            self.replicas.count_step(optimizer, agreed)
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import gather_together
@@ -69,7 +69,14 @@ class Reader:
         form: Any = None
         if not others and _is_dealt(loader):
             sampler, batches = loader.sampler, trainer.num_training_batches
-            form = (loader.batch_size, batches, sampler.num_replicas, len(sampler.dataset), sampler.seed, sampler.shuffle)
+            form = (
+                loader.batch_size,
+                batches,
+                sampler.num_replicas,
+                len(sampler.dataset),
+                sampler.seed,
+                sampler.shuffle,
+            )
         forms = gather_together(form) if trainer.world_size > 1 else [form]
         return None if form is None or any(other != form for other in forms) else cls(trainer, loader)
 

@@ -236,8 +236,8 @@ def _check_elastic(given: Namespace, job: Job) -> None:
     arguments = [each.get("init_args") or {} for each in (callbacks if isinstance(callbacks, list) else [callbacks])]
     if not any(each.get("every_n_train_steps") or each.get("train_time_interval") for each in arguments):
         raise ValueError(
-            "a job that starts again on other nodes goes on from its last checkpoint, but nothing saves one in the midst"
-            " of an epoch: add --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.every_n_train_steps=500, or"
+            "a job that starts again on other nodes goes on from its last checkpoint, but nothing saves one in"
+            " mid-epoch: add --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.every_n_train_steps=500, or"
             " train_time_interval"
         )
 

@@ -10,8 +10,8 @@ from typing import Any, Optional
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
-from lightning_sparse.jobs.newest import taking_newest
 from lightning_sparse.jobs.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning_sparse.jobs.newest import taking_newest
 
 _FAILED = -1  # in place of a number of batches
 _KEY = "lightning_sparse"
@@ -36,7 +36,7 @@ def leave_end_of_training(trainer: Trainer) -> None:
 
 
 @contextmanager
-def telling(trainer: Trainer) -> Iterator[None]:
+def telling(trainer: Optional[Trainer]) -> Iterator[None]:
     """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one."""
     try:
         yield
@@ -45,7 +45,7 @@ def telling(trainer: Trainer) -> Iterator[None]:
         if in_vain is None:
             _leave(math.inf, _FAILED, shorten(f"has failed with {type(error).__name__}: {error}", _LONGEST).rstrip("."))
             raise
-        if known := _known_of_others(trainer):
+        if trainer is not None and (known := _known_of_others(trainer)):
             in_vain = in_vain.because(known)
         if in_vain is error:
             raise

@@ -363,7 +363,8 @@ class Loop:
         self._follow_model(forgets, between=True)
         if self.engine is not None:
             self._turn()
-        self.replicas.begin()
+        if self.replicas.are_apart:
+            self.replicas.begin()
         if adopts:
             self.replicas.adopt()
         self._keep_silent()

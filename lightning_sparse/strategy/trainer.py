@@ -572,7 +572,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     ) -> None:
         if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
             self._reader, checkpoint = reader, {**checkpoint, POSITION: reader.position()._asdict()}
-        with whereabouts.telling(self._trainer):  # callbacks save after an error, too, which goes another way
+        # Callbacks save after an error, too, which goes another way; users where ranks were forked, without a Trainer.
+        with whereabouts.telling(self._module._trainer):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
