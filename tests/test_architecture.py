@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_no_files_import_each_other():
     modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     TopologicalSorter({name: imported(path) - {name} for name, path in modules.items()}).prepare()
+
+
+def test_every_file_is_packed_and_known_to_git():
+    files = {*PACKAGE.rglob("*.py")}
+    assert {each.parent for each in files} == {each.parent for each in files if each.name == "__init__.py"}
+    known = subprocess.run(["git", "ls-files", "*.py"], cwd=PACKAGE, capture_output=True, text=True)
+    if known.stdout:  # else this is no checkout
+        assert {PACKAGE / each for each in known.stdout.split()} == files
 
 
 def test_the_rooms_are_few():

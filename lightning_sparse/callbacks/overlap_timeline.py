@@ -102,6 +102,8 @@ def _draw(profiled: profile, step: int, path: Path) -> None:
 
     spans: dict[str, list[tuple[float, float]]] = {stage: [(0.0, 0.0)] for stages in _ROWS for stage in stages}
     for event in profiled.events() or ():
+        if event.device_type.name != "CPU":
+            continue  # the same spans once more, as a device has them
         start, end = event.time_range.start / 1e3, event.time_range.end / 1e3
         spans.get(event.name.partition("sparse.")[2], []).append((start, end - start))
     end, last = max(map(sum, spans["backward"])), max(sum(span) for each in spans.values() for span in each)

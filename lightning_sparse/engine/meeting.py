@@ -103,10 +103,12 @@ class Meeting:
 
     def answer(self) -> None:
         """Answer what has been heard, on a rank that waits for others."""
-        while self.heard:
+        while before := self.heard:
             for flag in list(self.flags):
                 if flag.heard():
                     flag.answer()
+            if self.heard == before:
+                self.heard = 0  # of flags that have been taken away
 
     def end(self, everywhere: Sequence[RankStatus]) -> None:
         """Know that all ranks have met."""

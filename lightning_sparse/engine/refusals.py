@@ -71,6 +71,7 @@ GIVES = {
 }
 _OUT = "leave it out"
 _SPARSIFIER = f"{_OUT}, or choose a sparsifier such as `compressor='topk'`"
+_SPARSIFIER_IN_EVERY_STEP = f"{_SPARSIFIER}, with `local_steps=1`"
 _BY_ELEMENT = "choose a compressor that looks at each element by itself: `topk`, `lags`, `omgs`, `dgc` or `dense`"
 FEATURES = {
     "density=...": Feature(("density",), _SPARSIFIER, lambda value: value is not None),
@@ -82,7 +83,7 @@ FEATURES = {
     "levels=2": Feature(("one model", "shares"), f"{_OUT}, or {_BY_ELEMENT}", lambda value: value == 2),
     "optimizer_correction=AdamCorrection(...)": Feature(
         ("one model", "residual", "part", "step"),
-        _SPARSIFIER,
+        _SPARSIFIER_IN_EVERY_STEP,
         lambda value: value not in (None, "auto"),
     ),
     "adapts_density=True": Feature(("plan",), "use `schedule='merged'`, or `adapts_density=False`", bool),
@@ -107,7 +108,8 @@ FEATURES = {
     ),
     "masks_momentum=True": Feature(("mask",), "use `masks_momentum=False`, or `compressor='lags'`"),
     "AdaptiveDensity": Feature(
-        ("density by parameter", "exchange", "step"), f"{_OUT}, or use `topk`, `lags` or `dgc` with `schedule='merged'`"
+        ("density by parameter", "exchange", "step"),
+        f"{_OUT}, or use `topk`, `lags` or `dgc` with `schedule='merged'` and `local_steps=1`",
     ),
     "AssumptionMonitor": Feature(("density",), _SPARSIFIER),
     "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),

@@ -341,12 +341,17 @@ class Sparsifier(Loop):
         """
         if self._is_closed:
             raise RuntimeError(CLOSED)
+        if self.engine is None:
+            if state:
+                ranks = state.get("topology", ["several"])[0]
+                raise ValueError(
+                    f"this state is of {ranks} processes, and one keeps nothing: start as many, or leave it out"
+                )
+            return
         present = self._origin()
         for kind, cure in _ALIKE.items():
             if (before := state.get(kind)) != (now := present.get(kind)):
                 raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
-        if self.engine is None:
-            return
         _, unused = fitted(state, self.engine, self._model.module)
         if unused:
             raise ValueError(

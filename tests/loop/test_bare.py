@@ -4,6 +4,7 @@ import copy
 import io
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection, LocalSteps, sparsify
 from lightning_sparse.compressors import DGC
 from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.testing.tensors import assert_same, differences
@@ -303,3 +304,75 @@ def test_a_model_whose_start_has_failed_starts_again(pair):
     (told, ours), (_, others) = pair.run(begin_anew)
     assert told == "RuntimeError: few rounds"
     assert_same(ours, others)
+
+
+class Remembering(torch.optim.SGD):
+    """Step by the gradients that were there at the first step, which are zeroed in place."""
+
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        self.gradients = getattr(self, "gradients", None) or [each.grad for each in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, self.gradients, alpha=-0.01)
+
+
+def train_by_remembered_gradients(rank):
+    torch.manual_seed(0)
+    model = Edges().to(DEVICE)
+    optimizer = Remembering(model.parameters(), lr=0.01)
+    rounds = LocalSteps(50, synchronous_steps=20)
+    with sparsify(model, optimizer, **SPARSE, local_steps=rounds):
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            model(batch(rank, step)).backward()
+            optimizer.step()
+        return tensors_of(model)
+
+
+def test_whoever_holds_a_gradient_has_its_mean_in_dense_steps(pair):
+    ours, others = pair.run(train_by_remembered_gradients)
+    assert_same(ours, others)
+
+
+class Failing(nn.Module):
+    """A model whose backward may fail when gradients for one message are there, and not for the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
+
+    def forward(self, rows, fails):
+        hidden = self.layers[:2](rows)
+        if fails:
+            hidden.register_hook(fail)
+        return self.layers[2:](hidden).square().mean()
+
+
+def fail(gradient):
+    raise ArithmeticError
+
+
+def leave_with_a_message_on_its_way(rank):
+    """Return whether one rank has left while another still waits, whose part of the message never comes."""
+    model = Failing().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = sparsify(model, optimizer, "topk", density=0.1)
+    rows = torch.ones(2, 600, device=DEVICE)
+    for _ in range(2):  # the first agrees on an order
+        model(rows, False).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    store, word = dist.distributed_c10d._get_default_store(), "left a backward that failed"
+    if rank == 0:
+        with pytest.raises(ArithmeticError):
+            model(rows, True).backward()
+        handle.close(has_failed=True)
+        store.set(word, "1")
+    store.wait([word], timedelta(seconds=45))
+    handle.close(has_failed=True)
+    return True
+
+
+@pytest.mark.exhaustive
+def test_a_rank_whose_backward_fails_leaves_without_the_others(forked):
+    assert forked[2].run(leave_with_a_message_on_its_way, timeout=100.0) == [True, True]

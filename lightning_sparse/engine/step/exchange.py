@@ -343,6 +343,7 @@ class Exchange(Stream):
 
     @override
     def close(self) -> None:
+        self._worker.submit(self._end_average)  # of a backward that failed: no group is given back with one on its way
         self._arrived.unwatch()
         for _, handle in self._hooked.values():
             handle.remove()
@@ -673,8 +674,9 @@ def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
 
 
 def _is_view_of(flat: Tensor, gradient: Optional[Tensor]) -> bool:
-    """Tell whether a flat tensor is all of a gradient that no graph has been kept of."""
-    return gradient is not None and not gradient.requires_grad and flat.data_ptr() == gradient.data_ptr()
+    """Tell whether a flat tensor is all of a gradient that backward has just made, without a graph: nobody holds it."""
+    is_new = gradient is not None and not (gradient.requires_grad or gradient._version)
+    return is_new and gradient is not None and flat.data_ptr() == gradient.data_ptr()
 
 
 def _makes_sparse_layout(module: Module) -> bool:
