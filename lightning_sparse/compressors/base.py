@@ -242,12 +242,16 @@ def checked_count(argument: str, count: Any, unit: str) -> int:
 
 
 def element_count(numel: int, density: float) -> int:
-    """Return how many of ``numel`` elements a density sends: at least one."""
+    """Return how many of ``numel`` elements, of a share on two levels, a density asks for: at least one."""
     return max(1, round(density * numel))
 
 
 class Densities:
-    """The density of each parameter, alike on all ranks: the user's, or the largest minimum that is requested."""
+    """The density of each parameter, alike on all ranks: the user's, or the largest minimum that is requested.
+
+    The engine's warm-up sets ``density``, its planner ``planned``, ``AdaptiveDensity`` ``ruled`` and ``ceiling``, and
+    ``sparse_auto`` ``sends_all``.
+    """
 
     def __init__(self, compressor: Compressor, density: float) -> None:
         self._compressor = compressor

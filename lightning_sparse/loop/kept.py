@@ -1,7 +1,8 @@
 """What a rank keeps between two steps, in one form for every entry point: whose each tensor is, its scope tells.
 
 Those of ``RANK`` are the rank's own, and of ``SHARE`` the ranks of a node have a part each, which one after the other
-make a whole: on another number of ranks their means over ranks, or nodes, go on. What is kept ``EVERYWHERE`` is the
+make a whole: on another number of ranks their means over ranks, or nodes, go on behind the Trainer and Fabric; a plain
+loop refuses. What is kept ``EVERYWHERE`` is the
 same on all ranks, or passed on as it is.
 """
 

@@ -123,7 +123,7 @@ class Memory:
         return {}
 
     def state_dict(self) -> MemoryState:
-        """Return what is kept, not copied; the kind ``"residual"`` is what has not been sent."""
+        """Return what is kept, not copied; ``"residual"``, or ``"update"`` with Adam, has not been sent."""
         return {}
 
     def load_state_dict(self, state: MemoryState) -> None:

@@ -154,7 +154,7 @@ class ArrivedGradients:
 
 
 class Stream(Uncopied):
-    """Where gradients come from; this is for rounds of local steps, which exchange none."""
+    """Where gradients come from; this is for rounds of shards, which exchange none."""
 
     is_dense = False  # the coming steps send everything, as DDP does, and keep nothing
     is_open = False  # a backward's gradients have begun to come, and are not means yet
