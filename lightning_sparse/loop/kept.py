@@ -2,8 +2,7 @@
 
 Those of ``RANK`` are the rank's own, and of ``SHARE`` the ranks of a node have a part each, which one after the other
 make a whole: on another number of ranks their means over ranks, or nodes, go on behind the Trainer and Fabric; a plain
-loop refuses. What is kept ``EVERYWHERE`` is the
-same on all ranks, or passed on as it is.
+loop refuses. What is kept ``EVERYWHERE`` is the same on all ranks, or passed on as it is.
 """
 
 from collections.abc import Mapping

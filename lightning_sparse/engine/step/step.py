@@ -16,8 +16,8 @@ own; the second moments of Adam and a compressor's thresholds, the same on all r
 finite, on any rank, nothing that is kept changes, and the gradient says so to a gradient scaler, as with DDP. Where no
 rank used a parameter, its residual stays, and DDP leaves its gradient alone.
 
-**Sent whole**, as a part of their group by themselves and with their residual, are parameters whose density is 1, if the
-compressor has a ``dense_wire_format``, and those that take far fewer bytes so.
+**Sent whole**, as a part of their group by themselves and with their residual, are parameters whose density is 1, if
+the compressor has a ``dense_wire_format``, and those that take far fewer bytes so.
 
 **Momentum correction** puts a velocity in the place of ``g`` (1); with masking it starts anew where an element was
 sent (4).
