@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
 from lightning_sparse.engine.step.levels import TwoLevels
-from lightning_sparse.functional.elements import held_by, held_of
+from lightning_sparse.functional.elements import held_by, held_of, laid_flat
 
 VERSION = 5  # of this form, and of checkpoints
 SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
@@ -36,8 +36,12 @@ def kept_by(engine: Engine, module: nn.Module, together: bool = False) -> dict[s
     for kind, tensors in state["memory"].items():
         scope = RANK if kind in NUMBERS else EVERYWHERE if kind in WHOLE else shared
         scopes[scope]["memory"][kind] = tensors
-    origin = {"version": VERSION, "compressor": type(engine.compressor).__name__, "topology": list(engine.topology)}
-    return {**origin, "layouts": _layouts_of(module), **scopes}
+    return {**origin_of(engine), "layouts": _layouts_of(module), **scopes}
+
+
+def origin_of(engine: Engine) -> dict[str, Any]:
+    """Return whose it is, as plain values."""
+    return {"version": VERSION, "compressor": type(engine.compressor).__name__, "topology": list(engine.topology)}
 
 
 def fitted(kept: Mapping[str, Any], engine: Engine, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
@@ -128,7 +132,7 @@ def _laid_as_now(tensor: Tensor, scope: str, engine: Engine, before: Any, now: l
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{before!r} is no layout") from error
     flat = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(earlier)
-    flat = flat.as_strided((tensor.numel(),), (1,))
+    flat = laid_flat(flat)
     return engine.levels.share_of(flat) if scope == RANK else flat
 
 

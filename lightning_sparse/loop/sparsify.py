@@ -41,7 +41,7 @@ from lightning_sparse.loop.checks import (
     refuse_together,
     refuse_training,
 )
-from lightning_sparse.loop.kept import VERSION, fitted
+from lightning_sparse.loop.kept import fitted, origin_of
 from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training, of_communication
 from lightning_sparse.loop.optimizers import handled, listed
 from lightning_sparse.schedule import Auto, FixedSize
@@ -319,14 +319,9 @@ class Sparsifier(Loop):
             raise RuntimeError(CLOSED)
         self._take_up()
         state = self.state()
-        return {} if state is None else {**state, **self._origin(), "shared model": self._print_of_shared()}
-
-    def _origin(self) -> dict[str, Any]:
-        """Return what a state that is loaded has to have in common with this rank; nothing on one process."""
-        if self.engine is None:
+        if state is None:
             return {}
-        name, topology = type(self._settings.compressor).__name__, list(self.engine.topology)
-        return {"version": VERSION, "topology": topology, "number": dist.get_rank(), "compressor": name}
+        return {**state, "number": dist.get_rank(), "shared model": self._print_of_shared()}
 
     @override
     def state(self) -> Optional[dict[str, Any]]:
@@ -348,7 +343,7 @@ class Sparsifier(Loop):
                     f"this state is of {ranks} processes, and one keeps nothing: start as many, or leave it out"
                 )
             return
-        present = self._origin()
+        present = {**origin_of(self.engine), "number": dist.get_rank()}
         for kind, cure in _ALIKE.items():
             if (before := state.get(kind)) != (now := present.get(kind)):
                 raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")

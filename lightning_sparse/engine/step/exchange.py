@@ -598,7 +598,7 @@ class Exchange(Stream):
         copies, sources = list[Tensor](), list[Tensor]()
         for mean, parameter, gradient in zip(means, parameters, gradients):
             # On a device the memory is of the worker's stream, which would give it out again while others read it.
-            if mean.device.type == "cpu" and parameter.is_contiguous() and _is_view_of(gradient, parameter.grad):
+            if mean.device.type == "cpu" and parameter.is_contiguous() and _is_all_of_new(gradient, parameter.grad):
                 parameter.grad = mean.view_as(parameter).data  # with a count of changes of its own
             else:
                 copies.append(gradient)
@@ -673,10 +673,11 @@ def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
         parameter.requires_grad_(is_trained)
 
 
-def _is_view_of(flat: Tensor, gradient: Optional[Tensor]) -> bool:
+def _is_all_of_new(flat: Tensor, gradient: Optional[Tensor]) -> bool:
     """Tell whether a flat tensor is all of a gradient that backward has just made, without a graph: nobody holds it."""
-    is_new = gradient is not None and not (gradient.requires_grad or gradient._version)
-    return is_new and gradient is not None and flat.data_ptr() == gradient.data_ptr()
+    if gradient is None or gradient.requires_grad or gradient._version:
+        return False
+    return flat.data_ptr() == gradient.data_ptr()
 
 
 def _makes_sparse_layout(module: Module) -> bool:
