@@ -83,14 +83,14 @@ def assert_compressed(strategy, outcome, sent_whole, is_corrected):
     if strategy not in COMPRESSION or (strategy == "sparse_loco" and outcome.batches[-1].step < ROUND):
         return  # nothing travels before the end of the first round
     expected = COMPRESSION[strategy]
-    sparse = [batch.stats for batch in outcome.batches if batch.stats and not (batch.is_plain or batch.is_whole)]
+    sparse = [batch.stats for batch in outcome.batches if batch.stats and not (batch.is_dense or batch.is_whole)]
     # ExDyna's threshold takes some steps to find its level.
     least, most = (bound * (1 - sent_whole) + sent_whole for bound in expected.densities)
     assert least <= sparse[-1]["density"] <= most
     # What is sent whole leaves a rank as with DDP.
     assert 0 < sparse[-1]["wire_bytes"] <= (expected.bytes + sent_whole) * sparse[-1]["dense_bytes"]
     has_time = outcome.batches[-1].step >= STEPS_TO_CHANGE_HANDS
-    assert any(batch.is_plain for batch in outcome.batches) == (
+    assert any(batch.is_dense for batch in outcome.batches) == (
         is_corrected or (strategy == "sparse_auto" and has_time)
     )
 

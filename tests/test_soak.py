@@ -52,7 +52,7 @@ class Watching(Callback):
         self.plans += strategy.exchange_plan() is not self._plan
         self._plan = strategy.exchange_plan()
         if step % max(100, STEPS // OFTEN) == 0:
-            strategy.engine.worker.settle()
+            strategy.engine.worker.drain()
             strategy.engine.planner.start_anew()
         if step in (STEPS // 10, STEPS // 2, STEPS):
             for logger in trainer.loggers:

@@ -11,7 +11,7 @@ from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.levels import OneLevel
+from lightning_sparse.engine.step.levels import FlatRanks
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.worker import Channel
 
@@ -50,6 +50,6 @@ def echo_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: 
         compressor,
         settings.memory_for({torch.float32}, ranks),
         settings.wires_for(0, ranks),
-        OneLevel(Channel(EchoCollectives(ranks, device), Recorder(device, ranks))),
+        FlatRanks(Channel(EchoCollectives(ranks, device), Recorder(device, ranks))),
         density_of=lambda name: compressor.density_of(name, settings.density),
     )

@@ -29,7 +29,7 @@ from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.levels import OneLevel
+from lightning_sparse.engine.step.levels import FlatRanks
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel
 
@@ -322,7 +322,7 @@ def launches_of_a_step(
         pipeline = echo_pipeline(settings, sizes, ranks, system.device)
         pipeline.recorder = PhaseRecorder(launches)
         collectives = CountedCollectives(ranks, system.device, launches)
-        pipeline.levels = OneLevel(Channel(collectives, pipeline.recorder))
+        pipeline.levels = FlatRanks(Channel(collectives, pipeline.recorder))
         adam = _CorrectedAdam(pipeline.memory, sizes, system) if system.is_corrected else None
         compensate = launches.during("compensate")(pipeline.memory.compensate)
         with mock.patch.object(pipeline.memory, "compensate", compensate):
@@ -384,8 +384,8 @@ class _CorrectedAdam:
     def context(self, step: int) -> StepContext:
         """Return what the exchange is told: in the first step, to send everything."""
         if not step:
-            return StepContext(whole=frozenset(self._names.values()))
-        return self._steps.coming(is_plain=False)
+            return StepContext(dense=frozenset(self._names.values()))
+        return self._steps.coming(is_dense=False)
 
     def step(self, gradients: Mapping[int, Tensor]) -> None:
         """Make a step."""

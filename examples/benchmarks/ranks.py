@@ -203,7 +203,7 @@ def _work(exchange: str, node_ranks: int) -> float:
             before = int(counter.read_text())
         ddp.zero_grad()
         ddp(torch.randn(8, 1024)).square().mean().backward()
-        engine.worker.settle()
+        engine.worker.drain()
     dist.barrier()
     arrived = int(counter.read_text()) - before
     engine.close()

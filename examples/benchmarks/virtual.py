@@ -23,7 +23,7 @@ from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
-from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
+from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.loop.optimizers import OptimizerView
@@ -98,10 +98,10 @@ class InlineWorker(ExchangeWorker):
         self.error = None
 
     @override
-    def submit(self, run: Callable[[], None], settle: Optional[Callable[[], None]] = None) -> None:
+    def submit(self, run: Callable[[], None], on_done: Optional[Callable[[], None]] = None) -> None:
         run()
-        if settle is not None:
-            settle()
+        if on_done is not None:
+            on_done()
 
     @override
     def wait(self, done: threading.Event) -> None:
@@ -219,7 +219,7 @@ class VirtualRank:
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = Densities(compressor, settings.density_at(0))
         memory = settings.memory_for({torch.float32}, ranks)
-        levels = OneLevel(Channel(self._collectives, self.recorder))
+        levels = FlatRanks(Channel(self._collectives, self.recorder))
         self._pipeline = Pipeline(compressor, memory, wires, levels, self._densities.of)
 
         if settings.local_steps is not None:
@@ -244,7 +244,7 @@ class VirtualRank:
         rounds = self._rounds
         is_local = self._averages_every is not None and self._steps > self._averages_after
         if rounds is not None and not rounds.is_synchronous:
-            rounds.begin()
+            rounds.begin_round()
             rounds.meeting.see_batch(1)
             is_local = True
         with torch.no_grad():
@@ -292,7 +292,7 @@ class VirtualRank:
         self._view.adam.look(lambda number: number)  # replicas are the same here to the bit
         context = self._view.coming_step()
         self._pipeline.begin(context)
-        self._densities.density = settings.density_at(epoch, context.settled)
+        self._densities.density = settings.density_at(epoch, context.warm_up_progress)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
         # As DDP hands gradients over: the last layer's first.
         step = [LocalGradient(name, grad.view(-1), True) for name, grad in reversed(named) if grad is not None]

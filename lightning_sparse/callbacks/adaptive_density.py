@@ -9,10 +9,10 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import (
     StepObserver,
     engine_of,
+    log_line,
     log_scalars,
     mean_over_ranks,
     parameter_tag,
-    say,
     sparse_strategy,
     step_of,
 )
@@ -95,7 +95,7 @@ class AdaptiveDensity(StepObserver):
                 rule.load_state_dict(each["state"])
         elif saved:
             names = ", ".join(each["rule"] for each in saved)
-            say(self, f"the checkpoint was written with the rules {names}; these ones start with nothing learned.")
+            log_line(self, f"the checkpoint was written with the rules {names}; these ones start with nothing learned.")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -181,7 +181,7 @@ class AdaptiveDensity(StepObserver):
         if deciders == self._told_of and all(_NEWS > present[name] / told[name] > 1 / _NEWS for name in steered):
             return
         self._told, self._told_of = dict(present), deciders
-        say(self, f"step {step}: {_summary(present, reasons)}")
+        log_line(self, f"step {step}: {_summary(present, reasons)}")
         rows = [[name, f"{density:.4g}", reasons[name]] for name, density in present.items()]
         log_text(trainer, "sparse/densities", table(["parameter", "density", "why"], rows), step)
 

@@ -70,7 +70,7 @@ class StepObserver(Callback):
             self._looks = self.looks_at(trainer, step_of(trainer))
             engine = engine_or_none(trainer)
             if self._looks and engine is not None:
-                engine.worker.settle()  # what is still on its way would hear of the question on a slow rank only
+                engine.worker.drain()  # what is still on its way would hear of the question on a slow rank only
                 self.before_step(trainer, engine)
 
     @override
@@ -85,7 +85,7 @@ class StepObserver(Callback):
             self._looks = False
             engine = engine_or_none(trainer)
             if engine is not None:
-                engine.worker.settle()
+                engine.worker.drain()
                 self.after_step(trainer, pl_module, sparse_strategy(trainer), step_of(trainer))
 
 
@@ -127,7 +127,7 @@ def log_scalars(trainer: Trainer, scalars: dict[str, float], step: int) -> None:
         logger.log_metrics(scalars, step=step)
 
 
-def say(callback: Callback, line: str) -> None:
+def log_line(callback: Callback, line: str) -> None:
     """Tell the user something, once for all ranks."""
     rank_zero_info(f"{type(callback).__name__}: {line}")
 

@@ -125,7 +125,7 @@ class CompressionMonitor(StepObserver):
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
         engine = engine_of(strategy)
         samples, last = engine.recorder.last_samples, engine.recorder.last
-        if last is None or (samples is None and not last.is_plain):
+        if last is None or (samples is None and not last.is_dense):
             return  # what exchanges was built anew since the step was asked for
         engine.memory.is_watched = engine.memory.is_watched and samples is not None
         stats = statistics_over_ranks(strategy, list(self._steps) or [last], samples, self._throughput.statistics(step))
@@ -167,7 +167,7 @@ def statistics_over_ranks(
     engine, stats = engine_of(strategy), strategy.compression_stats()
     if engine.rounds is None:  # the statistics of a round of local steps are means already
         stats |= mean_stats(steps, engine.recorder.has_levels)
-    ours = [step for step in steps if not step.is_plain]
+    ours = [step for step in steps if not step.is_dense]
     if ours:
         stats["backward_seconds"] = sum(each.backward_seconds for each in ours) / len(ours)
         stats["commit_seconds"] = sum(each.seconds("commit") for each in ours) / len(ours)

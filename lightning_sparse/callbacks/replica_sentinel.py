@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.compressors.base import checked_count
-from lightning_sparse.compressors.registry import one_of
+from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.jobs.lightning import LightningModule, Trainer
@@ -43,7 +43,7 @@ class ReplicaSentinel(StepObserver):
 
     def __init__(self, every_n_steps: int = 100, action: str = "raise") -> None:
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
-        self.action = one_of("action", action, self.actions)
+        self.action = checked_name("action", action, self.actions)
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:

@@ -29,7 +29,7 @@ _CHARTS = {
         "Commit, seconds": "commit_seconds",
         "Throughput, samples a second": "samples_per_second",
     },
-    "sparse: what waits": {
+    "sparse: residual": {
         "Residual over the gradient, ratio of norms": "residual_to_gradient",
         "Pending updates over the update, ratio of norms": "update_error",
         "Age of the second moment, steps": "second_moment_age",

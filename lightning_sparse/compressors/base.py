@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_sparse.compressors.selection import Selection, SelectionSize
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 
 FROM_OPTIMIZER = "optimizer"
 
@@ -111,7 +111,7 @@ def layout_of(
 ) -> ModelLayout:
     """Lay out a model of which those parameters are exchanged that are ``trained``, and have an element."""
     trained = trained_in(module) if trained is None else trained
-    numels = {name: numel for name, tensor in trained.items() if (numel := held_of(tensor).numel())}
+    numels = {name: numel for name, tensor in trained.items() if (numel := local_tensor(tensor).numel())}
     frozen = tuple(name for name, _ in module.named_parameters() if name not in numels)
     return ModelLayout(tuple(numels), tuple(numels.values()), rank, ranks, device, frozen)
 
@@ -196,7 +196,8 @@ class Compressor(ABC):
 
         Args:
             names: parameter names, in the order in which they were exchanged.
-            means: what arrived for each (:class:`~lightning_sparse.engine.wire.base.Arrival`); returned unless changed.
+            means: what arrived for each, of :class:`~lightning_sparse.engine.wire.base.ExchangeResult`; returned
+                unless changed.
             finite: bool ``[]``; where false, the step does not count, and the state has to stay as it is.
             all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, as ``[ranks, n]``; to be called
                 equally often on all ranks.

@@ -121,7 +121,7 @@ class Warmup(Rule):
 
 _SLACK = 0.7  # of the budget, below which less may be sent
 _MOST_RAISED = 2.0  # times, after one measurement
-_MOST_LOWERED = 1.25  # times: what waits grows back slowly, and is seen late
+_MOST_LOWERED = 1.25  # times: the residual grows back slowly, and is seen late
 _FALLING = 0.9  # times what was measured before: a raise is still at work
 
 

@@ -135,7 +135,7 @@ class ExDyna(Compressor):
         numel = sum(mean.numel for mean in means)  # without parameters whose gradients have a sparse layout
         wanted = self._wanted(numel)
         if wanted < numel and self._threshold.threshold is not None:
-            self._threshold = self._threshold.followed(positions.numel(), wanted)
+            self._threshold = self._threshold.updated(positions.numel(), wanted)
         elif wanted < numel:
             counted = magnitude_histogram(positions[:0].float()) if histogram is None else histogram
             # Half the bytes of int64; a count that fp32 rounds is rounded alike for all who receive it.
@@ -188,7 +188,7 @@ class ThresholdState(NamedTuple):
     gain: float = _GAIN  # of ln(threshold) for ln(density / wanted)
     error: float = 0.0  # ln(density / wanted) of the last step; 0 if it measured the threshold
 
-    def followed(self, selected: int, wanted: int) -> "ThresholdState":
+    def updated(self, selected: int, wanted: int) -> "ThresholdState":
         """Return that of the next step, after one in which the threshold has selected so many elements."""
         assert self.threshold is not None
         error = math.log(max(selected, 0.5) / wanted)

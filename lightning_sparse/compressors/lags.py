@@ -10,7 +10,7 @@ from typing import Optional
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import ErrorFeedback, ModelLayout, checked_density
-from lightning_sparse.compressors.registry import one_of
+from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.compressors.topk import TopK
 
 
@@ -18,7 +18,7 @@ class LAGS(TopK):
     """Send the largest magnitudes of every layer, each at its own density.
 
     The paper accumulates learning rate times gradient; every released implementation, the authors' included, the
-    gradient. They differ only while the learning rate changes: what waits then acts with the present rate
+    gradient. They differ only while the learning rate changes: the residual then acts with the present rate
     (``"gradient"``) or with the one under which it was gathered (``"update"``, exact for plain SGD).
 
     Args:
@@ -45,7 +45,7 @@ class LAGS(TopK):
         error_feedback: str = "gradient",
         adapts_density: bool = False,
     ) -> None:
-        self.error_feedback = one_of("error_feedback", error_feedback, ("gradient", "update"))
+        self.error_feedback = checked_name("error_feedback", error_feedback, ("gradient", "update"))
         self.feedback = ErrorFeedback(follows_learning_rate=error_feedback == "update")
         self.adapts_density = adapts_density
         self.densities = dict(densities or {})
@@ -55,7 +55,7 @@ class LAGS(TopK):
     @override
     def begin(self, layout: ModelLayout) -> None:
         for name in self.densities:
-            one_of("densities", name, (*layout.names, *layout.frozen))
+            checked_name("densities", name, (*layout.names, *layout.frozen))
 
     @override
     def density_of(self, name: str, density: float) -> float:

@@ -8,10 +8,10 @@ Item = TypeVar("Item")
 _MAX_LISTED = 20  # a model may have thousands of parameter names
 
 
-def resolve(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choice: Union[str, Item]) -> Item:
+def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choice: Union[str, Item]) -> Item:
     """Build the object that a name stands for; pass an instance of ``base`` through, and refuse all else."""
     if isinstance(choice, str):
-        return table[one_of(noun, choice, sorted(table))]()
+        return table[checked_name(noun, choice, sorted(table))]()
     if not isinstance(choice, base):
         raise TypeError(
             f"{noun} must be one of {', '.join(sorted(table))} or a {base.__name__} object, got {choice!r}"
@@ -20,7 +20,7 @@ def resolve(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choi
     return choice
 
 
-def one_of(noun: str, name: str, known: Sequence[str]) -> str:
+def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
     """Pass a name through; raise ``ValueError`` if it is not among those known."""
     if name not in known:
         raise ValueError(unknown_name(noun, name, known))

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gather, ModelLayout
-from lightning_sparse.compressors.selection import Selection, SelectionSize, on_device
+from lightning_sparse.compressors.selection import Selection, SelectionSize, copied_to
 from lightning_sparse.compressors.topk import TopK, largest_of_each
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
@@ -41,7 +41,7 @@ class SDAGC(TopK):
         nesterov: as in :class:`~lightning_sparse.compressors.DGC`.
         masks_momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         clip_norm: as in :class:`~lightning_sparse.compressors.DGC`.
-        revises_learning_rate: whether what waits is rescaled when the learning rate changes, so that it acts with the
+        revises_learning_rate: whether the residual is rescaled when the learning rate changes, so that it acts with the
             rate under which it was gathered. Our reading of "learning rate revision".
 
     Raises:
@@ -94,13 +94,13 @@ class SDAGC(TopK):
         sizes = [self.selection_size(tensor.numel(), count) for tensor, count in zip(accumulated, counts)]
         selection = largest_of_each(accumulated, [size.selected for size in sizes])
         columns = (tuple(self._positions[name] for name in names), tuple(counts), selection.counts, selection.numels)
-        positions, wanted, rooms, numels = (on_device(column, selection.values.device) for column in columns)
+        positions, wanted, rooms, numels = (copied_to(column, selection.values.device) for column in columns)
         alphas = self._alphas[positions]
         alphas = torch.where(alphas.isnan(), -(wanted.float() / numels).log() / math.sqrt(2), alphas)
         thresholds = alphas * _deviations(accumulated, numels)
         filled = _reaching(selection.values, rooms, thresholds.masked_fill(wanted == numels, 0.0))
         sent = _segments(filled.float(), "sum", rooms)
-        self._proposals.append((positions, _followed(alphas, sent, wanted, rooms, numels)))
+        self._proposals.append((positions, _updated(alphas, sent, wanted, rooms, numels)))
         return selection.filled_at(filled)
 
     @override
@@ -149,7 +149,7 @@ def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
     return (magnitudes < floors.repeat_interleave(lengths, output_size=len(values))).logical_not_() & (values != 0)
 
 
-def _followed(alphas: Tensor, sent: Tensor, wanted: Tensor, rooms: Tensor, numels: Tensor) -> Tensor:
+def _updated(alphas: Tensor, sent: Tensor, wanted: Tensor, rooms: Tensor, numels: Tensor) -> Tensor:
     """Move alphas towards those that send what is wanted."""
     ratios = (sent / wanted).clamp(min=_LEAST_DENSITY)
     steps = (_GAIN * ratios.log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)

@@ -24,12 +24,12 @@ class SelectionSize(NamedTuple):
         numel: number of elements of the tensor selected from.
         selected: how many of them are, padding included: by each rank, or by all ranks together where they send at the
             union of their choices.
-        is_whole: whether every element is sent, without indices.
+        is_dense: whether every element is sent, without indices.
     """
 
     numel: int
     selected: int
-    is_whole: bool = False
+    is_dense: bool = False
 
 
 class Selection(NamedTuple):
@@ -172,15 +172,15 @@ class _Known(local):
     """Groups are the same step after step; by thread, since what a device's stream has copied it alone reads."""
 
     def __init__(self) -> None:
-        self.on_device = lru_cache(maxsize=512)(lambda numbers, device: torch.tensor(numbers).to(device))
+        self.copied_to = lru_cache(maxsize=512)(lambda numbers, device: torch.tensor(numbers).to(device))
 
 
 _known = _Known()
 
 
-def on_device(numbers: Counts, device: torch.device) -> Tensor:
+def copied_to(numbers: Counts, device: torch.device) -> Tensor:
     """Return numbers as int64 ``[count]`` on a device; the latest are remembered, so that no copy stops the host."""
-    known: Tensor = _known.on_device(numbers, device)
+    known: Tensor = _known.copied_to(numbers, device)
     return known
 
 
@@ -192,19 +192,19 @@ def starts_of(numels: Counts) -> Counts:
 
 def counts_of(indices: Tensor, numels: Counts) -> Counts:
     """Return how many ascending indices lie in each of tensors laid end to end; the host waits for a GPU."""
-    places: list[int] = torch.searchsorted(indices, on_device(starts_of(numels), indices.device)).tolist()
+    places: list[int] = torch.searchsorted(indices, copied_to(starts_of(numels), indices.device)).tolist()
     return tuple(last - first for first, last in pairwise(places))
 
 
-def of_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
+def repeat_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
     # The size is known: a GPU need not be asked for it.
-    return on_device(numbers, device).repeat_interleave(on_device(counts, device), output_size=sum(counts))
+    return copied_to(numbers, device).repeat_interleave(copied_to(counts, device), output_size=sum(counts))
 
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return for each element selected where its tensor starts."""
-    return of_each(starts_of(numels)[:-1], counts, device)
+    return repeat_each(starts_of(numels)[:-1], counts, device)
 
 
 def _indices(selection: Selection) -> Tensor:

@@ -45,14 +45,14 @@ class ExchangeError(RuntimeError):
         return type(self)(str(self).replace(_UNKNOWN_CAUSE, cause))
 
 
-class Uncopied:
+class SharedOnCopy:
     """What a process has once, such as a thread or a process group: a copy of what refers to it refers to it, too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
-class Collectives(Uncopied):
+class Collectives(SharedOnCopy):
     """The collectives that wire formats name, over a process group of ``ranks`` (global numbers) of their own.
 
     On a shared one, the order of exchanges and of users' collectives, on several threads, would differ between ranks.
@@ -247,21 +247,21 @@ def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     return gathered
 
 
-def leave_word(word: str) -> None:
-    """Leave a word about this rank in that store, in place of the last one, for those that wait for it in vain."""
+def post_status(status: str) -> None:
+    """Post a status of this rank in that store, in place of the last one, for those that wait for it in vain."""
     if dist.is_initialized():
         with suppress(Exception):  # what has to be told anyway is not to be hidden by this
-            _store().set(_PLACE_OF_WORDS.format(dist.get_rank()), word)
+            _store().set(_STATUS_KEY.format(dist.get_rank()), status)
 
 
-def words() -> dict[int, str]:
+def statuses() -> dict[int, str]:
     """Return what other ranks have left last, by rank; nothing where the store has gone with the rank that held it."""
     found: dict[int, str] = {}
 
     def ask() -> None:
         with suppress(Exception):
             for rank in set(range(dist.get_world_size())) - {dist.get_rank()}:
-                if _store().check([place := _PLACE_OF_WORDS.format(rank)]):
+                if _store().check([place := _STATUS_KEY.format(rank)]):
                     found[rank] = _store().get(place).decode()
 
     # The store's own calls wait for ever where it is held by a rank that has stopped.
@@ -297,7 +297,7 @@ _UNKNOWN_CAUSE = (
     " different numbers of batches. Look at the other ranks' output for the first error; give SparseDDPStrategy a"
     " longer timeout=... if they are only slow."
 )
-_PLACE_OF_WORDS = "lightning_sparse/words/{}"
+_STATUS_KEY = "lightning_sparse/status/{}"
 _PATIENCE_WITH_STORE = 3.0  # seconds
 _NAMELESS = (  # of gloo, and of a store in a file
     r"(Gloo connectFullMesh failed with )?\[\S*gloo/\S*\] |Application timeout caused pair closure|Wait timeout$"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of, trained_in
-from lightning_sparse.engine.collectives import Collectives, Uncopied
+from lightning_sparse.engine.collectives import Collectives, SharedOnCopy
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.memory.residual import Memory
@@ -21,21 +21,21 @@ from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
 from lightning_sparse.engine.settings import WARM_UP_PART, Settings
 from lightning_sparse.engine.shared_model import SharedModel
-from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Stream, Wrapper
-from lightning_sparse.engine.step.levels import Islands, OneLevel, Shards, Topology, TwoLevels
+from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, GradientSource, Wrapper
+from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Islands, Shards, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.schedule import Merged
 
 _LOGGER = logging.getLogger(__name__)
-_ARRIVAL_BYTES = 12  # of an element that a rank has selected: its value, and its place as int64
+_RECEIVED_BYTES = 12  # of an element that a rank has selected: its value, and its place as int64
 _RESIDUAL_BYTES = 4
 
 
-class Engine(Uncopied):
+class Engine(SharedOnCopy):
     """Exchange the gradients of one wrapped model, until closed; they are taken from here on.
 
     ``node_ranks`` of a node average their gradients first, or have done so where they hold one replica in shards.
@@ -48,7 +48,7 @@ class Engine(Uncopied):
         ddp: Wrapper,
         settings: Settings,
         timeout: Optional[timedelta] = None,
-        say: Callable[[str], None] = _LOGGER.info,
+        log: Callable[[str], None] = _LOGGER.info,
         node_ranks: int = 1,
         begin: Callable[[bool], None] = lambda is_told: None,
         end: Callable[[], None] = lambda: None,
@@ -60,11 +60,11 @@ class Engine(Uncopied):
         device, trained = next(module.parameters()).device, trained_in(module)
         collectives = Collectives(list(range(dist.get_world_size())), device, timeout)
         levels = _levels_between(collectives, ddp, settings, node_ranks, timeout)
-        wires = _wires_between(levels, settings, say)
+        wires = _wires_between(levels, settings, log)
         memory = _memory_of(module, settings, levels)
 
         self.compressor, self.levels, self.memory = compressor, levels, memory
-        self.recorder = levels.across.recorder
+        self.recorder = levels.inter.recorder
         self.arrived = ArrivedGradients()
         self.densities = Densities(compressor, settings.density_at(0))
         self._settings, self._begin, self._end = settings, begin, end
@@ -80,14 +80,14 @@ class Engine(Uncopied):
         self._steps: Counter[int] = Counter()  # by optimizer
         self._density_at = lru_cache(maxsize=1)(settings.density_at)  # in most steps as in the one before
         self._begin_compressor()  # it may refuse, before a thread runs
-        self.planner = self._planner_of(settings, say)
+        self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
         # Gradients of an island's steps do not wait for a round that is on its way: they have a thread of their own.
         self._step_worker = ExchangeWorker(device) if isinstance(levels, Islands) else self.worker
-        self.stream = self._stream_from(ddp)
-        self.replicas = self._replicas_of(module, say)
-        self.stream.follow(module, trained)
+        self.source = self._source_from(ddp)
+        self.replicas = self._replicas_of(module, log)
+        self.source.track(module, trained)
         self.leave_to_ddp(False)
 
     @property
@@ -102,26 +102,26 @@ class Engine(Uncopied):
 
     def _begin_compressor(self) -> None:
         """Tell the compressor what is exchanged, and between whom."""
-        across = self.levels.across.collectives
+        inter = self.levels.inter.collectives
         numels = tuple(map(self.levels.share_numel, self._layout.numels))
-        self.compressor.begin(self._layout._replace(numels=numels, rank=across.rank, ranks=across.ranks))
+        self.compressor.begin(self._layout._replace(numels=numels, rank=inter.rank, ranks=inter.ranks))
         self._numels.update(zip(self._layout.names, numels))
 
-    def _stream_from(self, ddp: Wrapper) -> Stream:
+    def _source_from(self, ddp: Wrapper) -> GradientSource:
         settings, are_rounds = self._settings, self._settings.local_steps is not None
         if are_rounds and isinstance(ddp, ShardedModel):
-            return Stream()
+            return GradientSource()
         parts = (self.pipeline, settings.schedule, self._step_worker, self.arrived, self._begin, self._end)
         exchange = Exchange(ddp, *parts, settings.overlaps_backward, self.levels.in_step)
         exchange.is_dense = are_rounds
         return exchange
 
-    def _replicas_of(self, module: nn.Module, say: Callable[[str], None]) -> Replicas:
+    def _replicas_of(self, module: nn.Module, log: Callable[[str], None]) -> Replicas:
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
             meeting = Meeting(self._collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
-            return Rounds(local, shared, meeting, self.worker, self._begin_exchange, say)
+            return Rounds(local, shared, meeting, self.worker, self._begin_exchange, log)
         if self.compressor.replicas_diverge:
             averager = ReplicaAverager(module, self._collectives, self.recorder)
             return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker)
@@ -132,18 +132,18 @@ class Engine(Uncopied):
         """Rounds of local steps; ``None`` where gradients are exchanged in every step."""
         return self.replicas if isinstance(self.replicas, Rounds) else None
 
-    def follow(self, module: nn.Module, trained: Optional[Mapping[str, Tensor]] = None) -> None:
+    def track(self, module: nn.Module, trained: Optional[Mapping[str, Tensor]] = None) -> None:
         """Exchange what is trained of the model from now on, between two backwards; what is kept stays."""
         trained = trained_in(module) if trained is None else trained
         layout = layout_of(module, self._layout.rank, self._layout.ranks, self._layout.device, trained)
-        self.replicas.follow(module, layout.names)
+        self.replicas.track(module, layout.names)
         names: dict[nn.Parameter, str] = {parameter: name for name, parameter in module.named_parameters()}
         renamed = {old: names[each] for each, old in self._names.items() if names.get(each, old) != old}
         self._names = names
         if layout != self._layout:
             self.worker.run(lambda: self._train_others(layout, renamed))
         self.planner.expect_other_order()
-        self.stream.follow(module, trained)
+        self.source.track(module, trained)
 
     def _train_others(self, layout: ModelLayout, renamed: Mapping[str, str]) -> None:
         compressor = self.compressor
@@ -155,18 +155,18 @@ class Engine(Uncopied):
         if renamed:
             self.memory.load_state_dict(_with_names(self.memory.state_dict(), renamed))
 
-    def leave_to_ddp(self, is_plain: bool) -> None:
+    def leave_to_ddp(self, is_dense: bool) -> None:
         """Have the coming steps send everything, as DDP does, or only what is selected, or nothing but in rounds."""
         if self.rounds is None:
-            self.stream.is_dense = is_plain
-            if is_plain:  # optimizers learn from gradients again
+            self.source.is_dense = is_dense
+            if is_dense:  # optimizers learn from gradients again
                 self.arrived.clear()
                 self.worker.run(self.memory.leave)
         elif isinstance(self.levels, Islands):
-            in_step = self.levels.everybody.collectives if is_plain else self.levels.in_step
-            self.stream.average_among(in_step)
+            in_step = self.levels.world.collectives if is_dense else self.levels.in_step
+            self.source.average_among(in_step)
             # Of those whose buffers are one.
-            self._wrapper.process_group = self._whole_group if is_plain else in_step.group
+            self._wrapper.process_group = self._whole_group if is_dense else in_step.group
 
     def target_density(self, name: str) -> float:
         """Return the density of a parameter when warm-up is over, as the user asked for it."""
@@ -184,7 +184,7 @@ class Engine(Uncopied):
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
         return self.worker.run(lambda: self._collectives.mean_of_numbers([number]))[0]
 
-    def _planner_of(self, settings: Settings, say: Callable[[str], None]) -> Planner:
+    def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
         parts = (settings.schedule, self._collectives, self.recorder, self._numels, self.densities)
@@ -192,7 +192,7 @@ class Engine(Uncopied):
         def holds_groups() -> bool:
             return self.memory.clips_gradients or not settings.overlaps_backward
 
-        return StepPlanner(*parts, settings.adapts_density, holds_groups, say)
+        return StepPlanner(*parts, settings.adapts_density, holds_groups, log)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Have a default warm-up go by a training's length, if that is known and a checkpoint has not told of it."""
@@ -208,15 +208,15 @@ class Engine(Uncopied):
         """Begin a step, before its backward."""
         self._learned = None
         self.recorder.begin_backward()
-        self.recorder.current.is_typical = context.settled >= 1
-        self.pipeline.begin(context._replace(samples_deltas=self.recorder.samples_deltas))
+        self.recorder.current.is_typical = context.warm_up_progress >= 1
+        self.pipeline.begin_step(context._replace(samples_deltas=self.recorder.samples_deltas))
         if self._total_steps:
             epoch = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)
-        self.densities.density = self._density_at(epoch, context.settled)
+        self.densities.density = self._density_at(epoch, context.warm_up_progress)
 
-    def begin_plain_backward(self) -> None:
+    def begin_dense_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
-        self.recorder.add_plain_step(self._layout.numel)
+        self.recorder.add_dense_step(self._layout.numel)
 
     def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
         """End a step; where a round ends with it, ``agreed`` have to be the same on all ranks."""
@@ -247,7 +247,7 @@ class Engine(Uncopied):
             return {}
         totals = recorder.totals.as_stats(recorder.has_levels, self.replicas.waited_seconds)
         stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
-        return stats if recorder.last.is_plain else self.replicas.in_stats(stats)
+        return stats if recorder.last.is_dense else self.replicas.in_stats(stats)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         """Return what is kept and learned, as plain tensors and numbers, not copied; all ranks call if ``together``."""
@@ -282,7 +282,7 @@ class Engine(Uncopied):
         if self.rounds is None or self.rounds.shared.trained == set(self._layout.names):
             return
         numels = {
-            name: held_of(each).numel() for each, name in self._names.items() if name in self.rounds.shared.trained
+            name: local_tensor(each).numel() for each, name in self._names.items() if name in self.rounds.shared.trained
         }
         frozen = tuple(name for name in self._names.values() if name not in numels)
         self._layout = self._layout._replace(names=tuple(numels), numels=tuple(numels.values()), frozen=frozen)
@@ -291,11 +291,11 @@ class Engine(Uncopied):
     def restore_plan(self, state: Mapping[str, Any], topology: Topology) -> bool:
         """Follow the plan of a run before, if it is for these ranks, this schedule, these parameters."""
         is_ours = topology == self.topology and state["schedule"] == type(self._settings.schedule).__name__
-        return is_ours and self.planner.restore(state)
+        return is_ours and self.planner.restore_plan(state)
 
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
-        self.stream.close()
+        self.source.close()
         self._wrapper.process_group = self._whole_group
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = min(worker.close() for worker in (self._step_worker, self.worker))
@@ -313,46 +313,46 @@ def _with_names(state: Any, renamed: Mapping[str, str]) -> Any:
 
 def _levels_between(
     collectives: Collectives, wrapper: Wrapper, settings: Settings, node_ranks: int, timeout: Optional[timedelta]
-) -> OneLevel:
+) -> FlatRanks:
     """Build which ranks this one exchanges what with, and the record of it."""
     device, ranks, is_sharded = collectives.device, collectives.ranks, isinstance(wrapper, ShardedModel)
     # Beside shards the dense exchange is that of equal shards, between replicas.
     recorder = Recorder(device, *((ranks // node_ranks, 1) if is_sharded else (ranks, node_ranks)))
-    everybody = Channel(collectives, recorder)
+    world = Channel(collectives, recorder)
     if node_ranks == 1:
-        return OneLevel(everybody)
+        return FlatRanks(world)
     nodes = [list(range(first, first + node_ranks)) for first in range(0, ranks, node_ranks)]
     rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
     number, place = divmod(collectives.rank, node_ranks)
-    inside = Collectives(nodes[number], device, timeout, nodes)
-    inside.check(("all_to_all", "all_gather"))
-    across = Collectives(rows[place], device, timeout, rows)
-    channels = Channel(inside, recorder, True), Channel(across, recorder), everybody
+    intra = Collectives(nodes[number], device, timeout, nodes)
+    intra.check(("all_to_all", "all_gather"))
+    inter = Collectives(rows[place], device, timeout, rows)
+    channels = Channel(intra, recorder, True), Channel(inter, recorder), world
     if is_sharded:
         return Shards(*channels)
     if settings.asks_for_islands:
         return Islands(*channels, Collectives(nodes[number], device, timeout, nodes))
-    return TwoLevels(*channels)
+    return HierarchicalRanks(*channels)
 
 
-def _wires_between(levels: OneLevel, settings: Settings, say: Callable[[str], None]) -> Wires:
-    """Build how selections are written; say so where what arrives of them takes more than what waits."""
-    ranks, shared_by = levels.across.ranks, levels.node_ranks
-    wires = settings.wires_for(levels.across.collectives.rank, ranks)
-    levels.everybody.collectives.check(wires.collectives)
+def _wires_between(levels: FlatRanks, settings: Settings, log: Callable[[str], None]) -> Wires:
+    """Build how selections are written; say so where what arrives of them takes more than the residual."""
+    ranks, shared_by = levels.inter.ranks, levels.node_ranks
+    wires = settings.wires_for(levels.inter.collectives.rank, ranks)
+    levels.world.collectives.check(wires.collectives)
     is_gathered = wires.owners is None and settings.compressor.wire_format == "gather"
-    arrival_bytes = _ARRIVAL_BYTES * ranks * settings.density
-    if is_gathered and arrival_bytes > _RESIDUAL_BYTES:
-        say(
-            f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
-            f" {_RESIDUAL_BYTES / shared_by:g} for what waits: exchange='auto' takes ways that do not grow with the"
+    received_bytes = _RECEIVED_BYTES * ranks * settings.density
+    if is_gathered and received_bytes > _RESIDUAL_BYTES:
+        log(
+            f"what arrives in a step takes {received_bytes / shared_by:.1f} bytes for each parameter, beside"
+            f" {_RESIDUAL_BYTES / shared_by:g} for the residual: exchange='auto' takes ways that do not grow with the"
             " number of ranks."
         )
     return wires
 
 
-def _memory_of(module: nn.Module, settings: Settings, levels: OneLevel) -> Memory:
+def _memory_of(module: nn.Module, settings: Settings, levels: FlatRanks) -> Memory:
     """Build what keeps residuals; of frozen parameters, too: they may be unfrozen."""
     dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
-    share_of = levels.share_of if isinstance(levels, TwoLevels) else None
-    return settings.memory_for(dtypes, levels.across.ranks, share_of, levels.total_of)
+    share_of = levels.share_of if isinstance(levels, HierarchicalRanks) else None
+    return settings.memory_for(dtypes, levels.inter.ranks, share_of, levels.total_of)

@@ -22,7 +22,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_sparse.engine.meeting import PLACES, Meeting, RankStatus
+from lightning_sparse.engine.meeting import MEETING_POINTS, Meeting, RankStatus
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import Change, SharedModel
@@ -47,9 +47,9 @@ def fitting_steps(step_seconds: float, exchange_seconds: float) -> int:
 class RoundLength:
     """How many steps a round has: as many as the user asks for, or chosen when some rounds have been timed."""
 
-    def __init__(self, every: Union[int, str], device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(self, every: Union[int, str], device: torch.device, log: Callable[[str], None]) -> None:
         self._device = device
-        self._say = say
+        self._log = log
         self.steps = every if isinstance(every, int) else _FIRST_STEPS
         self.times: Optional[list[tuple[int, float, float]]] = None if isinstance(every, int) else []  # until chosen
         self._applied_at = perf_counter()
@@ -79,7 +79,7 @@ class RoundLength:
         steps, seconds, waited = (sum(each) for each in zip(*self.times[1:]))  # the first exchange makes connections
         step, exchange = mean((seconds / steps, waited / (len(self.times) - 1)))
         self.times, self.steps = None, fitting_steps(step, exchange)
-        self._say(
+        self._log(
             f"a step takes {1e3 * step:.1f} ms and an exchange {1e3 * exchange:.1f} ms: rounds of {self.steps} local"
             f" steps, so that exchanges take {exchange / (step * self.steps):.1%} of the time."
         )
@@ -101,14 +101,14 @@ class Rounds(Replicas):
         meeting: Meeting,
         worker: ExchangeWorker,
         begin: Callable[[], Callable[[], StepContext]] = lambda: StepContext,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._local = local
         self.shared = shared
         self.meeting = meeting
         self._worker = worker
         self._begin = begin
-        self._length = RoundLength(local.every, shared.device, say)
+        self._length = RoundLength(local.every, shared.device, log)
         self._origin = 0  # step at which a round of this length began after one that was ended early
         self._begun = 0  # step at which the last exchange did
         self._step = 0
@@ -131,18 +131,18 @@ class Rounds(Replicas):
         return not self._has_begun and made < self._local.synchronous_steps
 
     @override
-    def follow(self, module: Module, names: Sequence[str]) -> None:
+    def track(self, module: Module, names: Sequence[str]) -> None:
         if not (self._is_resumed and self.shared.trained == frozenset(names)):  # the round that was resumed has these
             self.synchronize()
-            self.shared.follow(module, names)
+            self.shared.track(module, names)
             self._begun, self._is_stale = self._step, False
 
     @override
-    def begin(self) -> None:
+    def begin_round(self) -> None:
         if self._is_resumed and self.shared.trained != set(trained := self.shared.trained_now()):
             # As without a stop, where they are followed before their first step.
             self._is_resumed = False
-            self.follow(self.shared.module, trained)
+            self.track(self.shared.module, trained)
         if self._has_begun:
             return
         self._has_begun, self._steps_of = True, {}
@@ -170,7 +170,7 @@ class Rounds(Replicas):
         if self._steps_of[optimizer] <= self._step:
             return
         steps = self.meeting.count_step(self._step)
-        self._skip(steps - 1)
+        self._skip_steps(steps - 1)
         for _ in range(steps):
             self._step += 1
             self._apply_until(self._step)
@@ -178,7 +178,7 @@ class Rounds(Replicas):
                 self.shared.check_followed()
                 self._submit(self._local.overlap_steps, agreed)
 
-    def _skip(self, steps: int) -> None:
+    def _skip_steps(self, steps: int) -> None:
         """Count steps of other ranks, for which this one has no batch, as if it had made them."""
         if steps:
             self._steps_of = {number: self._steps_of.get(number, 0) + steps for number in self._steps_of or (0,)}
@@ -207,8 +207,8 @@ class Rounds(Replicas):
     def meet(self, place: str, agreed: Sequence[float] = ()) -> bool:
         if not self._has_begun and (self._steps_of or self.is_synchronous):
             return True
-        self.begin()  # a rank may have had no batch yet
-        own = PLACES.index(place)
+        self.begin_round()  # a rank may have had no batch yet
+        own = MEETING_POINTS.index(place)
         while True:
             if self._pending is not None:
                 self._hear(self._pending)
@@ -216,7 +216,7 @@ class Rounds(Replicas):
             # What is late on a rank that trains has been applied by those that wait: all have to end that round.
             numbers = self.meeting.status(self._step, self._has_moved(), own, agreed)
             everywhere = self._tell(numbers)
-            self._catch_up(int(max(told.step for told in everywhere)) - self._step)
+            self._make_up(int(max(told.step for told in everywhere)) - self._step)
             first, last = (choose(told.place for told in everywhere) for choose in (min, max))
             if not first:
                 self._apply_until(self._step + self._length.steps)
@@ -225,15 +225,15 @@ class Rounds(Replicas):
                 return False
             elif first == last:
                 self.meeting.end(everywhere)
-                if place == PLACES[-1]:
+                if place == MEETING_POINTS[-1]:
                     self.meeting.begin_epoch(self._step)
                 return True
 
-    def _catch_up(self, missed: int) -> None:
+    def _make_up(self, missed: int) -> None:
         """Count steps that others have made since this rank has had no batch."""
         self.meeting.missed_steps += missed
         self._step += missed
-        self._skip(missed)
+        self._skip_steps(missed)
         if self._pending is not None:
             self._pending.due += missed
 
@@ -281,7 +281,7 @@ class Rounds(Replicas):
         if not self._has_begun:
             yield
             return
-        self._worker.settle()  # an exchange that is on its way ends first: the same model on all ranks
+        self._worker.drain()  # an exchange that is on its way ends first: the same model on all ranks
         with self.shared.shown():
             yield
 

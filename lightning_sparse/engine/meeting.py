@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Optional
 
 from lightning_sparse.engine.collectives import Collectives
 
-PLACES = ("a step", "a validation", "the end of an epoch")  # where ranks are when they begin an exchange
+MEETING_POINTS = ("a step", "a validation", "the end of an epoch")  # where ranks are when they begin an exchange
 
 
 class RankStatus(NamedTuple):
     """What each rank tells the others before an exchange, in numbers."""
 
-    place: float  # that it has come to, as a position in ``PLACES``
+    place: float  # that it has come to, as a position in ``MEETING_POINTS``
     samples: float  # since the last exchange; NaN where they cannot be told
     batches: float
     step: float
@@ -38,7 +38,7 @@ class Meeting:
         # waits for others does then what there is to do (``answer()``).
         self.flags: list[Any] = []
         self.heard = 0  # flags that exchanges have brought, as bits, until they are asked for
-        self.pace = (1, 1)  # steps of an epoch: of this rank, and of the rank with the most
+        self.step_ratio = (1, 1)  # steps of an epoch: of this rank, and of the rank with the most
         self._epoch = (0, 0)  # the step at which it began, and steps that this rank has made since
         self.missed_steps = 0  # that others have made, since all ranks last met
         self.are_uneven = False  # when all last met, some had missed steps
@@ -56,7 +56,7 @@ class Meeting:
         """Count a step of this rank, after ``step`` of the rank with the most; return how many of those it is."""
         if not self._is_told_of_batches:
             self._samples, self._batches = self._samples + 1, self._batches + 1
-        own, most = self.pace
+        own, most = self.step_ratio
         began, made = self._epoch[0], self._epoch[1] + 1
         self._epoch = (began, made)
         steps = 1 if most == 1 else max(0, began + made * most // own - step)
@@ -95,7 +95,7 @@ class Meeting:
         counts = [(told.samples, told.batches) for told in everywhere]
         return _weight(counts, self.collectives.rank, self._ranks_in_step)
 
-    def hears(self, flag: Any) -> bool:
+    def polls(self, flag: Any) -> bool:
         """Return whether an exchange that was applied brought a flag; ``False`` once it has been asked."""
         bit = 1 << self.flags.index(flag)
         is_heard, self.heard = bool(self.heard & bit), self.heard & ~bit

@@ -153,7 +153,7 @@ class StepRecord:
         self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
         self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
         self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
-        self.is_plain = False  # plain DDP made the exchange, whose times are not known
+        self.is_dense = False  # plain DDP made the exchange, whose times are not known
         self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
         self.deltas: dict[str, Tensor] = {}  # of LAGS' assumption, by parameter (one element each), if sampled
         self.sent: list[Union[float, Tensor]] = []  # elements, by group; tensors as the device has not been asked
@@ -165,10 +165,10 @@ class StepRecord:
         self.end: Optional[Mark] = None  # the last exchange had been written back
 
     @classmethod
-    def of_plain_ddp(cls, numel: int, ranks: int, node_ranks: int) -> "StepRecord":
+    def of_dense(cls, numel: int, ranks: int, node_ranks: int) -> "StepRecord":
         """Return that of an all-reduce of all gradients, whose ring leaves each node once."""
         record = cls(ranks, node_ranks)
-        record.is_plain, record.elements = True, numel / node_ranks
+        record.is_dense, record.elements = True, numel / node_ranks
         record.sent.append(record.elements)
         record.wire_bytes = record.dense_bytes
         record.node_bytes = record.wire_bytes * (node_ranks - 1) / node_ranks
@@ -209,7 +209,7 @@ def mean_stats(steps: Sequence[StepRecord], has_levels: bool) -> dict[str, float
     """Return the public statistics, means over steps (times: not over plain DDP's); waits for a device."""
     wire_bytes = fmean(step.wire_bytes for step in steps)
     dense = fmean(step.dense_bytes for step in steps)
-    ours = [step for step in steps if not step.is_plain]
+    ours = [step for step in steps if not step.is_dense]
 
     def mean(seconds: Callable[[StepRecord], float]) -> float:
         return fmean(map(seconds, ours)) if ours else math.nan
@@ -240,7 +240,7 @@ class Totals:
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
         self._exposed_seconds = 0.0
         self._unread: deque[StepRecord] = deque()  # of steps that a device may not have come to the end of
-        self._is_plain = False
+        self._is_dense = False
         self._seconds = 0.0
         self._border = perf_counter()
 
@@ -249,8 +249,8 @@ class Totals:
         self.wire_bytes += record.wire_bytes
         self.node_bytes += record.node_bytes
         self.dense_bytes += record.dense_bytes
-        if record.is_plain:
-            self._is_plain = True
+        if record.is_dense:
+            self._is_dense = True
             return
         self._unread.append(record)
         while self._unread and self._unread[0].have_passed:
@@ -263,9 +263,9 @@ class Totals:
     def end_step(self) -> None:
         """Count a step of an optimizer."""
         border, self._border = self._border, perf_counter()
-        if not self._is_plain:  # of which nobody knows what was exposed
+        if not self._is_dense:  # of which nobody knows what was exposed
             self._seconds += self._border - border
-        self._is_plain = False
+        self._is_dense = False
         self.steps += 1
 
     def as_stats(self, has_levels: bool, waited_seconds: Optional[float] = None) -> dict[str, float]:
@@ -370,9 +370,9 @@ class Recorder:
         self.last, self.current = self.current, StepRecord(*self._ranks)
         return self.last
 
-    def add_plain_step(self, numel: int) -> None:
+    def add_dense_step(self, numel: int) -> None:
         """Record a step whose gradients, of so many elements, plain DDP exchanges."""
-        self.last = StepRecord.of_plain_ddp(numel, *self._ranks)
+        self.last = StepRecord.of_dense(numel, *self._ranks)
         self.samples = self.last_samples = None
         self.totals.add(self.last)
 

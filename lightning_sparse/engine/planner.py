@@ -55,7 +55,7 @@ class Planner:
     def start_anew(self) -> None:
         """Forget what things cost; between two steps, on every rank."""
 
-    def restore(self, state: Mapping[str, Any]) -> bool:
+    def restore_plan(self, state: Mapping[str, Any]) -> bool:
         """Follow a plan of a run before, if it is of the parameters that are trained here; on every rank."""
         return False
 
@@ -72,7 +72,7 @@ class StepPlanner(Planner):
         densities: Densities,
         adapts_density: bool,
         holds_groups: Callable[[], bool],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._schedule = schedule
         self._collectives = collectives
@@ -81,7 +81,7 @@ class StepPlanner(Planner):
         self._densities = densities
         self._adapts_density = adapts_density
         self._holds_groups = holds_groups  # whether all exchanges follow backward now
-        self._say = say if collectives.rank == 0 else lambda line: None
+        self._log = log if collectives.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._foreign_steps = 0
         self._remembered: Optional[Plan] = None
@@ -111,7 +111,7 @@ class StepPlanner(Planner):
         self._begin()
 
     @override
-    def restore(self, state: Mapping[str, Any]) -> bool:
+    def restore_plan(self, state: Mapping[str, Any]) -> bool:
         # It is followed once gradients come in its order, and watched as if it had been made here.
         plan = Plan.of(state)
         if sorted(chain.from_iterable(plan.groups)) != sorted(self._numels):
@@ -131,8 +131,8 @@ class StepPlanner(Planner):
         patience = 1
         if self._remembered is not None and tuple(chain.from_iterable(self._remembered.groups)) == self._order:
             self.plan, self._remembered = self._remembered, None
-            self._follow(Grouping(tuple(accumulate(map(len, self.plan.groups))), self.plan.densities))
-            self._say(f"as in the run before, {self.plan}")
+            self._group_as(Grouping(tuple(accumulate(map(len, self.plan.groups))), self.plan.densities))
+            self._log(f"as in the run before, {self.plan}")
             yield from self._watch(patience)
         while True:
             seen = yield from self._try(first_groupings(elements), _ROUNDS)
@@ -155,7 +155,7 @@ class StepPlanner(Planner):
         seen: dict[Grouping, list[StepRecord]] = {grouping: [] for grouping in groupings}
         self._recorder.watches_gradients = True
         for grouping, steps in list(seen.items()) * rounds:
-            self._follow(grouping)
+            self._group_as(grouping)
             yield
             for _ in range(_STEPS):
                 steps.append((yield))
@@ -198,7 +198,7 @@ class StepPlanner(Planner):
             groups = len(tried.stops)
             fastest[groups] = min(_seconds(samples), fastest.get(groups, math.inf))
         self._remembered = None
-        self._follow(grouping)
+        self._group_as(grouping)
         self.plan = Plan(
             self._groups(grouping),
             grouping.densities,
@@ -207,9 +207,9 @@ class StepPlanner(Planner):
             tuple(sorted(fastest.items())),
         )
         if known is None:
-            self._say(str(self.plan))
+            self._log(str(self.plan))
         elif known.groups != self.plan.groups:
-            self._say(f"exchanges take another time than before: {self.plan.summary()}.")
+            self._log(f"exchanges take another time than before: {self.plan.summary()}.")
         return known is not None and known.groups == self.plan.groups
 
     def _watch(self, patience: int) -> Watch:
@@ -226,8 +226,8 @@ class StepPlanner(Planner):
             if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):
                 return
 
-    def _follow(self, grouping: Grouping) -> None:
-        self._schedule.follow(self._order[stop - 1] for stop in grouping.stops)
+    def _group_as(self, grouping: Grouping) -> None:
+        self._schedule.end_groups_at(self._order[stop - 1] for stop in grouping.stops)
         groups = zip(self._groups(grouping), grouping.densities)
         self._densities.planned = {name: density for group, density in groups for name in group}
 

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives, Uncopied
+from lightning_sparse.engine.collectives import Collectives, SharedOnCopy
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 
 _AVERAGED_AT_ONCE = 1 << 24  # elements
 
 
-class Replicas(Uncopied):
+class Replicas(SharedOnCopy):
     """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
 
     are_apart = False  # each rank steps with gradients of its own
 
-    def begin(self) -> None:
+    def begin_round(self) -> None:
         """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
 
     def adopt(self) -> None:
@@ -57,7 +57,7 @@ class Replicas(Uncopied):
     def synchronize(self) -> None:
         """Make all replicas one; all ranks must call."""
 
-    def follow(self, module: nn.Module, names: Sequence[str]) -> None:
+    def track(self, module: nn.Module, names: Sequence[str]) -> None:
         """Know a model whose parameters of these names are trained from now on, between two backwards; all call."""
 
     def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
@@ -196,15 +196,15 @@ def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     Raises:
         ValueError: if a tensor has a part of its memory in common with a trained one.
     """
-    held = {name: (tensor.requires_grad, held_of(tensor)) for name, tensor in named}
+    held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named}
     trained: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for name, (is_trained, each) in held.items():
         if is_trained and (place := _place(each)) is not None:
             trained[place[0]].append((*place[1:], name))
     found: dict[str, Tensor] = {}
     for name, (is_trained, each) in held.items():
-        is_plain = type(each) is Tensor and each.layout is torch.strided
-        if each.numel() and (is_trained or (is_plain and not _is_trained_with(each, name, trained))):
+        is_dense = type(each) is Tensor and each.layout is torch.strided
+        if each.numel() and (is_trained or (is_dense and not _is_trained_with(each, name, trained))):
             found[name] = torch.view_as_real(each) if each.is_complex() else each
     return found
 

@@ -12,7 +12,7 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density, same_everywhere
-from lightning_sparse.compressors.registry import resolve
+from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
@@ -199,8 +199,8 @@ class Settings:
     ) -> Self:
         """Check what a user chose."""
         chosen: Compression = {**DEFAULTS, **given}
-        own = resolve("compressor", Compressor, COMPRESSORS, compressor)
-        schedule = resolve("schedule", Schedule, SCHEDULES, chosen["schedule"])
+        own = build_by_name("compressor", Compressor, COMPRESSORS, compressor)
+        schedule = build_by_name("schedule", Schedule, SCHEDULES, chosen["schedule"])
         wire, bits = wire_values(chosen["wire"])
         if own.wire is not None and bits is None:
             wire, bits = wire_values(own.wire)
@@ -301,9 +301,9 @@ class Settings:
             return epoch
         return max(epoch, WARM_UP_PART * self.warmup_epochs * steps // total_steps)
 
-    def density_at(self, stage: int, settled: float = 1.0) -> float:
+    def density_at(self, stage: int, progress: float = 1.0) -> float:
         """Return the density of a warm-up's stage: it falls geometrically, as in Deep Gradient Compression's code."""
-        least = falling_density(self.density, settled)
+        least = falling_density(self.density, progress)
         if stage >= self.warmup_epochs:
             return max(least, self.density)
         return max(least, same_everywhere(self.density ** ((stage + 1) / (self.warmup_epochs + 1))))

@@ -22,7 +22,7 @@ from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.functional.elements import held_of, laid_flat, round_to
+from lightning_sparse.functional.elements import laid_flat, local_tensor, round_to
 from lightning_sparse.schedule import Schedule
 
 _OTHERS = (
@@ -65,20 +65,20 @@ class SharedModel:
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
-        self._averager = ReplicaAverager(module, pipeline.levels.holders.collectives, pipeline.recorder)
+        self._averager = ReplicaAverager(module, pipeline.levels.same_shard.collectives, pipeline.recorder)
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
         self._known: dict[Tensor, str] = {}  # parameters, by which they are found where they get another name
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
-        self.follow(module, names)
+        self.track(module, names)
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._averager.device
 
-    def follow(self, module: Module, names: Sequence[str]) -> None:
+    def track(self, module: Module, names: Sequence[str]) -> None:
         """Know what is exchanged, where replicas are the same."""
         self.module = module
         renamed = {self._known.get(parameter, name): name for name, parameter in module.named_parameters()}
@@ -109,7 +109,7 @@ class SharedModel:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors that are shared, but those that it no longer has, or has in another shape."""
-        held = {name: held_of(tensor) for name, tensor in self._named() if name in self._shared}
+        held = {name: local_tensor(tensor) for name, tensor in self._named() if name in self._shared}
         held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
@@ -120,7 +120,7 @@ class SharedModel:
 
     def check_followed(self) -> None:
         """Refuse to end a round without what is trained by now, or with what the model no longer has."""
-        present = {name: each.requires_grad and held_of(each).numel() > 0 for name, each in self._named()}
+        present = {name: each.requires_grad and local_tensor(each).numel() > 0 for name, each in self._named()}
         new = [name for name, is_trained in present.items() if is_trained and name not in self.trained]
         gone = sorted(self.trained - present.keys())
         if new or gone:
@@ -129,7 +129,7 @@ class SharedModel:
     def trained_now(self) -> list[str]:
         """Return the names of the parameters that are trained now."""
         parameters = self.module.named_parameters()
-        return [name for name, each in parameters if each.requires_grad and held_of(each).numel()]
+        return [name for name, each in parameters if each.requires_grad and local_tensor(each).numel()]
 
     def has_moved(self) -> bool:
         """Tell whether what is trained is not that of the shared model, whoever has written it; a device is waited for.
@@ -191,8 +191,8 @@ class SharedModel:
         """Average changes over replicas, in place: all of each, whatever the compressor."""
         if not changes:
             return
-        holders = self._pipeline.levels.holders
-        flat = holders.call(Payload("all_reduce", torch.cat(list(changes)).div_(holders.ranks)), names)
+        same_shard = self._pipeline.levels.same_shard
+        flat = same_shard.call(Payload("all_reduce", torch.cat(list(changes)).div_(same_shard.ranks)), names)
         for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
             change.copy_(mean)
 
@@ -276,7 +276,7 @@ class SharedModel:
         """Go on from a state, with the shared model that the model's tensors hold now."""
         present = (name for name, _ in self.module.named_parameters())
         if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
-            self.follow(self.module, names)  # others may be frozen here until training goes on
+            self.track(self.module, names)  # others may be frozen here until training goes on
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")

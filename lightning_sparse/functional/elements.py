@@ -23,7 +23,7 @@ def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def held_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor: its shard of a DTensor, all of any other; the same memory."""
     if not hasattr(tensor, "to_local"):
         return tensor.detach()
@@ -32,12 +32,12 @@ def held_of(tensor: Tensor) -> Tensor:
     return local
 
 
-def held_by(module: torch.nn.Module) -> dict[str, Tensor]:
+def local_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return what this rank holds of the parameters of a model, by name; the same memory."""
-    return {name: held_of(parameter) for name, parameter in module.named_parameters()}
+    return {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
 
 
-def held_as(held: Tensor, like: Any) -> Tensor:
+def as_dtensor(held: Tensor, like: Any) -> Tensor:
     """Return the tensor of which a rank holds this, where ``like`` is another of its kind: a DTensor, or any."""
     if not hasattr(like, "to_local"):
         return held

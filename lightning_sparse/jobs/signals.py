@@ -10,11 +10,11 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.collectives import SharedOnCopy
 from lightning_sparse.jobs.lightning import SIGTERMException, Trainer
 
 
-class Signals(Uncopied):
+class Signals(SharedOnCopy):
     """Tell every rank whether any of them has been signalled, without a wait in every batch.
 
     What is told at one batch is heard at the next; with local steps it travels with what is told before an exchange.
@@ -72,7 +72,7 @@ class Signals(Uncopied):
         if not self._is_connected:  # one process hears of itself
             return self.is_noted
         if self._work is None:
-            return self._rounds is not None and self._rounds.meeting.hears(self)
+            return self._rounds is not None and self._rounds.meeting.polls(self)
         if self._stream is not None:
             self._stream.synchronize()
         else:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
+from lightning_sparse.engine.collectives import post_status, statuses, waited_in_vain
 from lightning_sparse.jobs.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning_sparse.jobs.newest import taking_newest
 
@@ -36,7 +36,7 @@ def leave_end_of_training(trainer: Trainer) -> None:
 
 
 @contextmanager
-def telling(trainer: Optional[Trainer]) -> Iterator[None]:
+def posting(trainer: Optional[Trainer]) -> Iterator[None]:
     """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one."""
     try:
         yield
@@ -53,21 +53,21 @@ def telling(trainer: Optional[Trainer]) -> Iterator[None]:
 
 
 def told(trainer: Optional[Trainer], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function inside of :func:`telling`, from the newest checkpoint if it asks for the last."""
+    """Call a function inside of :func:`posting`, from the newest checkpoint if it asks for the last."""
     if trainer is None:  # nothing is trained here
         return function(*args, **kwargs)
-    with telling(trainer), taking_newest(trainer, args) as arguments:
+    with posting(trainer), taking_newest(trainer, args) as arguments:
         return function(*arguments, **kwargs)
 
 
 def _leave(epoch: float, batches: int, line: str) -> None:
     """Leave a line behind that explains why others wait that are past these batches and not past the epoch."""
-    leave_word(json.dumps([epoch, batches, line]))
+    post_status(json.dumps([epoch, batches, line]))
 
 
 def _known_of_others(trainer: Trainer) -> str:
     begun = _begun(trainer)
-    left = [(rank, *json.loads(word)) for rank, word in sorted(words().items()) if word]
+    left = [(rank, *json.loads(word)) for rank, word in sorted(statuses().items()) if word]
     known = [each for each in left if each[1] >= trainer.current_epoch and each[2] < begun][:_MOST]
     sentences = [f"rank {rank} {line}." for rank, _, _, line in known]
     if any(batches != _FAILED for _, _, batches, _ in known):

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.collectives import SharedOnCopy
 from lightning_sparse.schedule import Plan
 
 _LEAST_GAIN = 0.02  # of a step of DDP, which delays no gradient
@@ -88,14 +88,14 @@ _MAX_PATIENCE = 16  # times the interval, where looking again has changed nothin
 Steps = Generator[None, float, None]
 
 
-class BackendChoice(Uncopied):
+class BackendChoice(SharedOnCopy):
     """Choose between the engine and plain DDP."""
 
-    def __init__(self, engine: Engine, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
         self.wants_plain = False  # for the next step
         self._engine = engine
         self._device = device
-        self._say = say
+        self._log = log
         self._is_comparing = False
         self._departure = _DEPARTURE
         self._density = 1.0  # that of the compressed steps timed last
@@ -107,7 +107,7 @@ class BackendChoice(Uncopied):
         self._course = self._run()
         next(self._course)
 
-    def restore(self, chosen: bool) -> None:
+    def restore_choice(self, chosen: bool) -> None:
         """Stay with what a run before has chosen, until a step no longer takes what it did; on every rank."""
         self.wants_plain = chosen
         self.verdict = f"stayed with {'plain DDP' if chosen else 'compression'}, which the run before had chosen"
@@ -126,17 +126,17 @@ class BackendChoice(Uncopied):
         stale: Optional[Plan] = None
         self.chosen = chosen
         if chosen is not None:
-            stale = yield from self._stay_plain() if chosen else self._stay_sparse()
+            stale = yield from self._stay_dense() if chosen else self._stay_sparse()
         while True:
             self.chosen = None
             while self._engine.planner.plan is stale:
                 yield
             comparison, turns = yield from self._compare()
-            is_plain = not comparison.pays
-            yield from self._settle(is_plain)
-            self.chosen = is_plain
+            is_dense = not comparison.pays
+            yield from self._decide(is_dense)
+            self.chosen = is_dense
             self._tell(comparison, turns)
-            stale = yield from self._stay_plain() if is_plain else self._stay_sparse()
+            stale = yield from self._stay_dense() if is_dense else self._stay_sparse()
 
     def _stay_sparse(self) -> Generator[None, float, Optional[Plan]]:
         """Compress until it is time to look again; return the plan, if it is out of date."""
@@ -148,7 +148,7 @@ class BackendChoice(Uncopied):
         self._engine.planner.start_anew()
         return stale
 
-    def _stay_plain(self) -> Generator[None, float, Optional[Plan]]:
+    def _stay_dense(self) -> Generator[None, float, Optional[Plan]]:
         """Leave everything to DDP until compression seems faster; return the plan, which is out of date."""
         patience = 1
         theirs = yield from self._window()
@@ -161,7 +161,7 @@ class BackendChoice(Uncopied):
             ours = yield from self._time(False)
             if compare([(ours, [theirs])], self._density).pays:
                 return stale
-            yield from self._settle(True)
+            yield from self._decide(True)
             patience = min(2 * patience, _MAX_PATIENCE)
             if has_changed:
                 self._departure = min(2 * self._departure, _MAX_DEPARTURE)
@@ -169,7 +169,7 @@ class BackendChoice(Uncopied):
     def _compare(self) -> Generator[None, float, tuple[Comparison, int]]:
         """Compare the engine with DDP, which take turns until it is clear which is better, and count the turns."""
         if self._told is None:
-            self._say(
+            self._log(
                 f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to"
                 f" {_MOST_TURNS} turns, and goes on with what is better."
             )
@@ -182,9 +182,9 @@ class BackendChoice(Uncopied):
             if len(turns) == _MOST_TURNS or (len(turns) >= _TURNS and comparison.is_clear):
                 return comparison, len(turns)
 
-    def _time(self, is_plain: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
+    def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
         """Return the seconds of steps, on which ranks agree; of a single one, if that is hopeless."""
-        self.wants_plain = is_plain
+        self.wants_plain = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):
             yield
@@ -192,23 +192,23 @@ class BackendChoice(Uncopied):
         exposed: list[float] = []
         while len(seen) < _TIMED_STEPS and (not seen or median(seen) < hopeless):
             seen.append(self._engine.mean_over_ranks((yield)))
-            exposed.append(0.0 if is_plain else self._engine.compression_stats()["exposed_seconds"])
+            exposed.append(0.0 if is_dense else self._engine.compression_stats()["exposed_seconds"])
         self._is_comparing = False
-        if not is_plain:
+        if not is_dense:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
             # A step in which Adam's second moment learns is DDP's own, and nobody knows what was exposed of it.
             self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed, dtype=torch.float64).nanmedian()))
         return seen
 
-    def _settle(self, is_plain: bool) -> Steps:
-        """Stay with the winner; what waits is sent before DDP takes over."""
-        if is_plain:
+    def _decide(self, is_dense: bool) -> Steps:
+        """Stay with the winner; the residual is sent before DDP takes over."""
+        if is_dense:
             self.wants_plain = False
             self._engine.densities.sends_all = True
             for _ in range(_SETTLING_STEPS):
                 yield
             self._engine.densities.sends_all = False
-        self.wants_plain = is_plain
+        self.wants_plain = is_dense
         for _ in range(_SETTLING_STEPS):
             yield
 
@@ -249,5 +249,5 @@ class BackendChoice(Uncopied):
         alone = comparison.ours - self._exposed
         r = f"; r = {max(0.0, comparison.theirs / alone - 1):.2g} as measured" if alone > 0 else ""
         if self._told != self.chosen:
-            self._say(f"{comparison}, in {turns} turns of each{r}; {self.verdict}.")
+            self._log(f"{comparison}, in {turns} turns of each{r}; {self.verdict}.")
             self._told = self.chosen

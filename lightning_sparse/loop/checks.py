@@ -13,7 +13,7 @@ from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.shards import cut_modules
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.optimizers import listed
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
@@ -121,7 +121,7 @@ def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Ite
             f"fully_shard has cut {listed(elsewhere)} over other ranks than {ranks}, which are a replica, and between"
             f" replicas FSDP must not exchange: call {_SHARD}, whose mesh is that of one replica"
         )
-    yield from of_the_shards({name: held_of(each) for name, each in trained.items()}, device)
+    yield from of_the_shards({name: local_tensor(each) for name, each in trained.items()}, device)
 
 
 def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Hugging Face's doors: a callback for its Trainer, and saving with Accelerate; no other file imports either."""
+"""Hugging Face's entry points: a callback for its Trainer, and saving with Accelerate; no other file imports either."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -14,10 +14,10 @@ from torch.nn import Parameter
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
-from lightning_sparse.engine.step.levels import TwoLevels
-from lightning_sparse.functional.elements import held_by, held_of, laid_flat
+from lightning_sparse.engine.step.levels import HierarchicalRanks
+from lightning_sparse.functional.elements import laid_flat, local_tensor, local_tensors
 
-VERSION = 5  # of this form, and of checkpoints
+VERSION = 6  # of this form, and of checkpoints
 SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
 
 
@@ -30,7 +30,7 @@ def kept_by(engine: Engine, module: nn.Module, together: bool = False) -> dict[s
     if "rounds" in own:
         momentum = own["rounds"].pop("momentum")
         scopes[SHARE if engine.topology.are_islands else EVERYWHERE]["momentum"] = momentum
-    shared = SHARE if isinstance(engine.levels, TwoLevels) else RANK
+    shared = SHARE if isinstance(engine.levels, HierarchicalRanks) else RANK
     for each in scopes.values():
         each["memory"] = {}
     for kind, tensors in state["memory"].items():
@@ -86,7 +86,7 @@ def _fitted_memory(
     kept: Mapping[str, Any], engine: Engine, module: nn.Module
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Return what is kept as the parameters lie now, in type, device and order, and the names that the model lacks."""
-    parameters, layouts = held_by(module), _layouts_of(module)
+    parameters, layouts = local_tensors(module), _layouts_of(module)
     fitted: dict[str, dict[str, Tensor]] = {}
     gone: set[str] = set()
     for scope, kind in [(each, kind) for each in SCOPES for kind in kept[each]["memory"]]:
@@ -143,7 +143,7 @@ def _layouts_of(module: nn.Module) -> dict[str, list[Any]]:
     """
     layouts = {}
     for name, parameter in module.named_parameters():
-        held = held_of(parameter)
+        held = local_tensor(parameter)
         fills = torch.ops.aten.is_non_overlapping_and_dense(held)
         strides = held.stride() if fills else torch.empty(held.shape, device="meta").stride()
         alike = [stride if size > 1 else 1 for size, stride in zip(held.shape, strides)]

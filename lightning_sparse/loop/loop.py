@@ -29,7 +29,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel
-from lightning_sparse.functional.elements import held_as, held_of
+from lightning_sparse.functional.elements import as_dtensor, local_tensor
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import in_one_order
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by
@@ -88,9 +88,9 @@ _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lig
 class Loop:
     """What a training does around the exchange of one wrapped model; nothing on one process, and until it starts."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, log: Callable[[str], None]) -> None:
         self._settings = settings
-        self._say = say
+        self._log = log
         self.engine: Optional[Engine] = None  # also on one process
         self.optimizers: Sequence[Optimizer] = ()  # that train the model
         self._handles: list[Any] = []
@@ -100,7 +100,7 @@ class Loop:
 
     def _forget(self) -> None:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
-        self.is_plain = False  # steps send everything, as DDP does
+        self.is_dense = False  # steps send everything, as DDP does
         self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
         self.is_island = False  # the ranks of a node average gradients in each local step
@@ -147,12 +147,12 @@ class Loop:
         self.optimizers = optimizers
         if dist.get_world_size(ddp.process_group) == 1 and not goes_alone:
             settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
-            self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
+            self._log(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
             self._warn_of_optimizers()
             return
-        self._say(f"{summary(settings)}.")
+        self._log(f"{summary(settings)}.")
         if dist.get_world_size(ddp.process_group) == 1:
-            self._say(RESUMES_ALONE)
+            self._log(RESUMES_ALONE)
         self._ddp: Wrapper = ddp
         self._timeout = timeout
         self._scaler = scaler
@@ -165,18 +165,18 @@ class Loop:
         self._counts_steps = settings.replicas_diverge or isinstance(settings.schedule, Auto)
         self.view.adam.clip(clipping, parameters.values())
         if isinstance(settings.schedule, Auto):
-            self.choice = BackendChoice(engine, self._device, self._say)
+            self.choice = BackendChoice(engine, self._device, self._log)
         if self.view.takes_momentum:
-            self._say(TAKES_MOMENTUM)
+            self._log(TAKES_MOMENTUM)
         self._warn_of_optimizers()
 
     def _engine_of(self, ddp: Wrapper, node_ranks: int) -> Engine:
         backend = backend_of(self._device, ddp.process_group)
         settings, told = in_one_order(self._settings, ddp.module, backend)
         for line in told:
-            self._say(line)
+            self._log(line)
         around = (self._open, lambda: self.view.adam.note_arrived())
-        return Engine(ddp, settings, self._timeout, self._say, node_ranks, *around)
+        return Engine(ddp, settings, self._timeout, self._log, node_ranks, *around)
 
     def _look_at(self, optimizers: Sequence[Optimizer]) -> None:
         """See what the optimizers are to do, and each of their steps."""
@@ -193,8 +193,8 @@ class Loop:
                     self._handles.append(each.register_step_pre_hook(self._before_step))
                     self._handles.append(each.register_step_post_hook(partial(self._after_step, optimizer)))
 
-    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Go on with the optimizers that there are now, between two steps; what waits of a parameter stays with it."""
+    def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
         if len(optimizers) == len(self.optimizers) and all(map(is_, optimizers, self.optimizers)):
             return
         if self.engine is not None:
@@ -249,11 +249,11 @@ class Loop:
         if self.engine is not None:
             self.engine.expect_steps(total_steps)
             if self.engine.warm_up_steps is not None:
-                self._say(tells_default_warm_up(self._settings, self.engine.warm_up_steps))
+                self._log(tells_default_warm_up(self._settings, self.engine.warm_up_steps))
         adam = self.view.adam
         adam.total_steps = total_steps
         if adam.is_dense:
-            self._say(takes_adam(self._settings, self.optimizers, total_steps, adam.is_resumed))
+            self._log(takes_adam(self._settings, self.optimizers, total_steps, adam.is_resumed))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
         """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
@@ -262,7 +262,7 @@ class Loop:
             return
         count = -(-max(0, total_steps - local.synchronous_steps) // local.every)
         rounds = f"{counted(count, 'round')} of {counted(local.every, 'local step')}"
-        self._say(f"up to {counted(total_steps, 'optimizer step')}, that is {rounds}.")
+        self._log(f"up to {counted(total_steps, 'optimizer step')}, that is {rounds}.")
         if count < FEW_ROUNDS and local.every > SAFE_STEPS and not is_trial:
             warn_user(warning_of_rounds(local.every, count, total_steps))
 
@@ -283,7 +283,7 @@ class Loop:
         with self.view.adam.hidden():
             yield
 
-    def _wants_plain(self) -> bool:
+    def _wants_dense(self) -> bool:
         """Tell whether the batch that begins is left to plain DDP; the same on all ranks."""
         assert self.engine is not None
         is_at_border, self._is_at_border = self._is_at_border, False
@@ -292,14 +292,14 @@ class Loop:
         is_resumed = self.view.adam.is_resumed
         warm_up = self.view.adam.look(self.engine.mean_over_ranks)
         if warm_up is not None and not is_resumed:
-            self._say(tells_warm_up(warm_up, self._settings.density))
+            self._log(tells_warm_up(warm_up, self._settings.density))
         if self.view.adam.is_dense:
             return True
         if self.choice is None:
             return False
-        return self.choice.wants_plain if is_at_border else self.is_plain
+        return self.choice.wants_plain if is_at_border else self.is_dense
 
-    def _follow_model(self, forgets: bool = False, between: bool = False) -> None:
+    def _track_model(self, forgets: bool = False, between: bool = False) -> None:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
 
         A round ends with that, and writes what a backward still needs: it waits until this is asked ``between`` two.
@@ -308,7 +308,7 @@ class Loop:
             return
         if between and self._is_round_behind:
             self._is_round_behind = False
-            self.engine.follow(self._ddp.module, self._trained.parameters)
+            self.engine.track(self._ddp.module, self._trained.parameters)
         if not self._trained.have_changed(self.optimizers, forgets):
             return
         trained, module = self._trained, self._ddp.module
@@ -325,34 +325,34 @@ class Loop:
             align(module, known)
         self.view.know(dict(module.named_parameters()))
         if self.is_silent and not between:
-            self.engine.stream.follow(module, trained.parameters)
+            self.engine.source.track(module, trained.parameters)
             self._is_round_behind = True
         else:
-            self.engine.follow(module, trained.parameters)
-        self._say(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
+            self.engine.track(module, trained.parameters)
+        self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
 
     def _turn(self) -> None:
         """Have the coming steps send everything, as DDP does, or not, or leave them to rounds; between two steps."""
         assert self.engine is not None
-        is_plain, rounds = self._wants_plain(), self.engine.rounds
-        if is_plain == self.is_plain:
+        is_dense, rounds = self._wants_dense(), self.engine.rounds
+        if is_dense == self.is_dense:
             return
-        if rounds is not None and not is_plain:  # they begin with one model
+        if rounds is not None and not is_dense:  # they begin with one model
             align(self._ddp.module)
-        self.leave_to_ddp(is_plain)
+        self.leave_to_ddp(is_dense)
 
-    def leave_to_ddp(self, is_plain: bool) -> None:
+    def leave_to_ddp(self, is_dense: bool) -> None:
         """Have the coming steps send everything, as DDP does, or not; between two steps."""
         assert self.engine is not None
-        self.is_plain = is_plain
-        self.engine.leave_to_ddp(is_plain)
+        self.is_dense = is_dense
+        self.engine.leave_to_ddp(is_dense)
         # The model is one after every step that comes before rounds.
-        self.replicas = Replicas() if is_plain and self.engine.rounds is not None else self.engine.replicas
+        self.replicas = Replicas() if is_dense and self.engine.rounds is not None else self.engine.replicas
 
     @property
     def is_silent(self) -> bool:
         """Whether exchanges are left to rounds of local steps."""
-        return self._settings.local_steps is not None and not self.is_plain
+        return self._settings.local_steps is not None and not self.is_dense
 
     def begin_batch(self, adopts: bool = False, forgets: bool = False) -> None:
         """Begin a batch, before its forward.
@@ -360,11 +360,11 @@ class Loop:
         Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
         ``forgets`` that: where models are toggled within a step, it is frozen for a moment.
         """
-        self._follow_model(forgets, between=True)
+        self._track_model(forgets, between=True)
         if self.engine is not None:
             self._turn()
         if self.replicas.are_apart:
-            self.replicas.begin()
+            self.replicas.begin_round()
         if adopts:
             self.replicas.adopt()
         self._keep_silent()
@@ -407,22 +407,22 @@ class Loop:
         self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
         if self.engine is None:
             return
-        self._follow_model()
-        self.engine.stream.expect()
+        self._track_model()
+        self.engine.source.expect()
 
     def _open(self, is_told: bool) -> None:
         """Begin a step's exchange, before the first of its gradients is taken."""
         assert self.engine is not None
         if not is_told:
             self.check_epoch()
-            self._follow_model()
+            self._track_model()
             if self.engine.rounds is None:  # else a model is made one, between two backwards
                 self._turn()
             self.unfinished.add_backward(self.optimizers, False)
-        if self.is_plain:
-            self.engine.begin_plain_backward()
+        if self.is_dense:
+            self.engine.begin_dense_backward()
         if self._settings.local_steps is None:
-            context = self.view.coming_step(self.is_plain, self.engine.arrived.state().keys())
+            context = self.view.coming_step(self.is_dense, self.engine.arrived.state().keys())
             # Scaling a one gives the scale without asking the device for its value.
             scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
@@ -446,7 +446,7 @@ class Loop:
     def end_backward(self) -> None:
         """End a backward; raise what its exchange has raised."""
         if self.engine is not None:
-            self.engine.stream.finish()
+            self.engine.source.finish()
         self.view.adam.note_arrived()
         if self.engine is not None:
             self.engine.worker.raise_error()
@@ -463,7 +463,7 @@ class Loop:
             self._end_step(optimizer)
 
     def _before_step(self, optimizer: Optimizer, *step: Any) -> None:
-        if self.engine is not None and self.engine.stream.is_open:
+        if self.engine is not None and self.engine.source.is_open:
             raise RuntimeError(_BROKEN)
         self._stepping = self._stepping or optimizer
 
@@ -486,7 +486,7 @@ class Loop:
             self._judge(optimizer)
         if self.engine is not None:
             if self.is_silent:
-                self._follow_model(between=True)
+                self._track_model(between=True)
             self.engine.arrived.forget(handled(optimizer))
             number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
             if number is None:
@@ -527,7 +527,7 @@ class Loop:
         """
         kept = self.final_state
         if self.engine is not None:
-            self.engine.worker.settle()
+            self.engine.worker.drain()
             kept = kept_by(self.engine, self._ddp.module, together=True)
         if kept is None:
             return None
@@ -535,7 +535,7 @@ class Loop:
         if self._settings.replicas_diverge:
             # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
             states = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
-            own["optimizers"] = [_mapped(lambda tensor, _: held_of(tensor), state) for state in states]
+            own["optimizers"] = [_mapped(lambda tensor, _: local_tensor(tensor), state) for state in states]
             if self._scaler is not None:
                 own["scaler"] = self._scaler.state_dict()
         return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": self.view.adam.clips()}}
@@ -550,7 +550,7 @@ class Loop:
         if self._settings.replicas_diverge:
             for optimizer, state in zip(self.optimizers, own.get("optimizers", ())):
                 present = optimizer.state_dict()
-                optimizer.load_state_dict({**present, "state": _mapped(held_as, state, present["state"])})
+                optimizer.load_state_dict({**present, "state": _mapped(as_dtensor, state, present["state"])})
             if self._scaler is not None and "scaler" in own:
                 self._scaler.load_state_dict(own["scaler"])
         if "plan" in usable and not self.engine.restore_plan(usable["plan"], Topology(*kept["topology"])):
@@ -575,7 +575,7 @@ class Loop:
             can_ask = not has_failed or self._device.type == "cpu"
             stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
             if stats.get("total_steps") and not has_failed and engine.topology.ranks > 1:
-                self._say(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
+                self._log(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
             self.remember(stats, plan)
             if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
                 kept = kept_by(engine, self._ddp.module)
@@ -618,7 +618,7 @@ def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
         return False
     gradients = (each.grad for each in handled(optimizer) if each.grad is not None)
-    return not any(held_of(each).any() for each in gradients)  # a device is asked only if all else speaks for it
+    return not any(local_tensor(each).any() for each in gradients)  # a device is asked only if all else speaks for it
 
 
 def before_step_of_training(act: Callable[[], None]) -> Callable[..., None]:

@@ -53,7 +53,7 @@ class Uncorrected:
     total_steps: Optional[int] = None
     is_dense = is_resumed = False
 
-    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
+    def coming(self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Correct nothing."""
         return StepContext()
 
@@ -135,9 +135,9 @@ class OptimizerView:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.adam.names = self._names
 
-    def coming_step(self, is_plain: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
+    def coming_step(self, is_dense: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
-        coming = self.adam.coming(is_plain, continued)
+        coming = self.adam.coming(is_dense, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
@@ -238,10 +238,12 @@ class UnfinishedStep:
             state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
             state["begun"] = [names[parameter] for parameter in engine.arrived.begun if parameter in names]
             state["undecayed"] = engine.memory.undecayed()
-            state["used"] = [names[parameter] for parameter in engine.stream.used if parameter in names]
+            state["used"] = [names[parameter] for parameter in engine.source.used if parameter in names]
         return state
 
-    def restore(self, gradients: Mapping[Parameter, Tensor], is_begun: bool, used: Iterable[Parameter]) -> None:
+    def restore_gradients(
+        self, gradients: Mapping[Parameter, Tensor], is_begun: bool, used: Iterable[Parameter]
+    ) -> None:
         """Go on from a checkpoint, once :meth:`put_back` is called."""
         self._restored = dict(gradients)
         self.is_begun = is_begun

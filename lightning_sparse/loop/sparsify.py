@@ -1,4 +1,4 @@
-"""The plain loop's door: a model, wrapped or not, whose gradients are exchanged by the engine."""
+"""The plain loop's entry point: a model, wrapped or not, whose gradients are exchanged by the engine."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ from typing_extensions import Self, Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
+from lightning_sparse.engine.collectives import SharedOnCopy, align, copy_from_first
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, is_in_backward
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import spelt_out, taken_settings
 from lightning_sparse.loop.checks import (
@@ -94,7 +94,7 @@ def sparsify(
     settings = taken_settings(sparsify, compressor, density, given)
     refuse(lacking("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
-    return Sparsifier(model, optimizers, settings, scaler, total_steps, timeout, _say)
+    return Sparsifier(model, optimizers, settings, scaler, total_steps, timeout, _log)
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -104,7 +104,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     if dist.get_rank() == 0:
         _LOGGER.info("sparsify: %s", line)
 
@@ -127,9 +127,9 @@ class Sparsifier(Loop):
         scaler: Optional[GradScaler],
         total_steps: Optional[int],
         timeout: Optional[timedelta],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        super().__init__(settings, say)
+        super().__init__(settings, log)
         self._model: Wrapper
         _check_unattended(model)
         replica_ranks = 1
@@ -190,19 +190,19 @@ class Sparsifier(Loop):
         assert self.engine is not None
         for each in tree_leaves(output):
             if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(self.engine.stream.hear)
+                each.register_hook(self.engine.source.hear)
 
-    def _follow_layers(self, inputs: Any) -> None:
+    def _track_layers(self, inputs: Any) -> None:
         """See what is trained before a forward, as none of the gradients of a new layer would tell of it."""
         if torch.is_grad_enabled() and self._model.module.training and not is_in_backward():
-            self._follow_model(between=True)
+            self._track_model(between=True)
 
     def _align(self, engine: Engine) -> None:
         """Have ranks begin with one model, and have one's buffers in each step, where no wrapper cares for it."""
         module = self._model.module
         if isinstance(self._model, ShardedModel):
-            held = [*map(held_of, module.parameters()), *module.buffers()]
-            group = engine.levels.holders.collectives.group
+            held = [*map(local_tensor, module.parameters()), *module.buffers()]
+            group = engine.levels.same_shard.collectives.group
             assert group is not None
             copy_from_first(held, group)
         elif isinstance(self._model, BareModel):
@@ -374,7 +374,7 @@ class Sparsifier(Loop):
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         unused = super().load(kept)
         self._is_shared = self._settings.local_steps is None
-        self._follow_rounds()
+        self._track_rounds()
         return unused
 
     def _print_of_shared(self) -> Optional[list[int]]:
@@ -382,14 +382,14 @@ class Sparsifier(Loop):
         if self._settings.local_steps is None:
             return None
         with self.replicas.shared_model():
-            held = map(held_of, self._model.module.parameters())
+            held = map(local_tensor, self._model.module.parameters())
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _watch(self, model: Module) -> None:
         """Follow backwards, and rounds of local steps, where nobody tells of batches, evaluations and saves."""
         assert self.engine is not None
         if self.engine.rounds is None:
-            follow = Watch(model, torch.compiler.disable(self._follow_layers))
+            follow = Watch(model, torch.compiler.disable(self._track_layers))
             listen = Watch(model, torch.compiler.disable(self._listen))
             self._handles.append(model.register_forward_pre_hook(follow, prepend=True))
             self._handles.append(model.register_forward_hook(listen))
@@ -404,15 +404,15 @@ class Sparsifier(Loop):
         ]
         if self._scaler is not None:
             self._count_skipped(self._scaler)
-        self._follow_rounds()
+        self._track_rounds()
 
     @override
-    def leave_to_ddp(self, is_plain: bool) -> None:
-        super().leave_to_ddp(is_plain)
+    def leave_to_ddp(self, is_dense: bool) -> None:
+        super().leave_to_ddp(is_dense)
         if self._settings.local_steps is not None:
-            self._model.require_backward_grad_sync = self._model.require_forward_param_sync = is_plain
+            self._model.require_backward_grad_sync = self._model.require_forward_param_sync = is_dense
 
-    def _follow_rounds(self) -> None:
+    def _track_rounds(self) -> None:
         """Leave the coming step to DDP, or not, as rounds want, if there are any."""
         if self.engine is not None and self.engine.rounds is not None:
             self.leave_to_ddp(self.engine.rounds.is_synchronous)
@@ -444,7 +444,7 @@ class Sparsifier(Loop):
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
         self._take_up()
-        self.replicas.begin()
+        self.replicas.begin_round()
 
     def _check_shared(self, *save: Any) -> None:
         if not self._is_shared:
@@ -460,7 +460,7 @@ class Sparsifier(Loop):
         self._has_exchanged = False
         if self.engine is None or self.engine.rounds is None:
             return
-        self._is_shared = self.is_plain
+        self._is_shared = self.is_dense
         self._turn()
 
     def close(self, has_failed: bool = False) -> None:
@@ -492,7 +492,7 @@ class Sparsifier(Loop):
             _REFUSALS[module] = module.register_forward_pre_hook(hook)
 
 
-class Watch(Uncopied):
+class Watch(SharedOnCopy):
     """Call ``act`` before a module does what this is a hook of; nothing before a copy of it does."""
 
     def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:

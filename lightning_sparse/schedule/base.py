@@ -79,7 +79,7 @@ class Merged(Schedule):
         """Forget the plan."""
         self._ends: Optional[frozenset[str]] = None
 
-    def follow(self, ends: Iterable[str]) -> None:
+    def end_groups_at(self, ends: Iterable[str]) -> None:
         """Close groups after these parameters; only between two steps, and on all ranks at once."""
         self._ends = frozenset(ends)
 

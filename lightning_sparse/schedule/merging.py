@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from lightning_sparse.compressors.registry import one_of
+from lightning_sparse.compressors.registry import checked_name
 
 SELECTIONS = ("worker", "backward")
 
@@ -112,7 +112,7 @@ def _checked_sums(
     sizes: Sequence[int], backward_seconds: Sequence[float], selection: str
 ) -> tuple[list[int], list[float]]:
     """Return elements of the first k tensors, and seconds until they are ready, for k from 0, of sensible arguments."""
-    one_of("selection", selection, SELECTIONS)
+    checked_name("selection", selection, SELECTIONS)
     if len(sizes) == 0:
         raise ValueError("sizes=[] must not be empty: pass the elements of every tensor that has a gradient")
     if len(backward_seconds) != len(sizes):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from lightning_sparse.compressors.registry import one_of
+from lightning_sparse.compressors.registry import checked_name
 
 DIRECT_BYTES = 2 << 20  # of an all-gather's result: at 1 Gbit/s and 100 us a ring is as fast from here on
 _BITS_PER_SECOND = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -31,7 +31,7 @@ class Network(NamedTuple):
     node_latency: float = 1e-5  # inside a node
 
     @property
-    def inside(self) -> "Network":
+    def intra(self) -> "Network":
         """The network between the workers of one node."""
         return Network(self.node_bandwidth, self.node_latency, min(self.node_ranks, self.workers))
 
@@ -55,7 +55,7 @@ class Network(NamedTuple):
         """
         crossing = sent_bytes(collective, nbytes, self.workers)
         if 1 < self.workers <= self.node_ranks:
-            return self.inside.seconds(collective, nbytes)
+            return self.intra.seconds(collective, nbytes)
         if collective == "all_to_all":
             crossing = self.node_ranks * (self.workers - self.node_ranks) / self.workers * nbytes
         is_direct = collective == "all_to_all" or (collective == "all_gather" and self.workers * nbytes <= DIRECT_BYTES)
@@ -91,7 +91,7 @@ def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
     all-reduce, though half as much again is handed in at two ranks.
     """
     if collective not in _SHARES:
-        one_of("collective", collective, tuple(_SHARES))
+        checked_name("collective", collective, tuple(_SHARES))
     return _SHARES[collective](ranks) * nbytes
 
 

@@ -1,1 +1,1 @@
-"""The doors of the Trainer and of Fabric: DDP strategies whose gradients are exchanged by the engine."""
+"""The entry points of the Trainer and of Fabric: DDP strategies whose gradients are exchanged by the engine."""

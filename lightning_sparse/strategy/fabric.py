@@ -1,4 +1,4 @@
-"""Fabric's strategy: what the plain loop's door does for one wrapped model, for each that Fabric sets up."""
+"""Fabric's strategy: what the plain loop's entry point does for one wrapped model, for each that Fabric sets up."""
 
 import atexit
 import copy
@@ -179,7 +179,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
             )
         scaler = getattr(self.precision, "scaler", None)
         settings = copy.deepcopy(self.settings)
-        handle = Sparsifier(model, optimizers, settings, scaler, self._total_steps, self._timeout, self._say)
+        handle = Sparsifier(model, optimizers, settings, scaler, self._total_steps, self._timeout, self._log)
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
         self._waiting.pop(model).remove()
@@ -272,10 +272,10 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         if handles:
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
-            self._checkpointer.restore(partial(self._restore, handles))
+            self._checkpointer.restore_models(partial(self._restore_models, handles))
         return rest
 
-    def _restore(self, handles: Mapping[str, Sparsifier], kept: Mapping[str, Any]) -> Sequence[str]:
+    def _restore_models(self, handles: Mapping[str, Sparsifier], kept: Mapping[str, Any]) -> Sequence[str]:
         """Give each model what this rank had kept of it; return what is of no use."""
         unused: list[str] = []
         for key, handle in handles.items():

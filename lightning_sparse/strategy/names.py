@@ -122,7 +122,7 @@ class _Names(list[str]):
         return is_known
 
 
-class _Row(dict[str, Any]):
+class _Strategies(dict[str, Any]):
     """A row of a Lightning's table, whose class is imported when somebody asks for it."""
 
     def __init__(self, lightning: str, name: str, system: System, arguments: dict[str, Any]) -> None:
@@ -154,9 +154,9 @@ def register_names(lightning: str) -> None:
         for system in (*systems(), SHARDED):  # of compressors that have been registered since, too
             if system.name not in strategies:
                 for name, arguments in system.variants().items():
-                    strategies[name] = _Row(lightning, name, system, arguments)
+                    strategies[name] = _Strategies(lightning, name, system, arguments)
         return _Names(known())
 
     strategies.available_strategies = names
     names()
-    strategies[path] = _Row(lightning, path, System(path, "the class, with its defaults", {}), {})
+    strategies[path] = _Strategies(lightning, path, System(path, "the class, with its defaults", {}), {})

@@ -14,7 +14,7 @@ from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.refusals import refuse
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.step.shards import ShardedModel
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.jobs.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
@@ -75,7 +75,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         self._sizes = _Sizes(replicas, data_parallel_size)
         settings = taken_settings(SparseModelParallelStrategy, compressor, density, given, ModelParallelStrategy)
         refuse(_of_shards(settings, given, self._sizes))
-        self._loop = Loop(replace(settings, schedule=FixedSize()), self._say)
+        self._loop = Loop(replace(settings, schedule=FixedSize()), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._replaced = []
         super().__init__(**given)  # type: ignore[misc]
@@ -109,13 +109,13 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             )
         refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
         same_shards = self._whole_mesh.get_group(_MESH[0])
-        copy_from_first([*map(held_of, module.parameters()), *module.buffers()], same_shards)
+        copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
         super().setup_optimizers(trainer)
         self._sharded = ShardedModel(module)
         replicas, shards, _ = self._whole_mesh.shape
         self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
         if replicas == 1:
-            self._say(_ONE_REPLICA)
+            self._log(_ONE_REPLICA)
             return
         self._start(self._sharded, trainer)
 
@@ -123,9 +123,9 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.engine is not None:
-            self._checkpointer.restore(self._restore)
+            self._checkpointer.restore_models(self._restore_models)
         elif self._checkpointer.has_loaded_save:
-            self._say("one replica: what several had kept for later steps is not used.")
+            self._log("one replica: what several had kept for later steps is not used.")
         self._checkpointer.loaded = None
         self._begin_steps()
 
@@ -185,7 +185,7 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
         self._replica_count, self._checkpointer.node_ranks = mesh.shape[:2]
         self._checkpointer.same_shards = mesh.get_group(_MESH[0])
         if self._replica_count == 1:
-            self._say(_ONE_REPLICA)
+            self._log(_ONE_REPLICA)
 
     @property
     @override

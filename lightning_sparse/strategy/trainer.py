@@ -15,7 +15,7 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_together, leave_word
+from lightning_sparse.engine.collectives import gather_together, post_status
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper
@@ -50,13 +50,13 @@ from lightning_sparse.strategy.checkpoints import (
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.uneven import (
-    catch_up,
     check_batches,
     check_logged,
     check_ranks_apart,
-    pace_of,
     samples_of,
-    skip,
+    skip_steps,
+    step_ratio_of,
+    sync_schedulers,
 )
 
 _MODEL = "model"  # the name of the one that there is, in checkpoints
@@ -73,7 +73,7 @@ class SparseBase:
         # A Trainer or a Fabric of the other Lightning refuses this object, and shows it in its error.
         return f"<{type(self).__name__} {CURE}: {summary(self.settings)}>"
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
 
     @property
@@ -199,7 +199,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
                 batches = check_batches(trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step)
                 self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
                 if self.rounds is not None:
-                    self.rounds.meeting.pace = pace_of(trainer, batches)
+                    self.rounds.meeting.step_ratio = step_ratio_of(trainer, batches)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -237,7 +237,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
         have_met = self._loop.replicas.meet(place, self._loop.rates())
         if have_met and self.rounds is not None and self.rounds.meeting.are_uneven:
-            catch_up(self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            sync_schedulers(
+                self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            )
         if not have_met:
             rank_zero_warn(
                 f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"
@@ -262,7 +264,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._termination = Termination(trainer) if self.world_size > 1 else None
         self._seen_batch = self._validated_batch = 0
         if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
-            catch_up(trainer, self.optimizers, trainer.num_training_batches)
+            sync_schedulers(trainer, self.optimizers, trainer.num_training_batches)
         self._agree_on_rates()
         if self._loop.wants_length:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
@@ -277,7 +279,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @property
     def _has_one_pace(self) -> bool:
         """Whether no rank is ahead of others until all meet."""
-        return self.rounds is None or self.rounds.meeting.pace[1] == 1
+        return self.rounds is None or self.rounds.meeting.step_ratio[1] == 1
 
     def _agree_on_rates(self) -> None:
         plateaus = (each.reduce_on_plateau for each in self.lr_scheduler_configs)
@@ -291,7 +293,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._loop.epoch = self._trainer.current_epoch
-        self._loop.follow_optimizers(self.optimizers)
+        self._loop.track_optimizers(self.optimizers)
         adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
         self._loop.begin_batch(adopts, forgets=True)
         batch = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
@@ -316,11 +318,11 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # Under automatic optimization training_step comes inside the step, too late for the hooks of another optimizer.
-        self._loop.follow_optimizers(self.optimizers)
+        self._loop.track_optimizers(self.optimizers)
         with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.rounds is not None:
-            skip(self._trainer, self.rounds.meeting.skipped())
+            skip_steps(self._trainer, self.rounds.meeting.skipped())
         return output
 
     @override
@@ -381,7 +383,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             kept[EVERYWHERE]["is_before_validation"] = is_before
         return kept
 
-    def _restore(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
+    def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         """Give the engine and the optimizers what this rank had kept; return what they cannot use."""
         self._is_before_validation = bool(models[_MODEL][EVERYWHERE].get("is_before_validation"))
         return self._loop.load(models[_MODEL])
@@ -449,7 +451,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         **given: Unpack[DDPArguments],
     ) -> None:
         bases = (DDPStrategy, DistributedDataParallel)
-        self._loop = Loop(taken_settings(SparseDDPStrategy, compressor, density, given, *bases), self._say)
+        self._loop = Loop(taken_settings(SparseDDPStrategy, compressor, density, given, *bases), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._reader: Optional[Reader] = None
         self._replaced = []
@@ -461,9 +463,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         return self.model
 
     @property
-    def is_plain(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether the last step was left to plain DDP."""
-        return self._loop.is_plain
+        return self._loop.is_dense
 
     def told(self) -> dict[str, Any]:
         """Return what a forked or spawned process has to tell the one that launched it."""
@@ -500,7 +502,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         check_device(type(self), self.root_device)
         super().setup_environment()
-        leave_word("")
+        post_status("")
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -542,17 +544,17 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if not self.settings.asks_for_islands:
             together = "average their gradients before they exchange with other nodes."
         if count > 1:
-            self._say(f"two levels, the {count} ranks of each of {self.world_size // count} nodes {together}")
+            self._log(f"two levels, the {count} ranks of each of {self.world_size // count} nodes {together}")
         return count
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        leave_word("")  # a search for a learning rate has come to an end of its own
+        post_status("")  # a search for a learning rate has come to an end of its own
         self._reader = Reader.of(self._trainer)
         used = self._loop.unfinished.put_back(self.optimizers)
         if self.engine is not None:
-            self.engine.stream.use(used)
+            self.engine.source.use(used)
         self._begin_steps()
 
     @override
@@ -573,7 +575,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
             self._reader, checkpoint = reader, {**checkpoint, POSITION: reader.position()._asdict()}
         # Callbacks save after an error, too, which goes another way; users where ranks were forked, without a Trainer.
-        with whereabouts.telling(self._module._trainer):
+        with whereabouts.posting(self._module._trainer):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -586,7 +588,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
         if self._loop.choice is not None and self._loop.choice.chosen is not None:
-            kept[EVERYWHERE]["is_plain"] = self._loop.choice.chosen
+            kept[EVERYWHERE]["is_dense"] = self._loop.choice.chosen
         return kept
 
     def check_whole(self, checkpoint: Mapping[str, Any]) -> None:
@@ -599,7 +601,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self.engine is not None:
-            self._checkpointer.restore(self._restore)
+            self._checkpointer.restore_models(self._restore_models)
         self._checkpointer.loaded = None
         trainer = self._trainer
         if POSITION in checkpoint and trainer.fit_loop.restarting:
@@ -616,19 +618,21 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._reader = None
 
     @override
-    def _restore(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
+    def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         assert self.engine is not None
         # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
         self._ddp.require_backward_grad_sync = True
-        unused, parameters = super()._restore(models), dict(self._module.named_parameters())
+        unused, parameters = super()._restore_models(models), dict(self._module.named_parameters())
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
         is_begun = bool(own.get("is_accumulating"))
         gradients, arrived = (fitted_gradients(own.get(kind, {}), parameters) for kind in ("gradients", "arrived"))
         begun = (parameters[name] for name in own.get("begun", ()) if name in parameters)
-        self.engine.arrived.restore(arrived, begun)
+        self.engine.arrived.restore_means(arrived, begun)
         self.engine.memory.restore_undecayed(own.get("undecayed", ()))
         used = own.get("used", own.get("gradients", ()) if is_begun else ())
-        self._loop.unfinished.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
+        self._loop.unfinished.restore_gradients(
+            gradients, is_begun, [parameters[name] for name in used if name in parameters]
+        )
         self._has_own_position = ranks == self.world_size
         if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(
@@ -637,8 +641,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             )
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
-            if self._loop.choice is not None and "is_plain" in everywhere and not is_begun:
-                self._loop.choice.restore(bool(everywhere["is_plain"]))
+            if self._loop.choice is not None and "is_dense" in everywhere and not is_begun:
+                self._loop.choice.restore_choice(bool(everywhere["is_dense"]))
         return unused
 
 

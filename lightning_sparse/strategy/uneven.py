@@ -65,7 +65,7 @@ def check_ranks_apart(trainer: Trainer) -> None:
         )
 
 
-def pace_of(trainer: Trainer, batches: Sequence[float]) -> tuple[int, int]:
+def step_ratio_of(trainer: Trainer, batches: Sequence[float]) -> tuple[int, int]:
     """Return the optimizer steps of an epoch of this rank, and of the rank with the most; 1 where none has more."""
     if float("inf") in batches or len(set(batches)) == 1:
         return 1, 1
@@ -153,7 +153,7 @@ def check_logged(trainer: Trainer) -> None:
             )
 
 
-def skip(trainer: Trainer, steps: int) -> None:
+def skip_steps(trainer: Trainer, steps: int) -> None:
     """Count steps without a batch as made, also for rates that change in each; others catch up where all meet."""
     limit = trainer.max_steps
     if limit is not None and limit >= 0:  # the step that is being made counts as well
@@ -177,7 +177,7 @@ def _count(trainer: Trainer, steps: int) -> None:
     total.completed += steps
 
 
-def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer], batches: float) -> None:
+def sync_schedulers(trainer: Trainer, optimizers: Sequence[Optimizer], batches: float) -> None:
     """Go on with step number and learning rates of the rank with the most batches; all must call, and have had one."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -7,7 +7,7 @@ from typing import Any, Optional, Union
 import pytest
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.compressors.registry import resolve
+from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.wire import WIRES as _WIRES
 
 COMPRESSOR_NAMES = sorted(COMPRESSORS)
@@ -41,7 +41,7 @@ def built(compressor: Union[str, Compressor]) -> Union[str, Compressor]:
 
 def subject_of(name: str) -> Compressor:
     """Build a compressor to look at what it declares."""
-    return resolve("compressor", Compressor, COMPRESSORS, built(name))
+    return build_by_name("compressor", Compressor, COMPRESSORS, built(name))
 
 
 def density_for(name: str) -> Optional[float]:

@@ -26,7 +26,7 @@ def sparse_ddp(
     compressor: "str | Compressor" = "topk",
     density: Optional[float] = None,
     schedule: "str | Schedule" = "merged",
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     correction: Optional[AdamCorrection] = None,
     local_steps: Optional[LocalSteps] = None,
     node_ranks: int = 1,
@@ -40,9 +40,9 @@ def sparse_ddp(
     settings = replace(settings, local_steps=local_steps)  # rounds of one step, too, which nobody can ask for
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
-    engine = Engine(ddp, settings, say=say, node_ranks=node_ranks)
+    engine = Engine(ddp, settings, log=log, node_ranks=node_ranks)
     if engine.rounds is not None and not engine.rounds.is_synchronous:
-        engine.rounds.begin()
+        engine.rounds.begin_round()
     try:
         yield ddp, engine
     finally:

@@ -111,7 +111,7 @@ class UpdateErrors(Callback):
         self.before = {name: kept.clone() for name, kept in engine.memory.state_dict()["update"].items()}
 
     def on_before_optimizer_step(self, trainer, *arguments):
-        """Take note of densities, and of errors where what waits is what was added."""
+        """Take note of densities, and of errors where the residual is what was added."""
         engine = trainer.strategy.engine
         self.densities.append(engine.present_densities())
         for name, kept in engine.memory.state_dict()["update"].items():
@@ -202,7 +202,7 @@ def test_tensorboard_shows_the_reasons(pair, tmp_path):
 def lines_of(rank, rules):
     lines = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.callbacks.adaptive_density.say", lambda callback, line: lines.append(line))
+        patch.setattr("lightning_sparse.callbacks.adaptive_density.log_line", lambda callback, line: lines.append(line))
         strategy = SparseDDPStrategy(density=0.02, schedule="single")
         run_fit(rank, strategy, callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=3)
     return lines

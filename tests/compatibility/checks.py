@@ -27,7 +27,7 @@ def rates(outcome):
 def windows(first, second):
     assert steps(first) == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
     for before, batch in zip(first.batches, first.batches[1:]):
-        if batch.stats and not batch.is_plain and not before.is_plain:
+        if batch.stats and not batch.is_dense and not before.is_dense:
             has_sent = batch.stats["total_wire_bytes"] > before.stats.get("total_wire_bytes", 0)
             ends_round = "local_steps" not in batch.stats or batch.step % ROUND == 0
             assert has_sent == (batch.step > before.step and ends_round)

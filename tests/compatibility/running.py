@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     step: int  # of optimizers, so far
     norm: float  # of the gradient that the optimizers were given
     stats: dict[str, float]  # the strategy's; empty with DDP
-    is_plain: bool  # the strategy left the step to DDP
+    is_dense: bool  # the strategy left the step to DDP
     checksum: float  # of all parameters
     logged: dict[str, float]
     buffers: dict[str, list[float]]
@@ -98,7 +98,7 @@ class Watch(Callback):
                 trainer.global_step,
                 norm_of_gradients(pl_module),
                 strategy.compression_stats() if is_ours else {},
-                is_ours and strategy.is_plain,
+                is_ours and strategy.is_dense,
                 float(sum(parameter.detach().double().sum() for parameter in pl_module.parameters())),
                 {name: float(value) for name, value in trainer.callback_metrics.items()},
                 buffers_of(pl_module),

@@ -21,7 +21,7 @@ def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch():
 
 
 def simulated_error(rule, asked, steps, every):
-    """Send the largest of a random gradient plus what waits; return errors and densities after each measurement."""
+    """Send the largest of a random gradient plus the residual; return errors and densities after each measurement."""
     generator = torch.Generator().manual_seed(0)
     residual, density = torch.zeros(2000), asked
     errors, densities = [], []

@@ -8,7 +8,7 @@ from lightning_sparse.compressors import DGC, OMGS, Compressor
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.step.selecting import GroupSelector, Workspace
 from lightning_sparse.engine.wire import build_wires
-from lightning_sparse.engine.wire.base import Arrival
+from lightning_sparse.engine.wire.base import ExchangeResult
 from lightning_sparse.schedule import FixedSize, Schedule
 from tests.compressors.virtual import assert_same_as_virtual
 from tests.helpers.devices import DEVICE
@@ -86,7 +86,7 @@ class ManyTypes(Edges):
 
 
 def balance_while_replanned(rank, wire):
-    """Train with other groups in every step; return for each what was owed, what was applied, what waits after it."""
+    """Train with other groups in every step; return for each what was owed, what was applied, the residual after it."""
     torch.manual_seed(0)
     book = []
     schedule = FixedSize(1)
@@ -188,10 +188,10 @@ def test_a_selection_without_indices_is_taken_apart_again():
     assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
     means, kept = ([Selection(values, None, 4)] for values in (padded, padded / 2))
-    arrival = part.merged.apart(Arrival(torch.tensor(True), None, means, kept))
-    assert [mean.values.tolist() for mean in arrival.means] == [[1.0, 2.0, 3.0], [0.0]]
+    result = part.merged.apart(ExchangeResult(torch.tensor(True), None, means, kept))
+    assert [mean.values.tolist() for mean in result.means] == [[1.0, 2.0, 3.0], [0.0]]
     # The bias was not used: all of it stays.
-    assert [left.values.tolist() for left in arrival.kept] == [[0.5, 1.0, 1.5], [4.0]]
+    assert [left.values.tolist() for left in result.kept] == [[0.5, 1.0, 1.5], [4.0]]
 
 
 class MergedDGC(DGC):

@@ -72,11 +72,11 @@ def test_a_name_that_is_taken_is_refused_and_leaves_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["sparse-lags", "Sparse_Lag", "lags", "sparse_lag_find_unused_parameters_true"])
-@pytest.mark.parametrize("door", [Trainer, Fabric])
-def test_of_a_slip_in_a_name_it_is_said_what_was_meant(door, name):
+@pytest.mark.parametrize("entry_point", [Trainer, Fabric])
+def test_of_a_slip_in_a_name_it_is_said_what_was_meant(entry_point, name):
     hint, refusal = "is unknown; did you mean 'sparse_lags", "invalid strategy name"
     with pytest.warns(UserWarning, match=hint), pytest.raises(ValueError, match=refusal):
-        door(strategy=name, accelerator="cpu")
+        entry_point(strategy=name, accelerator="cpu")
 
 
 @pytest.mark.parametrize("name", ["sparse_mine", "ddpp"])

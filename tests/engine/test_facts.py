@@ -82,7 +82,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
     record = step(2.0, 2.25)
     record.covered_steps = 3
     totals.add(record)
-    totals.add(StepRecord.of_plain_ddp(100, ranks=4, node_ranks=2))
+    totals.add(StepRecord.of_dense(100, ranks=4, node_ranks=2))
     plain, stats = 2 * 3 / 4 * 400, totals.as_stats(has_levels=False)
     dense = plain * (1 + 3 + 1)
     assert stats == {
@@ -101,7 +101,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     totals.resume()
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 2 s
-    totals.add(StepRecord.of_plain_ddp(100, ranks=4, node_ranks=1))
+    totals.add(StepRecord.of_dense(100, ranks=4, node_ranks=1))
     totals.end_step()  # 3 s, left to DDP
     totals.resume()  # after 85 s of validation
     totals.add(step(2.0, 2.5))
@@ -113,7 +113,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
 
 
 def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
-    plain, ours = StepRecord.of_plain_ddp(100, ranks=4, node_ranks=1), step(1.0, 1.5)
+    plain, ours = StepRecord.of_dense(100, ranks=4, node_ranks=1), step(1.0, 1.5)
     stats = mean_stats([plain], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0
     assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0

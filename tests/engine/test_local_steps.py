@@ -49,7 +49,7 @@ def train(rank, steps, local, settings, closes=False, samples=()):
             residuals = engine.memory.state_dict().get("residual", {})
             seen["residual"].append(flat(residuals.get(name, torch.zeros(0)) for name in parameters_of(ddp)))
             seen["wire_bytes"].append(engine.recorder.totals.wire_bytes)
-        engine.worker.settle()
+        engine.worker.drain()
         seen["stats"] = engine.compression_stats()
     return seen
 
@@ -370,7 +370,7 @@ def change_shapes(rank):
             if step == 3:
                 module.pair = nn.Parameter(torch.ones(5, device=DEVICE))
                 del module.prime
-                engine.follow(module)
+                engine.track(module)
         engine.replicas.synchronize()
         return [each.detach().clone() for each in module.parameters()]
 
@@ -396,7 +396,7 @@ def ask_late(rank):
             engine.end_step()
             if step == 1:
                 engine.recorder.samples_deltas = True
-            engine.worker.settle()
+            engine.worker.drain()
             last = engine.recorder.last
             sampled.append(sorted(last.deltas) if last else [])
     return sampled
@@ -409,7 +409,7 @@ def test_what_an_exchange_is_to_sample_is_known_when_it_begins(pair):
 
 
 def broken(rank):
-    """Train a round in which one rank's change is not finite; return what waits before it and after."""
+    """Train a round in which one rank's change is not finite; return the residual before it and after."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "topk", 0.1, local_steps=LocalSteps(every=1, residual_decay=0.9)) as (ddp, engine):
         for step in range(3):
@@ -492,12 +492,12 @@ class Alone:
 def count(local, steps, ends=(), optimizers=1, pace=(1, 1)):
     """Count steps, and end rounds after some; return after which exchanges begin and are applied, and what is said."""
     shared, lines, worker = Numbers(), [], ExchangeWorker(torch.device("cpu"))
-    rounds = Rounds(local, shared, Meeting(Alone()), worker, say=lines.append)
-    rounds.meeting.pace = pace
+    rounds = Rounds(local, shared, Meeting(Alone()), worker, log=lines.append)
+    rounds.meeting.step_ratio = pace
     for step in range(1, steps + 1):
         shared.now = step
         if not rounds.is_synchronous:
-            rounds.begin()
+            rounds.begin_round()
         for optimizer in range(optimizers):
             rounds.count_step(optimizer)
         if step in ends:

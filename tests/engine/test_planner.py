@@ -76,7 +76,7 @@ def train(rank, schedule, network, steps):
     """Train over a network; return the parameters, the groups after every step, what was said, and the plan."""
     torch.manual_seed(0)
     groups, lines = [], []
-    with sparse_ddp(Slow(), density=0.05, schedule=schedule, say=lines.append) as (ddp, engine):
+    with sparse_ddp(Slow(), density=0.05, schedule=schedule, log=lines.append) as (ddp, engine):
         current = [0]
         if network is not None:
             slow_down(engine, network, current)
@@ -126,7 +126,7 @@ def train_adaptively(rank, network, steps):
     """Train with densities that adapt; return parameters, the plan and the last step's statistics."""
     torch.manual_seed(0)
     compressor = LAGS(adapts_density=True)
-    with sparse_ddp(Slow(), compressor, density=0.02, say=lambda line: None) as (ddp, engine):
+    with sparse_ddp(Slow(), compressor, density=0.02, log=lambda line: None) as (ddp, engine):
         slow_down(engine, network, [0])
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass
@@ -158,7 +158,7 @@ def test_where_nothing_hides_lags_keeps_to_its_floor(pair):
 def train_edges(rank, compressor, schedule, steps):
     """Train the awkward shapes; return the parameters, and whether a plan was made."""
     torch.manual_seed(0)
-    settings = {"density": DENSITY[compressor], "schedule": schedule, "say": lambda line: None}
+    settings = {"density": DENSITY[compressor], "schedule": schedule, "log": lambda line: None}
     with sparse_ddp(Edges(), compressor, **settings) as (ddp, engine):
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass

@@ -36,10 +36,10 @@ class Priced(Small):
 
     def training_step(self, batch, batch_index):
         strategy = self.trainer.strategy
-        self.were_plain.append(strategy.is_plain)
+        self.were_plain.append(strategy.is_dense)
         if strategy.model not in [wrapper() for wrapper in self.wrappers]:
             self.wrappers.append(weakref.ref(strategy.model))
-        cost = self.plain_cost if strategy.is_plain else self.engine_cost
+        cost = self.plain_cost if strategy.is_dense else self.engine_cost
         self.seconds += _ALL_ELSE + cost(self.global_step)
         residuals = strategy.engine.state_dict()["memory"]["residual"].values()
         self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))

@@ -32,7 +32,7 @@ from lightning_sparse.callbacks import (
     ReplicaSentinel,
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
-from lightning_sparse.compressors.registry import resolve
+from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.refusals import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.testing.laws.replicas import Sluggish
@@ -120,7 +120,7 @@ class Training:
 
     @property
     def subject(self):
-        return resolve("compressor", Compressor, COMPRESSORS, STRATEGIES[self.strategy]()["compressor"])
+        return build_by_name("compressor", Compressor, COMPRESSORS, STRATEGIES[self.strategy]()["compressor"])
 
     @property
     def drifts(self):

@@ -112,18 +112,18 @@ class WorseOnceLookedAt:
     """Cost so little more, after the first choice, that a look changes nothing; and much, right after that look."""
 
     def __init__(self, settled):
-        self.settled, self.last, self.is_worse = settled, 0, False
+        self.warm_up_progress, self.last, self.is_worse = settled, 0, False
 
     def __call__(self, step):
         """See from the steps that are missing that somebody has looked."""
-        self.is_worse |= step > self.settled and step > self.last + 1
+        self.is_worse |= step > self.warm_up_progress and step > self.last + 1
         self.last = step
-        return 0.35 if self.is_worse else 0.08 if step >= self.settled else 0.05
+        return 0.35 if self.is_worse else 0.08 if step >= self.warm_up_progress else 0.05
 
 
 def test_a_change_right_after_a_look_in_vain_is_noticed():
     were_plain, _ = live(WorseOnceLookedAt(300), lambda step: 0.15, 600)
-    assert [is_plain for is_plain, _ in groupby(were_plain[300:])][:4] == [True, False, True, False]
+    assert [is_dense for is_dense, _ in groupby(were_plain[300:])][:4] == [True, False, True, False]
     assert not were_plain[-1]
 
 

@@ -23,7 +23,7 @@ from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
-from tests.helpers.doors import tensors_of
+from tests.helpers.entry_points import tensors_of
 from tests.helpers.fits import refuse
 
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}

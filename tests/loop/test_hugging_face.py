@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
-from tests.helpers.doors import as_hugging_face_wants
+from tests.helpers.entry_points import as_hugging_face_wants
 from tests.helpers.examples import load
 
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)

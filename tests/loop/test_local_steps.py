@@ -14,7 +14,7 @@ from lightning_sparse import LocalSteps, sparsify
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
-from tests.helpers.doors import Net, optimizer_of, rows_of, tensors_of
+from tests.helpers.entry_points import Net, optimizer_of, rows_of, tensors_of
 from tests.helpers.fits import refuse
 
 EVERY = 4

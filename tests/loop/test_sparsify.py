@@ -1,4 +1,4 @@
-"""A training loop without Lightning: what is its own (tests/loop/test_doors.py has the rest), and what is refused."""
+"""A training loop without Lightning: what is its own (test_entry_points.py has the rest), and what is refused."""
 
 import copy
 import io
@@ -537,7 +537,7 @@ def take_turns(rank, kind, density):
         were_plain = []
         for step in range(14):
             train(rank, ddp, [optimizer], [step])
-            were_plain.append(handle.is_plain)
+            were_plain.append(handle.is_dense)
     return parameters_of(ddp), were_plain
 
 

@@ -27,7 +27,7 @@ from lightning_sparse.engine.collectives import backend_of
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import in_one_order
 from tests.compatibility.modules import NormTogether, SumOverRanks
-from tests.helpers.doors import rows_of
+from tests.helpers.entry_points import rows_of
 from tests.helpers.fits import listening, strategy_of
 from tests.helpers.issued import Issued, recording, stuck_at
 from tests.helpers.resuming import Numbered, fit_numbered

@@ -104,13 +104,13 @@ def test_one_level_on_two_nodes_if_it_is_asked_for(pools):
 
 
 class Freezing(Trained):
-    """A model whose first layer is frozen for an epoch, which notes what waits of it before and after that."""
+    """A model whose first layer is frozen for an epoch, which notes the residual of it before and after that."""
 
     def on_train_epoch_start(self):
         self.network[0].requires_grad_(self.current_epoch != 1)
         if self.current_epoch:
             engine = self.trainer.strategy.engine
-            engine.worker.settle()
+            engine.worker.drain()
             self.notes.append(engine.memory.state_dict()["residual"]["network.0.weight"].clone())
 
     def training_step(self, batch, batch_index):

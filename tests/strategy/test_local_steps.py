@@ -394,7 +394,7 @@ class Counting(Numbered):
     """It notes which steps are plain."""
 
     def on_before_zero_grad(self, *args):
-        self.notes = [*getattr(self, "notes", []), self.trainer.strategy.is_plain]
+        self.notes = [*getattr(self, "notes", []), self.trainer.strategy.is_dense]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def told(rank, local_steps, module, arguments):
     lines = []
     strategy = SparseDDPStrategy("dense", local_steps=local_steps)
     warn = "lightning_sparse.loop.loop.warn_user"
-    with mock.patch(warn, lines.append), mock.patch.object(strategy._loop, "_say", lines.append):
+    with mock.patch(warn, lines.append), mock.patch.object(strategy._loop, "_log", lines.append):
         run_fit(rank, strategy, module(), **arguments)
     return [line for line in lines if "round" in line]
 

@@ -27,7 +27,7 @@ IN_PAIRS = {"accumulate_grad_batches": 2}
 
 
 class Parts(Numbered):
-    """A model whose two layers have the names that finetuning callbacks want, with notes of what waits."""
+    """A model whose two layers have the names that finetuning callbacks want, with notes of the residual."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

@@ -30,7 +30,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.refusals import refuse as refuse_reasons
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.checks import of_the_shards
 from lightning_sparse.strategy.checkpoints.shards import cut_anew
 from lightning_sparse.testing.tensors import assert_same
@@ -120,7 +120,7 @@ def forget_groups():
 
 
 def held(module):
-    return {name: held_of(each).clone() for name, each in module.named_parameters()}
+    return {name: local_tensor(each).clone() for name, each in module.named_parameters()}
 
 
 def fit(rank, module, settings, arguments):
@@ -192,13 +192,15 @@ class Booked(Sharded):
 
     def on_train_start(self):
         strategy = self.trainer.strategy
-        stream = strategy.engine.stream
+        stream = strategy.engine.source
         finish, memory = stream.finish, strategy.engine.memory
 
         def books():
             parameters = dict(self.named_parameters())
             kept = memory.state_dict().get("residual", {})
-            gradients = {name: held_of(each.grad).clone().view(-1) for name, each in parameters.items() if each.numel()}
+            gradients = {
+                name: local_tensor(each.grad).clone().view(-1) for name, each in parameters.items() if each.numel()
+            }
             waiting = {name: kept[name].clone() if name in kept else 0 * each for name, each in gradients.items()}
             return {"gradient": gradients, "residual": waiting}
 
@@ -348,7 +350,7 @@ def test_shards_are_not_resumed_whole(pools, tmp_path):
 
 
 def put_together(answers, when, kind, shards):
-    """Return what waits of whole parameters, as the mean over replicas."""
+    """Return the residual of whole parameters, as the mean over replicas."""
     replicas = [answers[first : first + shards] for first in range(0, len(answers), shards)]
     names = answers[0][when][kind]
     wholes = [
@@ -532,7 +534,7 @@ class Sampled(Sharded):
     def configure_model(self):
         super().configure_model()
         with torch.no_grad():
-            held_of(self.network[0].weight).add_(self.global_rank / 100)
+            local_tensor(self.network[0].weight).add_(self.global_rank / 100)
 
     def training_step(self, batch, batch_index):
         self.notes.append(batch)
@@ -656,8 +658,8 @@ def reference(kind, local, steps, accumulated, clip):
             continue
         with torch.no_grad():
             for name, tensor in shared.items():
-                held_by = [replica.model.get_parameter(name) for replica in replicas]
-                tensor.grad = tensor - (held_by[0] + held_by[1]) / 2
+                local_tensors = [replica.model.get_parameter(name) for replica in replicas]
+                tensor.grad = tensor - (local_tensors[0] + local_tensors[1]) / 2
             outer.step()
             for replica in replicas:
                 for name, tensor in shared.items():
@@ -711,7 +713,7 @@ class Accounted(Sharded):
 
     def note(self, *step):
         if len(self.notes) == self.poisoned_at and self.global_rank == 3:
-            held_of(self.network[0].weight)[0, 0] = torch.nan
+            local_tensor(self.network[0].weight)[0, 0] = torch.nan
         self.notes.append({"before": held(self), "waits before": self.residuals()})
 
     def on_train_batch_end(self, *batch):

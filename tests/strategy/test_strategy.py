@@ -1,4 +1,4 @@
-"""The Trainer's door: what users of Lightning do with the strategy, and what it refuses."""
+"""The Trainer's entry point: what users of Lightning do with the strategy, and what it refuses."""
 
 import copy
 import gc

@@ -62,7 +62,7 @@ class Ratio(NamedTuple):
     @property
     def _link(self) -> Network:
         network = self.network
-        return network.inside if network.workers <= network.node_ranks else network
+        return network.intra if network.workers <= network.node_ranks else network
 
     def __str__(self) -> str:
         workers, link = self.network.workers, self._link

@@ -104,8 +104,8 @@ def parse_parameters(text: str) -> int:
 def _network(options: argparse.Namespace) -> Network:
     """Return the network of the exchange; of shards, that between equal ones of replicas that take a node each."""
     links = parse_bandwidth(options.bandwidth), parse_latency(options.latency), options.workers
-    inside = parse_bandwidth(options.node_bandwidth, "node-bandwidth"), parse_latency(options.node_latency)
-    network, shards = Network(*links, options.ranks_per_node, *inside).checked(), options.shards
+    intra = parse_bandwidth(options.node_bandwidth, "node-bandwidth"), parse_latency(options.node_latency)
+    network, shards = Network(*links, options.ranks_per_node, *intra).checked(), options.shards
     if shards < 1:
         raise ValueError(f"--shards {shards} must be a number of workers, at least 1 (whole models)")
     if shards > 1 and network.node_ranks not in (1, shards):

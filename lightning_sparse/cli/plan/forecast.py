@@ -109,8 +109,8 @@ def _cost(way: Candidate, elements: int, network: Network, is_end: bool = False)
         often = [(each, 1.0) for each in transfers(way.settings, [share], peers.workers)]
     seconds = sum(peers.seconds(*transfer) * times for transfer, times in often)
     if shared_by > 1:  # gradients are added up inside a node, and at the end their means are gathered there
-        inside = ("all_gather", FP32_BYTES * share) if is_end else ("all_to_all", FP32_BYTES * elements)
-        seconds += network.inside.seconds(*inside)
+        intra = ("all_gather", FP32_BYTES * share) if is_end else ("all_to_all", FP32_BYTES * elements)
+        seconds += network.intra.seconds(*intra)
     return Cost(seconds, sum(sent_bytes(*transfer, peers.workers) * times for transfer, times in often))
 
 
@@ -126,7 +126,7 @@ def transfers(settings: Settings, sizes: Sequence[int], workers: int, flags: int
     compressor, density = settings.compressor, settings.density
     wires = settings.wires_for(0, workers)
     if compressor.dense_wire_format is not None and density >= 1:
-        return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes], flags)
+        return wires.transfers([SelectionSize(size, size, is_dense=True) for size in sizes], flags)
     if compressor.selects_across_group:
         sizes = [sum(sizes)]
     return wires.transfers([compressor.selection_size(size, element_count(size, density)) for size in sizes], flags)

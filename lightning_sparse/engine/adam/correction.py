@@ -89,13 +89,13 @@ class WarmUp(NamedTuple):
     fall_steps: int
 
 
-def falling_density(target: float, settled: float) -> float:
+def falling_density(target: float, progress: float) -> float:
     """Return the density, from 1 in geometric stairs to its target, where so much of the fall lies behind.
 
-    >>> [round(falling_density(0.01, settled), 3) for settled in (0.0, 0.5, 0.99, 1.0)]
+    >>> [round(falling_density(0.01, progress), 3) for progress in (0.0, 0.5, 0.99, 1.0)]
     [1.0, 0.112, 0.012, 0.01]
     """
-    if settled >= 1 or target >= 1:
+    if progress >= 1 or target >= 1:
         return target
     stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
-    return same_everywhere(target ** (int(settled * stairs) / stairs))
+    return same_everywhere(target ** (int(progress * stairs) / stairs))

@@ -60,7 +60,7 @@ class AdamState:
 
     moments: Optional[AdamMoments]  # of the coming step; none from a load until then
     second_step: int  # of the optimizer, that the second moment is of
-    is_update: bool = False  # what waits, which else is a gradient
+    is_update: bool = False  # the residual, which else is of gradients
     gradient: Optional[Tensor] = None  # of this rank in this step, where the mean is wanted
     # Where the corrected gradient was written in this step, int64 ``[ranks, count]``; ``None`` if it came whole.
     arrived: Optional[Tensor] = None
@@ -156,14 +156,14 @@ class AdamMemory(ResidualMemory):
             if (settings := hyperparameters.get(name)) is not None and settings.adam is not None
         }
         for name in names:
-            self._follow(name, moments.get(name))
+            self._track_moments(name, moments.get(name))
         rest = [name for name in names if name not in moments]
         self._accumulate(rest, [inputs[name] for name in rest], hyperparameters)
         if moments:
             self._accumulate_updates(inputs, {name: self.states[name] for name in moments}, hyperparameters)
         return accumulated
 
-    def _follow(self, name: str, present: Optional[AdamMoments]) -> None:
+    def _track_moments(self, name: str, present: Optional[AdamMoments]) -> None:
         """Follow whether updates are accumulated in this step; the residual changes its unit, not its worth."""
         state = self.states.get(name)
         if present is None:

@@ -19,7 +19,7 @@ from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_widened
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
-from lightning_sparse.functional.elements import held_of, laid_flat
+from lightning_sparse.functional.elements import laid_flat, local_tensor
 
 # Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
 # ends with 10 dense steps where it does with 20.
@@ -88,13 +88,13 @@ class AdamSteps:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget_steps))
 
-    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
+    def coming(self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what is known of the coming step; of those in ``continued`` it has had an exchange before."""
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
         whole: set[str] = set()
         warm_up = self._warm_up
-        for optimizer, group, parameter, name, count in () if is_plain else self._corrected():
+        for optimizer, group, parameter, name, count in () if is_dense else self._corrected():
             fills_memory = torch.ops.aten.is_non_overlapping_and_dense(parameter)
             if warm_up is None or count < warm_up.dense_steps or not fills_memory:
                 whole.add(name)
@@ -103,8 +103,8 @@ class AdamSteps:
             self._present[parameter] = moments
             rate = float(group["lr"])
             hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        clips = () if is_plain else self._coming_clips()
-        return StepContext(None, hyperparameters, whole, _settled(warm_up, self._steps), clips)
+        clips = () if is_dense else self._coming_clips()
+        return StepContext(None, hyperparameters, whole, _warm_up_progress(warm_up, self._steps), clips)
 
     def _coming_clips(self) -> list[Clip]:
         names: dict[_Asked, set[str]] = {}
@@ -249,7 +249,7 @@ class AdamSteps:
             if count:
                 names.append(name)
                 bias = 1 - float(group["betas"][1]) ** count
-                means.append(held_of(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias)
+                means.append(local_tensor(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias)
         return dict(zip(names, torch.stack(means).tolist()))
 
     def begin_anew(self) -> None:
@@ -292,14 +292,14 @@ class AdamSteps:
         kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         kept = tuple(state.get(kind) for kind in kinds)
         known = self._flats.get(parameter)
-        weight = held_of(parameter)
+        weight = local_tensor(parameter)
         is_known = known is not None and all(one is other for one, other in zip(known.kept, kept))
         if known is None or not is_known or known.parameter.data_ptr() != weight.data_ptr():
             for kind, tensor in zip(kinds, kept):
                 if tensor is not None and tensor.stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(tensor)
             kept = tuple(state.get(kind) for kind in kinds)
-            first, second, largest = (None if tensor is None else laid_flat(held_of(tensor)) for tensor in kept)
+            first, second, largest = (None if tensor is None else laid_flat(local_tensor(tensor)) for tensor in kept)
             assert first is not None
             assert second is not None
             known = self._flats[parameter] = _Flat(kept, first, second, largest, laid_flat(weight))
@@ -335,7 +335,7 @@ class AdamSteps:
             self._hide(stepping)
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
-        shards = {parameter: held_of(gradient) for parameter, gradient in gradients.items()}
+        shards = {parameter: local_tensor(gradient) for parameter, gradient in gradients.items()}
         held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # of some a rank has none
         if held:
             self._apply_held(optimizer, group, held)
@@ -355,7 +355,7 @@ class AdamSteps:
         wide = in_widened(weights)
         apply_updates(
             wide,
-            in_widened([laid_flat(gradient, held_of(parameter)) for parameter, gradient in zip(held, unscaled)]),
+            in_widened([laid_flat(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
             [state.arrived for state in states],
             in_widened([each.preconditioner for each in moments]),
             [each.scalars(state.second_step) for each, state in zip(moments, states)],
@@ -398,10 +398,10 @@ class AdamSteps:
         self._hidden.clear()
 
 
-def _settled(warm_up: Optional[WarmUp], steps: int) -> float:
+def _warm_up_progress(warm_up: Optional[WarmUp], steps: int) -> float:
     """Return how much of the fall of the density lies behind after so many steps, from 0 to 1.
 
-    >>> [_settled(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
+    >>> [_warm_up_progress(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
     [0.0, 0.0, 0.5, 1.0]
     """
     if warm_up is None:

@@ -33,7 +33,7 @@ _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the resi
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds of what waits, or is accumulated; the others help to go on to the bit."""
+    """Return the kinds of residual and momentum; the others help to go on to the bit."""
     return set(kinds) - NUMBERS.keys() - WHOLE
 
 

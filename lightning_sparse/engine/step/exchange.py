@@ -13,13 +13,13 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives, Uncopied, ignored_by
+from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, ignored_by
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.observe import Mark
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.functional.elements import held_of, laid_flat
+from lightning_sparse.functional.elements import laid_flat, local_tensor
 from lightning_sparse.schedule import Schedule
 
 Wrapper = Union[DistributedDataParallel, BareModel]
@@ -118,7 +118,7 @@ class ArrivedGradients:
         known = {**self._copies, **self._written}
         return {parameter: arrived for parameter, arrived in known.items() if parameter.grad is not None}
 
-    def restore(self, arrived: Mapping[Parameter, Tensor], begun: Iterable[Tensor]) -> None:
+    def restore_means(self, arrived: Mapping[Parameter, Tensor], begun: Iterable[Tensor]) -> None:
         """Go on from what :meth:`state` returned, and from ``begun``."""
         self._written.clear()
         self.begun = set(begun)
@@ -153,13 +153,13 @@ class ArrivedGradients:
         self._copies.clear()
 
 
-class Stream(Uncopied):
+class GradientSource(SharedOnCopy):
     """Where gradients come from; this is for rounds of shards, which exchange none."""
 
     is_dense = False  # the coming steps send everything, as DDP does, and keep nothing
     is_open = False  # a backward's gradients have begun to come, and are not means yet
 
-    def follow(self, module: Module, trained: Mapping[str, Tensor]) -> None:
+    def track(self, module: Module, trained: Mapping[str, Tensor]) -> None:
         """Take the gradients of these parameters of a model from now on, before any of a backward has come."""
 
     def average_among(self, ranks: Collectives) -> None:
@@ -195,7 +195,7 @@ class _Member:
         self.name = name
         self.parameter = parameter
         self.is_sparse = is_sparse  # its gradient's layout
-        self.numel = held_of(parameter).numel()
+        self.numel = local_tensor(parameter).numel()
         self.is_used = False  # backward has reached it since the last exchange
         self.is_ready = False  # in this backward
         self.mark: Optional[Mark] = None  # since when
@@ -212,7 +212,7 @@ class _Package(NamedTuple):
         """Take memory of the type and the device of a gradient."""
         flats = like.new_empty(sum(each.numel for each in members)).split([each.numel for each in members])
         # A parameter may leave gaps in its memory, which its gradient does not.
-        forms = [torch.empty_like(held_of(each.parameter), device="meta") for each in members]
+        forms = [torch.empty_like(local_tensor(each.parameter), device="meta") for each in members]
         return cls(
             {each.name: LocalGradient(each.name, flat, True) for each, flat in zip(members, flats)},
             [flat.as_strided(form.shape, form.stride(), flat.storage_offset()) for flat, form in zip(flats, forms)],
@@ -227,7 +227,7 @@ class _Missing(NamedTuple):
     arrived: Optional[Tensor]  # that its gradient holds
 
 
-class Exchange(Stream):
+class Exchange(GradientSource):
     """Take gradients as backward makes them, and hand them to the exchange worker in groups.
 
     All ranks hand over all parameters in one order, whatever each has used: that in which rank 0's first backward made
@@ -283,7 +283,7 @@ class Exchange(Stream):
             wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
 
     @override
-    def follow(self, module: Module, trained: Mapping[str, Tensor]) -> None:
+    def track(self, module: Module, trained: Mapping[str, Tensor]) -> None:
         self._arrived.unwatch()  # others are to be watched
         self._packages, self._known_packages = {}, {}
         ignored = ignored_by(module)
@@ -368,7 +368,7 @@ class Exchange(Stream):
             raise RuntimeError(_TWICE.format(name=member.name))
         member.is_ready = True
         member.mark = self._mark()
-        self._worker.follow()  # a graph that was kept from before may write gradients on several streams
+        self._worker.wait_for_caller()  # a graph that was kept from before may write gradients on several streams
         order = self._order
         if not order:
             self._came.append(member)
@@ -443,7 +443,7 @@ class Exchange(Stream):
 
     def _agreed_order(self) -> list[_Member]:
         """Return rank 0's order of gradients, those that it has not used last, as they are defined from the end."""
-        if self._is_sharded:  # those of a module come all at once, and of some doors none before the step
+        if self._is_sharded:  # those of a module come all at once, and through some entry points none before the step
             return self._members[::-1]
         order = self._came + [each for each in reversed(self._members) if not each.is_ready]
         own = torch.tensor([self._positions[each.name] for each in order]).to(self._pipeline.collectives.device)
@@ -504,7 +504,7 @@ class Exchange(Stream):
         gradient = parameter.grad
         assert gradient is not None
         if self._is_sharded:
-            return shard_of(parameter, gradient).view_as(held_of(parameter))
+            return shard_of(parameter, gradient).view_as(local_tensor(parameter))
         return gradient.detach() if gradient.requires_grad else gradient  # by create_graph=True
 
     def _local_of(self, member: _Member) -> LocalGradient:
@@ -621,7 +621,7 @@ class Exchange(Stream):
             self._submit(members, group, used)
         self._committed = threading.Event()
         commit = self._end_average if self._goes_dense else self._commit_of_step()
-        self._worker.submit(commit, settle=self._committed.set)
+        self._worker.submit(commit, on_done=self._committed.set)
 
     def _mark_ready(self) -> None:
         """Record when all that travels was ready, in the order of all ranks; what is missing is when backward ends."""
@@ -644,7 +644,7 @@ class Exchange(Stream):
             self._pipeline.close_step()
             for gradient, arrived in taken:
                 gradient.add_(arrived)
-            self._used_by_any = exchanged[-1].arrival.used if exchanged else None
+            self._used_by_any = exchanged[-1].result.used if exchanged else None
 
         return commit
 

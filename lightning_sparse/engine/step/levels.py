@@ -35,28 +35,28 @@ class Topology(NamedTuple):
     are_islands: bool = False  # ranks of a node make their local steps together
 
 
-class OneLevel:
+class FlatRanks:
     """All ranks exchange with all, each the whole of every gradient.
 
-    The channel ``across`` joins ranks that exchange selections, ``everybody`` all; ``node_ranks`` share each gradient.
+    The channel ``inter`` joins ranks that exchange selections, ``world`` all; ``node_ranks`` share each gradient.
     """
 
     node_ranks = 1
     are_in_step = False  # the ranks of a node train one model together: rounds of local steps go between such models
 
-    def __init__(self, across: Channel, everybody: Optional[Channel] = None) -> None:
-        self.across = across
-        self.everybody = across if everybody is None else everybody
+    def __init__(self, inter: Channel, world: Optional[Channel] = None) -> None:
+        self.inter = inter
+        self.world = inter if world is None else world
 
     @property
     def in_step(self) -> Collectives:
         """The ranks whose steps are of one mean of gradients."""
-        return self.holders.collectives
+        return self.same_shard.collectives
 
     @property
-    def holders(self) -> Channel:
+    def same_shard(self) -> Channel:
         """The ranks that hold the same tensors of a model, replica by replica: all of them."""
-        return self.everybody
+        return self.world
 
     def share_numel(self, numel: int) -> int:
         """Return how many elements each rank's share of so many has."""
@@ -99,58 +99,58 @@ class OneLevel:
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
         """Return the means over ranks of flat bfloat16 gradients, as whole tensors of so many elements."""
         flat = torch.cat(list(gradients.values()))
-        flat = self.across.call(Payload("all_reduce", flat), list(gradients)).div_(self.across.ranks)
+        flat = self.inter.call(Payload("all_reduce", flat), list(gradients)).div_(self.inter.ranks)
         means: Sequence[Tensor] = flat.split([gradient.numel() for gradient in gradients.values()])
         return means
 
     def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
         """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
-        return self.holders.call(Payload("all_reduce", squares), names).div_(self.across.ranks)
+        return self.same_shard.call(Payload("all_reduce", squares), names).div_(self.inter.ranks)
 
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
-        self.everybody.collectives.close(has_failed)
+        self.world.collectives.close(has_failed)
 
 
-class Divided(OneLevel):
-    """The ranks ``inside`` divide each gradient between them; those with equal parts exchange ``across``."""
+class DividedRanks(FlatRanks):
+    """The ranks ``intra`` divide each gradient between them; those with equal parts exchange ``inter``."""
 
-    def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:
-        super().__init__(across, everybody)
-        self._inside = inside
-        self.node_ranks = inside.ranks
+    def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
+        super().__init__(inter, world)
+        self._intra = intra
+        self.node_ranks = intra.ranks
 
     @override
     def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
-        return self._inside.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
+        return self._intra.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
 
     @override
     def norms_of(self, norms: Tensor, names: Sequence[str]) -> Tensor:
-        whole: Tensor = torch.linalg.vector_norm(self._inside.call(Payload("all_gather", norms), names), dim=0)
+        whole: Tensor = torch.linalg.vector_norm(self._intra.call(Payload("all_gather", norms), names), dim=0)
         return whole
 
     @override
     def close(self, has_failed: bool) -> None:
-        for channel in (self.across, self._inside, self.everybody):
+        for channel in (self.inter, self._intra, self.world):
             channel.collectives.close(has_failed)
 
 
-class Shards(Divided):
+class Shards(DividedRanks):
     """Every rank holds a shard of the model, and is handed that of the gradients' mean over its replica, as by FSDP."""
 
     are_in_step = True
 
     @property
     @override
-    def holders(self) -> Channel:
-        return self.across
+    def same_shard(self) -> Channel:
+        return self.inter
 
     @override
     def total_of(self, numbers: Tensor) -> Tensor:
-        return self._inside.call(Payload("all_gather", numbers), ["squared norms"]).sum(dim=0)
+        return self._intra.call(Payload("all_gather", numbers), ["squared norms"]).sum(dim=0)
 
 
-class TwoLevels(Divided):
+class HierarchicalRanks(DividedRanks):
     """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
 
     Every tensor is cut by itself into equal shares, the last filled up with zeros: nothing depends on its company. Each
@@ -158,8 +158,8 @@ class TwoLevels(Divided):
     one rank of each node does with a gradient elsewhere. In the end all shares go to all ranks (all-gather).
     """
 
-    def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:
-        super().__init__(inside, across, everybody)
+    def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
+        super().__init__(intra, inter, world)
         self._workspace = Workspace()
         self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
         # Groups that the node has averaged, this rank's shares of the means, and the type of their messages.
@@ -172,31 +172,31 @@ class TwoLevels(Divided):
     @override
     def share_of(self, flat: Tensor) -> Tensor:
         numel = self.share_numel(flat.numel())
-        share = flat[self._inside.collectives.rank * numel :][:numel]
+        share = flat[self._intra.collectives.rank * numel :][:numel]
         return share if share.numel() == numel else functional.pad(share, (0, numel - share.numel()))
 
     @override
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         names = [local.name for local in group]
-        shares = self._inside.run(self._average([local.gradient for local in group]), names)
+        shares = self._intra.run(self._average([local.gradient for local in group]), names)
         return [local._replace(gradient=share) for local, share in zip(group, shares)]
 
     @override
     def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
-        return self._inside.call(Payload("all_gather", flags), names).amax(dim=0)
+        return self._intra.call(Payload("all_gather", flags), names).amax(dim=0)
 
     @override
     def write_back(self, names: Sequence[str]) -> None:
         averaged, self._averaged = self._averaged, []
         for gradients, shares, dtype in averaged:
-            self._inside.run(self._hand_out(shares, gradients, dtype), names)
+            self._intra.run(self._hand_out(shares, gradients, dtype), names)
         self._workspace.release()
 
     @override
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
         shares = super().mean_gradients(gradients, numels)
         tensors = [share.new_empty(numel) for share, numel in zip(shares, numels)]
-        self._inside.run(self._hand_out(torch.cat(list(shares)), tensors, torch.bfloat16), list(gradients))
+        self._intra.run(self._hand_out(torch.cat(list(shares)), tensors, torch.bfloat16), list(gradients))
         return tensors
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
@@ -234,7 +234,7 @@ class TwoLevels(Divided):
         """Return memory ``[ranks, columns]``: that of the last message of this name, unless more is needed."""
         held = self._messages.get((name, dtype))
         if held is None or held.numel() < self.node_ranks * columns:
-            held = torch.empty(self.node_ranks * columns, dtype=dtype, device=self._inside.collectives.device)
+            held = torch.empty(self.node_ranks * columns, dtype=dtype, device=self._intra.collectives.device)
             self._messages[name, dtype] = held
         return held[: self.node_ranks * columns].view(self.node_ranks, columns)
 
@@ -261,13 +261,13 @@ class TwoLevels(Divided):
             there.copy_(row[: len(there)])
 
 
-class Islands(TwoLevels):
+class Islands(HierarchicalRanks):
     """The ranks of a node train one model in step, so that all hold each change, and every rank exchanges its share."""
 
     are_in_step = True
 
-    def __init__(self, inside: Channel, across: Channel, everybody: Channel, in_step: Collectives) -> None:
-        super().__init__(inside, across, everybody)
+    def __init__(self, intra: Channel, inter: Channel, world: Channel, in_step: Collectives) -> None:
+        super().__init__(intra, inter, world)
         self._in_step = in_step  # beside a round that is on its way between islands
 
     @property
@@ -297,7 +297,7 @@ class Islands(TwoLevels):
         for dtype in dict.fromkeys(part.dtype for part in parts):
             alike = [place for place, part in enumerate(parts) if part.dtype is dtype]
             shares = torch.cat([parts[place] for place in alike])
-            self._inside.run(self._hand_out(shares, [tensors[place] for place in alike], dtype), names)
+            self._intra.run(self._hand_out(shares, [tensors[place] for place in alike], dtype), names)
 
 
 def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -21,7 +21,7 @@ from lightning_sparse.compressors.selection import (
 )
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
-from lightning_sparse.engine.wire.base import Arrival, WireFormat
+from lightning_sparse.engine.wire.base import ExchangeResult, WireFormat
 
 
 class Part(NamedTuple):
@@ -34,18 +34,18 @@ class Part(NamedTuple):
     tensors: list[Tensor]  # one of each parameter: gradient plus residual
     merged: Optional["MergedParameters"] = None  # what lies end to end
 
-    def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> Arrival:
+    def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
         """Send what is selected, and return the mean of each parameter."""
         channel.recorder.see_selection(self.selection, self.counts)
         inputs = self.tensors if self.merged is None else [self.merged.flat]
-        arrival = channel.run(self.wire.exchange(self.selection, inputs, used), names)
+        result = channel.run(self.wire.exchange(self.selection, inputs, used), names)
         if self.merged is not None:
             with channel.recorder.span("encode"):
-                arrival = self.merged.apart(arrival)
+                result = self.merged.apart(result)
         if (samples := channel.recorder.samples) is not None:
             # The host waits for what is sent of each parameter where several are merged.
             samples.add_sent(names, self.selection if self.merged is None else self.merged.sent(self.selection[0]))
-        return arrival
+        return result
 
 
 class GroupSelector:
@@ -77,7 +77,7 @@ class GroupSelector:
     ) -> list[Part]:
         """Choose what is sent of gradients plus residuals, flat and not changed; parts sent whole come last."""
         ways = [
-            self._wires.learned if name in learned else self._way_of_whole(tensor.numel(), density)
+            self._wires.refresh if name in learned else self._way_of_dense(tensor.numel(), density)
             for name, tensor, density in zip(names, accumulated, densities)
         ]
         counts = [
@@ -107,28 +107,28 @@ class GroupSelector:
         self._used.update(part.wire for part in parts)
         return parts
 
-    def _way_of_whole(self, numel: int, density: float) -> Optional[WireFormat]:
+    def _way_of_dense(self, numel: int, density: float) -> Optional[WireFormat]:
         """Return the way of a tensor that is sent whole, ``None`` for one of which the compressor is asked."""
         if self._compressor.dense_wire_format is None:
             return None
         if density >= 1:
-            return self._wires.whole
+            return self._wires.dense
         is_alone = not self._compressor.selects_across_group
-        is_shorter = is_alone and self._format_for(numel, element_count(numel, density)) is self._wires.whole
-        return self._wires.whole if is_shorter else None
+        is_shorter = is_alone and self._format_for(numel, element_count(numel, density)) is self._wires.dense
+        return self._wires.dense if is_shorter else None
 
     def _ways_of(self, selections: Sequence[Selection]) -> list[WireFormat]:
         if isinstance(selections, FlatSelection):
             return list(map(self._way_of_some, selections.numels, selections.counts))
         return [
-            self._wires.whole if each.indices is None else self._way_of_some(each.numel, each.indices.shape[-1])
+            self._wires.dense if each.indices is None else self._way_of_some(each.numel, each.indices.shape[-1])
             for each in selections
         ]
 
     def _way_of_some(self, numel: int, count: int) -> WireFormat:
         wire = self._format_for(numel, count)
         # What was selected element by element stays so: the rest of the tensor is in the residual.
-        return self._wires.elements if wire is self._wires.whole else wire
+        return self._wires.sparse if wire is self._wires.dense else wire
 
     def release(self) -> None:
         """End the step: take working memory back, and have wires that it did not use give back theirs."""
@@ -181,13 +181,13 @@ class MergedParameters(NamedTuple):
         numels = tuple(tensor.numel() for tensor in self.tensors)
         return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
 
-    def apart(self, arrival: Arrival) -> Arrival:
+    def apart(self, result: ExchangeResult) -> ExchangeResult:
         """Return what arrived and what stays here of each parameter, all of it where it was not used; once."""
-        scatter([self.mean], arrival.means)
-        overwrite([self.flat], arrival.kept)
+        scatter([self.mean], result.means)
+        overwrite([self.flat], result.kept)
         pieces = zip(self.split(self.flat), self.tensors, self.are_used)
         kept = [tensor if is_used is False else piece for piece, tensor, is_used in pieces]
-        return arrival._replace(means=whole(self.split(self.mean)), kept=whole(kept))
+        return result._replace(means=whole(self.split(self.mean)), kept=whole(kept))
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Take apart what lies end to end."""

@@ -9,7 +9,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import broadcast_buffers
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import local_tensor
 
 
 class BareModel:
@@ -73,4 +73,4 @@ def shard_of(parameter: Tensor, gradient: Tensor) -> Tensor:
             "a gradient is not sharded as its parameter is: backward has to reduce it in the replica"
             " (set_requires_gradient_sync(True), which Lightning's accumulation is left to)"
         )
-    return held_of(gradient).view(-1)
+    return local_tensor(gradient).view(-1)

@@ -32,7 +32,7 @@ sent (4).
 - the mean update is written as the gradient that it stands for (4), for whoever looks at gradients before the step; in
   the optimizer's place this package applies the update and weight decay.
 
-With two levels (:class:`~lightning_sparse.engine.step.levels.TwoLevels`) ``g`` is this rank's share of the mean
+With two levels (:class:`~lightning_sparse.engine.step.levels.HierarchicalRanks`) ``g`` is this rank's share of the mean
 gradient of its node, the other ranks are those with the same share on the other nodes, and commit ends with handing the
 shares to the whole node.
 """
@@ -50,10 +50,10 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection, grouped, scatter
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.planner import Planner
-from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
+from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Wires
-from lightning_sparse.engine.wire.base import Arrival, Payload
+from lightning_sparse.engine.wire.base import ExchangeResult, Payload
 from lightning_sparse.functional.elements import round_to
 from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norm_of
 
@@ -73,8 +73,8 @@ class StepContext(NamedTuple):
 
     loss_scale: Optional[Tensor] = None  # of the loss, one element, other in each step: what is kept is kept without it
     hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty where no optimizer is known
-    whole: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
-    settled: float = 1.0  # how much of Adam's warm-up lies behind, from 0 to 1
+    dense: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
+    warm_up_progress: float = 1.0  # how much of Adam's warm-up lies behind, from 0 to 1
     clips: Sequence[Clip] = ()  # of gradients that updates are made of; alike on all ranks
     samples_deltas: bool = False  # compares means with dense ones, by a dense all-reduce; on all ranks or on none
 
@@ -90,7 +90,7 @@ class Exchanged(NamedTuple):
     group: Sequence[LocalGradient]
     accumulated: list[Tensor]  # gradients plus residuals, flat, where gradients were or wider copies; then means
     counts: Sequence[float]  # elements that each density asks for; a share where selected across the group
-    arrival: Arrival
+    result: ExchangeResult
 
 
 class Pipeline:
@@ -101,15 +101,15 @@ class Pipeline:
         compressor: Compressor,
         memory: Memory,
         wires: Wires,
-        levels: OneLevel,
+        levels: FlatRanks,
         density_of: Callable[[str], float],
         planner: Optional[Planner] = None,
     ) -> None:
         self.compressor = compressor
         self.memory = memory
         self.levels = levels
-        self.collectives = levels.across.collectives
-        self.recorder = levels.across.recorder
+        self.collectives = levels.inter.collectives
+        self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = NOTHING_KNOWN
         self._planner = Planner() if planner is None else planner
@@ -117,7 +117,7 @@ class Pipeline:
         self.selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
-    def begin(self, context: StepContext) -> None:
+    def begin_step(self, context: StepContext) -> None:
         """Know what is known of the coming step."""
         self.context = context
         self.memory.clip_to(context.clips)
@@ -155,7 +155,7 @@ class Pipeline:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 densities, are_used = list(map(self.density_of, names)), [local.is_used for local in group]
-                *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.whole)
+                *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.dense)
             used = None if used is None else self.levels.any_of(used, names)
             exchanged = [self._exchange_part(part, group) for part in parts]
             return [*exchanged, self._exchange_part(last, group, used)]
@@ -181,8 +181,8 @@ class Pipeline:
     def _exchange_part(self, part: Part, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> Exchanged:
         members = [group[each] for each in part.positions]
         names = [local.name for local in members]
-        arrival = part.exchange(self.levels.across, names, used)
-        return Exchanged(names, members, part.tensors, part.counts, arrival)
+        result = part.exchange(self.levels.inter, names, used)
+        return Exchanged(names, members, part.tensors, part.counts, result)
 
     def check_arrived(self, arrived: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
@@ -191,7 +191,7 @@ class Pipeline:
         held = torch.zeros(1, dtype=torch.int64, device=self.collectives.device)
         for tensor in arrived:
             held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # also of zeros: a gradient of zero is one that is there
-        everywhere = self.levels.everybody.call(Payload("all_gather", held), names)
+        everywhere = self.levels.world.call(Payload("all_gather", held), names)
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
 
@@ -203,10 +203,10 @@ class Pipeline:
         are_finite, self._are_finite = self._are_finite, []
         if not step:
             return  # every gradient had a sparse layout
-        finite = torch.stack([*are_finite, *(exchanged.arrival.finite for exchanged in step)]).all()
+        finite = torch.stack([*are_finite, *(exchanged.result.finite for exchanged in step)]).all()
         finite = self.levels.all_of(finite, step[0].names)  # what is not finite is in one rank's share
         means = self._finish_step(step, finite)
-        used = [self._used_anywhere(exchanged, step[-1].arrival.used, places) for exchanged in step]
+        used = [self._used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
         travelled = [(exchanged.names, flags) for exchanged, flags in zip(step, used)]
         if self.memory.after_exchange(travelled, finite, self.levels):
             self.recorder.current.is_typical = False  # no plan is made from its times
@@ -214,7 +214,7 @@ class Pipeline:
             for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged):
-                    self.memory.update(exchanged.names, exchanged.accumulated, exchanged.arrival.kept, accepted)
+                    self.memory.update(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
                     scatter(exchanged.accumulated, mean)  # the means are in its memory from here on
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
@@ -255,7 +255,7 @@ class Pipeline:
             return
         names, accumulated = exchanged.names, exchanged.accumulated
         flat = torch.cat(accumulated).div_(self.collectives.ranks)
-        flat = self.levels.across.call(Payload("all_reduce", flat), names)
+        flat = self.levels.inter.call(Payload("all_reduce", flat), names)
         yield
         dense_means = flat.split([tensor.numel() for tensor in accumulated])
         deltas = layer_deltas(dense_means, accumulated, exchanged.counts)
@@ -263,21 +263,21 @@ class Pipeline:
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
-        everybody = self.levels.everybody
-        everybody.call(Payload("all_reduce", gradient), [name])
-        gradient.div_(everybody.ranks)
+        world = self.levels.world
+        world.call(Payload("all_reduce", gradient), [name])
+        gradient.div_(world.ranks)
         self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
     def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[Sequence[Selection]]:
-        """Have the compressor finish the step, for all parameters but those of ``context.whole``."""
-        means = [exchanged.arrival.means for exchanged in step]
+        """Have the compressor finish the step, for all parameters but those of ``context.dense``."""
+        means = [exchanged.result.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
             return means  # most methods have no state; then nobody has to look at single parameters
         asked = {
             name: mean
             for exchanged in step
-            for name, mean in zip(exchanged.names, exchanged.arrival.means)
-            if name not in self.context.whole
+            for name, mean in zip(exchanged.names, exchanged.result.means)
+            if name not in self.context.dense
         }
         before = list(asked.values())
         after = self._call_finish_step(list(asked), before, finite) if asked else before
@@ -285,7 +285,7 @@ class Pipeline:
             return means
         changed = dict(zip(asked, after))
         return [
-            grouped([changed.get(name, mean) for name, mean in zip(exchanged.names, exchanged.arrival.means)])
+            grouped([changed.get(name, mean) for name, mean in zip(exchanged.names, exchanged.result.means)])
             for exchanged in step
         ]
 
@@ -294,7 +294,7 @@ class Pipeline:
 
         def all_gather(tensor: Tensor) -> Tensor:
             encoding.close()  # a collective counts as the network's time, not as the compressor's
-            gathered = self.levels.across.call(Payload("all_gather", tensor), names)
+            gathered = self.levels.inter.call(Payload("all_gather", tensor), names)
             encoding.enter_context(self.recorder.span("encode"))
             return gathered
 

@@ -15,7 +15,7 @@ from lightning_sparse.engine.wire.base import Payload
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-_Task = tuple[Callable[[], None], Optional[Callable[[], None]], Sequence[Any]]  # run, settle, events of its inputs
+_Task = tuple[Callable[[], None], Optional[Callable[[], None]], Sequence[Any]]  # run, on_done, events of its inputs
 
 
 class Channel:
@@ -58,38 +58,38 @@ class ExchangeWorker:
         self._device = device
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = self._device_module.Stream(device) if self._device_module else None
-        self._followed: set[Any] = set()
+        self._updated: set[Any] = set()
         self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
         # A daemon, because a collective that waits for a dead peer cannot be stopped before its timeout, and must not
         # keep an interpreter alive that its user has told to go.
         self._thread = threading.Thread(target=self._loop, name="lightning_sparse.exchange", daemon=True)
         self._thread.start()
 
-    def follow(self) -> None:
+    def wait_for_caller(self) -> None:
         """On a device, have the next task start also after what the calling thread's current stream holds now."""
         if self._device_module:
-            self._followed.add(self._device_module.current_stream(self._device))
+            self._updated.add(self._device_module.current_stream(self._device))
 
-    def submit(self, run: Callable[[], None], settle: Optional[Callable[[], None]] = None) -> None:
-        """Queue a task, after what the caller's stream holds now; ``settle`` is called after it, even skipped."""
-        self.follow()
-        ready = [stream.record_event() for stream in self._followed]
-        self._followed.clear()
-        self._tasks.put((run, settle, ready))
+    def submit(self, run: Callable[[], None], on_done: Optional[Callable[[], None]] = None) -> None:
+        """Queue a task, after what the caller's stream holds now; ``on_done`` is called after it, even skipped."""
+        self.wait_for_caller()
+        ready = [stream.record_event() for stream in self._updated]
+        self._updated.clear()
+        self._tasks.put((run, on_done, ready))
 
     def run(self, task: Callable[[], Result]) -> Result:
         """Return the result of a task, run after those that are queued; raise what it or one before it has raised."""
         done, results = threading.Event(), list[Result]()
-        self.submit(lambda: results.append(task()), settle=done.set)
+        self.submit(lambda: results.append(task()), on_done=done.set)
         self.wait(done)
         return results[0]
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for the tasks that are queued, or raise what failed."""
         self.run(lambda: None)
 
     def wait(self, done: threading.Event) -> None:
-        """Wait for a task that sets ``done`` when it is settled; on a device the calling thread's stream waits, too."""
+        """Wait for a task that sets ``done`` when it is done; on a device the calling thread's stream waits, too."""
         done.wait()
         self.raise_error()
         self._sync_caller_stream()
@@ -122,7 +122,7 @@ class ExchangeWorker:
                 self._perform(*task)
                 del task  # a task holds gradients; do not keep them while waiting for the next one
 
-    def _perform(self, run: Callable[[], None], settle: Optional[Callable[[], None]], ready: Sequence[Any]) -> None:
+    def _perform(self, run: Callable[[], None], on_done: Optional[Callable[[], None]], ready: Sequence[Any]) -> None:
         try:
             if self.error is None:
                 if self._stream is not None:
@@ -132,5 +132,5 @@ class ExchangeWorker:
         except BaseException as error:  # whatever it is, it belongs to the user's thread
             self.error = error
         finally:
-            if settle is not None:
-                settle()
+            if on_done is not None:
+                on_done()

@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
-from lightning_sparse.compressors.registry import one_of
+from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import LocalFormat, Transfer, WireFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
@@ -41,7 +41,7 @@ WIRES = {
 
 def wire_values(wire: str) -> WireValues:
     """Return the meaning of a ``wire`` argument; raise ``ValueError`` if the name is unknown."""
-    return WIRES[one_of("wire", wire, tuple(WIRES))]
+    return WIRES[checked_name("wire", wire, tuple(WIRES))]
 
 
 class Exchange(NamedTuple):
@@ -58,22 +58,22 @@ def exchange_of(exchange: Union[str, Owners]) -> Exchange:
     """Return the meaning of an ``exchange`` argument; raise ``ValueError`` if the name is unknown."""
     if isinstance(exchange, Owners):
         return Exchange(exchange)
-    return EXCHANGES[one_of("exchange", exchange, tuple(EXCHANGES))]
+    return EXCHANGES[checked_name("exchange", exchange, tuple(EXCHANGES))]
 
 
 class Wires(NamedTuple):
     """The wire formats of a group's tensors; a tensor's own depends on itself and the number of ranks alone."""
 
-    elements: WireFormat  # for selections with indices
-    whole: WireFormat  # for selections without, which stand for every element; may be the same object
-    learned: WireFormat  # for whole gradients that Adam's second moment is learned from: never in few bits
+    sparse: WireFormat  # for selections with indices
+    dense: WireFormat  # for selections without, which stand for every element; may be the same object
+    refresh: WireFormat  # for whole gradients that Adam's second moment is learned from: never in few bits
     owners: Optional[OwnersFormat] = None  # another for selections with indices
     chooses: bool = False  # whether a tensor leaves ``elements`` only for half the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
         """The formats, each once: for elements first, for whole tensors last."""
-        wires = (self.elements, self.owners, self.learned, self.whole)
+        wires = (self.sparse, self.owners, self.refresh, self.dense)
         return tuple(dict.fromkeys(wire for wire in wires if wire is not None))
 
     @property
@@ -84,25 +84,25 @@ class Wires(NamedTuple):
     def format_for(self, numel: int, count: int) -> WireFormat:
         """Return the format of a tensor of which so many elements are selected; ``whole`` where that is much less."""
         if self.owners is None or numel < self.owners.ranks:  # not every rank would own an element
-            return self.elements
-        gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.elements, self.owners))
+            return self.sparse
+        gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))
         if not self.chooses:
             has_enough = count >= LEAST_FOR_AN_OWNER * self.owners.ranks
-            return self.owners if has_enough or owned <= gathered else self.elements
+            return self.owners if has_enough or owned <= gathered else self.sparse
         whole = math.inf
-        if self.whole is not self.elements:
-            whole = self._received(self.whole, SelectionSize(numel, numel, is_whole=True))
+        if self.dense is not self.sparse:
+            whole = self._received(self.dense, SelectionSize(numel, numel, is_dense=True))
         if _WORTH * min(whole, owned) > gathered:
-            return self.elements
-        return self.whole if whole <= owned else self.owners
+            return self.sparse
+        return self.dense if whole <= owned else self.owners
 
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return the payloads of a group, see :meth:`WireFormat.transfers`."""
         ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
         for size in sizes:
-            wire = self.whole if size.is_whole else self.format_for(size.numel, size.selected)
-            is_sent_whole = wire is self.whole and wire is not self.elements
-            ways[wire].append(SelectionSize(size.numel, size.numel, is_whole=True) if is_sent_whole else size)
+            wire = self.dense if size.is_dense else self.format_for(size.numel, size.selected)
+            is_sent_dense = wire is self.dense and wire is not self.sparse
+            ways[wire].append(SelectionSize(size.numel, size.numel, is_dense=True) if is_sent_dense else size)
         parts = [(wire, part) for wire, part in ways.items() if part]
         flags_of = [0] * (len(parts) - 1) + [flags]
         return [transfer for (wire, part), told in zip(parts, flags_of) for transfer in wire.transfers(part, told)]

@@ -26,7 +26,7 @@ class Transfer(NamedTuple):
     nbytes: int
 
 
-class Arrival(NamedTuple):
+class ExchangeResult(NamedTuple):
     """Result of an exchange; values are divided by the number of ranks before they are added: sums stay finite."""
 
     finite: Tensor  # bool []: whether everything that any rank sent is
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
     kept: Sequence[Selection]  # of each tensor what stays here at the places sent; elsewhere all does
 
 
-Phases = Generator[Payload, Tensor, Arrival]
+Phases = Generator[Payload, Tensor, ExchangeResult]
 
 
 class WireFormat(ABC):
@@ -74,7 +74,7 @@ class LocalFormat(WireFormat):
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         yield from ()
-        return Arrival(
+        return ExchangeResult(
             finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
             used=None if used is None else used.bool(),  # each rank steps by itself
             means=selection,

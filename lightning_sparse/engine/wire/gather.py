@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, end_to_end
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import (
     BIN_MEANS,
     bin_values,
@@ -45,7 +45,7 @@ class GatherFormat(WireFormat):
         value_bytes, index_bytes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
         received = self._read(value_bytes, selected.counts).to(values.dtype)
         received.div_(self.ranks)
-        return Arrival(
+        return ExchangeResult(
             finite=received.isfinite().all(),
             used=None if used is None else rest[:, : used.numel()].bool().any(dim=0),
             means=selected.replaced(received, codec.decode(index_bytes)),

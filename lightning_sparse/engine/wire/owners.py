@@ -14,9 +14,9 @@ from lightning_sparse.compressors.selection import (
     FlatSelection,
     Selection,
     SelectionSize,
+    copied_to,
     end_to_end,
-    of_each,
-    on_device,
+    repeat_each,
     starts_of,
 )
 from lightning_sparse.compressors.topk import largest_of_each
@@ -152,10 +152,10 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], ranks: int, kee
 
 def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
     """Write to each owner what was selected of its share, in the order of places; uint8 ``[ranks, nbytes]``."""
-    index = selected.indices - of_each(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
+    index = selected.indices - repeat_each(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
     block = index // shares.ranks
     owner = index.add_(_skew(block)).remainder_(shares.ranks)
-    place = block.add_(of_each(starts_of(shares.blocks)[:-1], shares.counts, index.device))
+    place = block.add_(repeat_each(starts_of(shares.blocks)[:-1], shares.counts, index.device))
     fits = _fitting(selected, owner, shares)
 
     ranks, room = shares.ranks, shares.room
@@ -173,8 +173,8 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
     """Tell which elements there is room for: of each tensor and each owner, the largest."""
     tensors = len(shares.numels)
-    message = of_each(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
-    rooms = on_device(shares.rooms, owner.device).repeat(shares.ranks)
+    message = repeat_each(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
+    rooms = copied_to(shares.rooms, owner.device).repeat(shares.ranks)
     wanted = torch.zeros_like(rooms).scatter_add_(0, message, torch.ones_like(message))
     filled = torch.ones_like(owner, dtype=torch.bool) if selected.filled is None else selected.filled
     if owner.device.type == "cpu" and bool((wanted <= rooms).all()):
@@ -202,15 +202,15 @@ def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
     owned, starts = shares.owned_blocks(rank), starts_of(shares.blocks)
     largest = largest_of_each([sums[start : start + blocks] for start, blocks in zip(starts, owned)], shares.finals)
     shifts = tuple(start - laid for start, laid in zip(starts[:-1], starts_of(tuple(owned))))
-    return largest.indices.add_(of_each(shifts, shares.finals, sums.device))
+    return largest.indices.add_(repeat_each(shifts, shares.finals, sums.device))
 
 
 def _positions(places: Tensor, shares: _Shares) -> Tensor:
     """Return which elements of the tensors laid end to end stand at places, ``[ranks, final]``, of each owner."""
-    block = places - of_each(starts_of(shares.blocks)[:-1], shares.finals, places.device)
+    block = places - repeat_each(starts_of(shares.blocks)[:-1], shares.finals, places.device)
     owner = torch.arange(shares.ranks, device=places.device).unsqueeze(1)
     index = (owner - _skew(block)).remainder_(shares.ranks).add_(block, alpha=shares.ranks)
-    return index.add_(of_each(starts_of(shares.numels)[:-1], shares.finals, places.device))
+    return index.add_(repeat_each(starts_of(shares.numels)[:-1], shares.finals, places.device))
 
 
 def _skew(block: Tensor) -> Tensor:

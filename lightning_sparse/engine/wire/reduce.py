@@ -9,7 +9,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, whole
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import aligned, message_of, round_to
 
@@ -69,7 +69,7 @@ class ReduceFormat(WireFormat):
             used = by_any.values.reshape(-1)[: len(used)] > 0
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
-        return Arrival(torch.stack(torch.aminmax(received)).isfinite().all(), used, means=arrived, kept=left)
+        return ExchangeResult(torch.stack(torch.aminmax(received)).isfinite().all(), used, means=arrived, kept=left)
 
     @override
     def release(self) -> None:

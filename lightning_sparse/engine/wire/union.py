@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, counts_of, end_to_end
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.functional.elements import IndexCodec, aligned, index_codec, message_of, read_as
 
@@ -46,7 +46,7 @@ class UnionFormat(WireFormat):
         chosen = FlatSelection.at(accumulated, positions[: sum(counts)], counts)  # without padding, which comes last
         if not len(chosen.values):
             finite = torch.ones((), dtype=torch.bool, device=positions.device)
-            return Arrival(finite, used, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
+            return ExchangeResult(finite, used, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
         arrival = yield from self._values.average(chosen)
         return arrival._replace(used=used)
 

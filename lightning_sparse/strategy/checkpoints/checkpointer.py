@@ -128,7 +128,7 @@ class Checkpointer:
         """Whether there is something to restore."""
         return self.loaded is not None and self.loaded[1] is not None
 
-    def restore(self, restore_models: Callable[[dict[str, dict[str, Any]]], Sequence[str]]) -> None:
+    def restore_models(self, restore_models: Callable[[dict[str, dict[str, Any]]], Sequence[str]]) -> None:
         """Read what this rank has in the checkpoint that was noted, and hand it over; on all ranks or on none."""
         loaded, self.loaded = self.loaded, None
         if loaded is None:
@@ -161,7 +161,7 @@ class Checkpointer:
         if save is not None and save.is_sharded != is_sharded:
             kept, wanted = ("in shards" if each else "whole" for each in (save.is_sharded, is_sharded))
             raise CheckpointError(
-                f"{path} keeps what waits of each replica {kept}, and here it is kept {wanted}: resume with the same"
+                f"{path} keeps the residual of each replica {kept}, and here it is kept {wanted}: resume with the same"
                 f" strategy. {CURE}"
             )
 

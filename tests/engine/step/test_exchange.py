@@ -90,7 +90,7 @@ def test_only_the_momentum_of_what_was_sent_is_masked(pair, wire):
 
 def lines_said(rank, settings):
     lines = []
-    with sparse_ddp(Edges(), **settings, say=lines.append):
+    with sparse_ddp(Edges(), **settings, log=lines.append):
         return lines
 
 

@@ -111,7 +111,7 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(n
 
 
 def exchange_edges(rank, settings, gradients):
-    """Exchange the same gradients from all ranks; return what was applied, and what waits here."""
+    """Exchange the same gradients from all ranks; return what was applied, and the residual here."""
     gradients = moved(gradients, DEVICE)
     with sparse_ddp(model := Given(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
@@ -236,7 +236,7 @@ def follow_a_plan(rank, settings, steps):
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             history.append(gradients_of(ddp))
-        engine.worker.settle()
+        engine.worker.drain()
         return None if engine.planner.plan is None else engine.planner.plan.groups, history[-3:]
 
 

@@ -31,13 +31,13 @@ def select(compressor, numels, exchange="gather", ranks=2):
 
 def test_selections_without_indices_are_a_part_by_themselves_and_come_last():
     wires, parts = select(WholeMatrices(), {"matrix": 2, "bias": 4})
-    assert [(part.wire, part.positions) for part in parts] == [(wires.elements, [1]), (wires.whole, [0])]
+    assert [(part.wire, part.positions) for part in parts] == [(wires.sparse, [1]), (wires.dense, [0])]
     assert [[each.indices is None for each in part.selection] for part in parts] == [[False], [True]]
 
 
 def test_what_goes_another_way_is_a_part_by_itself():
     wires, parts = select(TopK(), {"bias": 300, "matrix": 100_000, "other": 400}, "owners", ranks=16)
-    assert [(part.wire, part.positions) for part in parts] == [(wires.elements, [0, 2]), (wires.owners, [1])]
+    assert [(part.wire, part.positions) for part in parts] == [(wires.sparse, [0, 2]), (wires.owners, [1])]
     few, [matrix] = (part.selection for part in parts)
     assert (few.numels, few.counts) == ((300, 400), (3, 4))
     assert torch.equal(matrix.values, parts[1].tensors[0][matrix.indices])

@@ -104,7 +104,7 @@ def exchange_from_two_streams(rank):
         engine.pipeline.exchange = lambda *group: (seen.append(set(played.current_stream().done)), exchange(*group))[1]
         for step in range(2):  # the first only tells the order
             ddp(batch(rank, step)).backward()
-        engine.worker.settle()
+        engine.worker.drain()
     return len(written) > 3 and seen[-1] == set(written)
 
 
@@ -141,7 +141,7 @@ def take_up(rank, freezes):
         caller.done.add("read from a file")
         if freezes:
             next(ddp.module.parameters()).requires_grad_(False)
-            engine.follow(ddp.module)
+            engine.track(ddp.module)
         else:
             engine.load_state_dict(engine.state_dict())
         return compressor.stream not in (None, caller), "read from a file" in compressor.done

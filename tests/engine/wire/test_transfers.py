@@ -50,7 +50,7 @@ def ratio_of_rounds(rank, settings):
             with ddp.no_sync():
                 ddp(batch(rank, step)).backward()
             engine.end_step()
-        engine.worker.settle()
+        engine.worker.drain()
         stats = engine.compression_stats()
         return stats["dense_bytes"] / settings["local_steps"].every / stats["wire_bytes"]
 

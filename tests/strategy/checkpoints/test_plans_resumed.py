@@ -101,8 +101,8 @@ def choose_twice(rank, path, costs):
 
 @pytest.mark.exhaustive
 @pytest.mark.clock
-@pytest.mark.parametrize(("costs", "is_plain"), [((nothing, much), True), ((much, nothing), False)])
-def test_a_choice_is_not_made_again(pair, tmp_path, costs, is_plain):
+@pytest.mark.parametrize(("costs", "is_dense"), [((nothing, much), True), ((much, nothing), False)])
+def test_a_choice_is_not_made_again(pair, tmp_path, costs, is_dense):
     for before, after in pair.run(choose_twice, str(tmp_path / "chosen.ckpt"), costs):
-        assert before[-60:] == [is_plain] * 60
-        assert after == [is_plain] * 16
+        assert before[-60:] == [is_dense] * 60
+        assert after == [is_dense] * 16

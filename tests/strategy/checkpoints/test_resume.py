@@ -293,7 +293,7 @@ def test_strategies_may_change_and_say_what_they_do_not_use(pair, tmp_path, firs
 
 
 class Convolving(Numbered):
-    """A convolution, and a weight that is kept transposed; notes of what waits before each batch."""
+    """A convolution, and a weight that is kept transposed; notes of the residual before each batch."""
 
     def __init__(self, *arguments, is_other=False):
         super().__init__(*arguments)

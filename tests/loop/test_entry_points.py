@@ -1,4 +1,4 @@
-"""One training behind each door: the Trainer, Fabric, a plain loop and Hugging Face's Trainer make the same steps."""
+"""One training, the same through each entry point: the Trainer, Fabric, a plain loop and Hugging Face's Trainer."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseFabricStrategy, sparsify
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
-from tests.helpers.doors import ROWS, Net, as_hugging_face_wants, optimizer_of, rows_of, tensors_of
+from tests.helpers.entry_points import ROWS, Net, as_hugging_face_wants, optimizer_of, rows_of, tensors_of
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import accelerator, expect
 
@@ -181,7 +181,7 @@ def as_it_is(net):
     return net
 
 
-DOORS = {
+ENTRY_POINTS = {
     "Fabric": through_fabric,
     "a plain loop": through_a_plain_loop,
     "a plain loop, without a wrapper": partial(through_a_plain_loop, wrap=as_it_is),
@@ -191,7 +191,7 @@ DOORS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_training_is_the_same_to_the_bit_behind_each_door(pair, tmp_path, kind):
+def test_a_training_is_the_same_to_the_bit_through_each_entry_point(pair, tmp_path, kind):
     settings = SETTINGS[kind]
     expected = pair.run(through_the_trainer, settings, tmp_path, False)
     first, second = ({**each} for each in expected)
@@ -200,11 +200,11 @@ def test_a_training_is_the_same_to_the_bit_behind_each_door(pair, tmp_path, kind
             del first[name], second[name]
     assert_same(second, first)
     assert differences(first, {name: each for name, each in tensors_of(Net()).items() if name in first})
-    for door in [through_the_trainer, *DOORS.values()]:
-        if door is through_hugging_face and (DEVICE.type != "cpu" or find_spec("transformers") is None):
+    for entry_point in [through_the_trainer, *ENTRY_POINTS.values()]:
+        if entry_point is through_hugging_face and (DEVICE.type != "cpu" or find_spec("transformers") is None):
             continue
         for resumes in (False, True):
-            assert_same(pair.run(door, settings, tmp_path, resumes), expected)
+            assert_same(pair.run(entry_point, settings, tmp_path, resumes), expected)
     assert_same(pair.run(partial(through_a_plain_loop, handle_first=False), settings, tmp_path, True), expected)
 
 

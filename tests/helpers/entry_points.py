@@ -1,4 +1,4 @@
-"""A network and its data that can be trained behind any door."""
+"""A network and its data that can be trained through any entry point."""
 
 import os
 import warnings
