@@ -25,7 +25,7 @@ ROOMS = [
 ]
 # The same inside the engine: memory, wire, collectives and observe stand on the ground and do not know each other.
 ENGINE = [
-    {"memory", "wire", "collectives", "observe"},
+    {"memory", "wire", "collectives", "densities", "observe"},
     {"planner", "refusals"},
     {"step"},
     {"adam"},

@@ -39,7 +39,7 @@ def train(rank, compressor, is_adam):
         optimizer = build_optimizer(ddp, is_adam)
         parameters = dict(ddp.module.named_parameters())
         feedback = engine._settings.feedback
-        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
+        view = OptimizerView(parameters, [optimizer], feedback, engine.densities.target, engine.memory)
         for step in range(STEPS):
             engine.begin_backward(view.coming_step())
             backpropagate(ddp, engine, ddp(batch(rank, step)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Clipping, Densities, layout_of
+from lightning_sparse.compressors.base import Clipping, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.local_steps import Rounds
@@ -217,7 +217,7 @@ class VirtualRank:
         rank, ranks = self._collectives.rank, self._collectives.ranks
         wires = settings.wires_for(rank, ranks)
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
-        self._densities = Densities(compressor, settings.density_at(0))
+        self._densities = settings.densities()
         memory = settings.memory_for({torch.float32}, ranks)
         levels = FlatRanks(Channel(self._collectives, self.recorder))
         self._pipeline = Pipeline(compressor, memory, wires, levels, self._densities.of)
@@ -255,7 +255,7 @@ class VirtualRank:
                 self.recorder.end_step()
                 self._clip()
             else:
-                self._exchange(self._settings, epoch)
+                self._exchange(epoch)
         self.optimizer.step()
         with torch.no_grad():
             if rounds is not None:
@@ -288,11 +288,11 @@ class VirtualRank:
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
             tensor.copy_(mean.view_as(tensor))
 
-    def _exchange(self, settings: Settings, epoch: int) -> None:
+    def _exchange(self, epoch: int) -> None:
         self._view.adam.look(lambda number: number)  # replicas are the same here to the bit
         context = self._view.coming_step()
-        self._pipeline.begin(context)
-        self._densities.density = settings.density_at(epoch, context.warm_up_progress)
+        self._pipeline.begin_step(context)
+        self._densities.begin_step(epoch, context.warm_up_progress)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
         # As DDP hands gradients over: the last layer's first.
         step = [LocalGradient(name, grad.view(-1), True) for name, grad in reversed(named) if grad is not None]

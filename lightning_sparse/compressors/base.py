@@ -245,32 +245,3 @@ def checked_count(argument: str, count: Any, unit: str) -> int:
 def element_count(numel: int, density: float) -> int:
     """Return how many of ``numel`` elements, of a share on two levels, a density asks for: at least one."""
     return max(1, round(density * numel))
-
-
-class Densities:
-    """The density of each parameter, alike on all ranks: the user's, or the largest minimum that is requested.
-
-    The engine's warm-up sets ``density``, its planner ``planned``, ``AdaptiveDensity`` ``ruled`` and ``ceiling``, and
-    ``sparse_auto`` ``sends_all``.
-    """
-
-    def __init__(self, compressor: Compressor, density: float) -> None:
-        self._compressor = compressor
-        self.density = density  # of the model, as the user asked for it; a warm-up changes it
-        self.planned: Mapping[str, float] = {}  # the least that a plan asks for, by parameter name,
-        self.ruled: Mapping[str, float] = {}  # and the least that rules ask for
-        self.sends_all = False  # and nothing is left over
-        self.ceiling = 1.0  # the most that a rule, or a plan made from now on, gets of a parameter
-
-    def of(self, name: str) -> float:
-        """Return the fraction of elements to send of a parameter."""
-        return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
-
-    def wanted(self, name: str) -> float:
-        """Return the least density that a plan may send: the user's, or a rule's."""
-        asked = self._compressor.density_of(name, self.density)
-        return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
-
-    def count(self, name: str, numel: int) -> int:
-        """Return the least number of a parameter's elements that a plan may send."""
-        return element_count(numel, self.wanted(name))

@@ -1,17 +1,15 @@
 """The engine: builds the nouns for one model, starts the worker, and takes the gradients."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import lru_cache
 from itertools import chain
 from typing import Any, Optional
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of, trained_in
+from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
@@ -19,7 +17,7 @@ from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
-from lightning_sparse.engine.settings import WARM_UP_PART, Settings
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, GradientSource, Wrapper
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Islands, Shards, Topology
@@ -66,7 +64,7 @@ class Engine(SharedOnCopy):
         self.compressor, self.levels, self.memory = compressor, levels, memory
         self.recorder = levels.inter.recorder
         self.arrived = ArrivedGradients()
-        self.densities = Densities(compressor, settings.density_at(0))
+        self.densities = settings.densities()
         self._settings, self._begin, self._end = settings, begin, end
         self._replicas_diverge = settings.replicas_diverge
         self._collectives = collectives
@@ -76,9 +74,6 @@ class Engine(SharedOnCopy):
         self._numels: dict[str, int] = {}
         self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
         self._epoch = 0
-        self._total_steps: Optional[int] = None  # of the training, where the warm-up goes by it
-        self._steps: Counter[int] = Counter()  # by optimizer
-        self._density_at = lru_cache(maxsize=1)(settings.density_at)  # in most steps as in the one before
         self._begin_compressor()  # it may refuse, before a thread runs
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
@@ -168,13 +163,9 @@ class Engine(SharedOnCopy):
             # Of those whose buffers are one.
             self._wrapper.process_group = self._whole_group if is_dense else in_step.group
 
-    def target_density(self, name: str) -> float:
-        """Return the density of a parameter when warm-up is over, as the user asked for it."""
-        return self.compressor.density_of(name, self._settings.density)
-
     def target_densities(self) -> dict[str, float]:
-        """Return those of all parameters whose gradients are exchanged, by name."""
-        return {name: self.target_density(name) for name in self.parameter_names}
+        """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
+        return {name: self.densities.target(name) for name in self.parameter_names}
 
     def present_densities(self) -> dict[str, float]:
         """Return the density of each parameter in the next step, by name."""
@@ -194,25 +185,13 @@ class Engine(SharedOnCopy):
 
         return StepPlanner(*parts, settings.adapts_density, holds_groups, log)
 
-    def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Have a default warm-up go by a training's length, if that is known and a checkpoint has not told of it."""
-        if self._settings.bounds_warm_up and self._total_steps is None:
-            self._total_steps = total_steps
-
-    @property
-    def warm_up_steps(self) -> Optional[int]:
-        """Optimizer steps after which a default warm-up is over; ``None`` where it goes by epochs alone."""
-        return None if self._total_steps is None else -(-self._total_steps // WARM_UP_PART)
-
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
         """Begin a step, before its backward."""
         self._learned = None
         self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
         self.pipeline.begin_step(context._replace(samples_deltas=self.recorder.samples_deltas))
-        if self._total_steps:
-            epoch = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)
-        self.densities.density = self._density_at(epoch, context.warm_up_progress)
+        self.densities.begin_step(epoch, context.warm_up_progress)
 
     def begin_dense_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
@@ -222,7 +201,7 @@ class Engine(SharedOnCopy):
         """End a step; where a round ends with it, ``agreed`` have to be the same on all ranks."""
         self.recorder.totals.end_step()
         self._epoch = epoch
-        self._steps[optimizer] += 1
+        self.densities.count_step(optimizer)
         if self.rounds is None:  # which sample when they exchange
             self.recorder.samples_deltas = False
         if self._replicas_diverge:
@@ -235,7 +214,7 @@ class Engine(SharedOnCopy):
         samples_deltas, self.recorder.samples_deltas = self.recorder.samples_deltas, False
 
         def prepare() -> StepContext:
-            self.densities.density = self._density_at(epoch, 1.0)
+            self.densities.begin_step(epoch)
             return StepContext(samples_deltas=samples_deltas)
 
         return prepare
@@ -254,15 +233,14 @@ class Engine(SharedOnCopy):
         state = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
         if self.planner.plan is not None:
             state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
-        if self._settings.bounds_warm_up:
-            state["warm_up"] = {"steps": dict(self._steps), "total_steps": self._total_steps}
+        if warm_up := self.densities.state_dict():
+            state["warm_up"] = warm_up
         return {**state, **self.replicas.state_dict(together)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace those parts that ``state`` holds by a copy; the others stay as they are."""
-        if "warm_up" in state and self._settings.bounds_warm_up:
-            self._steps = Counter(state["warm_up"]["steps"])
-            self._total_steps = state["warm_up"]["total_steps"] or self._total_steps
+        if "warm_up" in state:
+            self.densities.load_state_dict(state["warm_up"])
 
         def load() -> None:
             if "memory" in state:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Densities
 from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.densities import Densities
 from lightning_sparse.engine.observe import Clock, Recorder, StepRecord
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.hiding import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities

@@ -11,10 +11,11 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density, same_everywhere
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density
 from lightning_sparse.compressors.registry import build_by_name
-from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.engine.densities import Densities
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
 from lightning_sparse.engine.refusals import lacking, refuse, unmet
@@ -23,7 +24,6 @@ from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.schedule import SCHEDULES, Merged, Schedule
 
 AUTO = "auto"
-WARM_UP_PART = 10  # a warm-up that nobody has asked for takes one in so many of a training's steps at most
 
 
 @dataclass(frozen=True)
@@ -291,22 +291,9 @@ class Settings:
             asked = correction._replace(follows_learning_rate=own.follows_learning_rate)
         return replace(self, asked=asked, feedback=asked, adam=None)
 
-    def warm_up_stage(self, epoch: int, steps: int, total_steps: Optional[int]) -> int:
-        """Return the warm-up's stage, from 0, of an epoch, or of so many of a training's steps where that is further.
-
-        >>> [Settings.of("dgc").warm_up_stage(0, steps, 150) for steps in (0, 8, 15)]
-        [0, 2, 4]
-        """
-        if not total_steps or not self.bounds_warm_up:
-            return epoch
-        return max(epoch, WARM_UP_PART * self.warmup_epochs * steps // total_steps)
-
-    def density_at(self, stage: int, progress: float = 1.0) -> float:
-        """Return the density of a warm-up's stage: it falls geometrically, as in Deep Gradient Compression's code."""
-        least = falling_density(self.density, progress)
-        if stage >= self.warmup_epochs:
-            return max(least, self.density)
-        return max(least, same_everywhere(self.density ** ((stage + 1) / (self.warmup_epochs + 1))))
+    def densities(self) -> Densities:
+        """Build how much is sent of each parameter, step by step."""
+        return Densities(self.compressor, self.density, self.warmup_epochs, self.bounds_warm_up)
 
     def wires_for(self, rank: int, ranks: int) -> Wires:
         """Build the wire formats; while Adam's second moment is learned, everything is sent whole by one of them."""

@@ -182,7 +182,7 @@ class Loop:
         """See what the optimizers are to do, and each of their steps."""
         assert self.engine is not None
         parameters = dict(self._ddp.module.named_parameters())
-        feedback, target_of, memory = self._settings.feedback, self.engine.target_density, self.engine.memory
+        feedback, target_of, memory = self._settings.feedback, self.engine.densities.target, self.engine.memory
         self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
         self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
         self._handles = []
@@ -247,9 +247,9 @@ class Loop:
         """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
         total_steps = None if total_steps is None else int(total_steps)  # of numpy's, too
         if self.engine is not None:
-            self.engine.expect_steps(total_steps)
-            if self.engine.warm_up_steps is not None:
-                self._log(tells_default_warm_up(self._settings, self.engine.warm_up_steps))
+            self.engine.densities.expect_steps(total_steps)
+            if self.engine.densities.warm_up_steps is not None:
+                self._log(tells_default_warm_up(self._settings, self.engine.densities.warm_up_steps))
         adam = self.view.adam
         adam.total_steps = total_steps
         if adam.is_dense:
@@ -436,7 +436,7 @@ class Loop:
         """Raise what an exchange has raised, and where nobody has told of the epoch."""
         assert self.engine is not None
         self.engine.worker.raise_error()
-        if self.epoch is None and self._settings.warmup_epochs and self.engine.warm_up_steps is None:
+        if self.epoch is None and self._settings.warmup_epochs and self.engine.densities.warm_up_steps is None:
             raise RuntimeError(
                 f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
                 " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"

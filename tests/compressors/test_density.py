@@ -14,10 +14,11 @@ def context(step=0, epoch=0, asked=0.001, present=0.001):
 
 
 def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch():
-    settings = Settings.of("topk", 0.001, warmup_epochs=4)
+    densities = Settings.of("topk", 0.001, warmup_epochs=4).densities()
     rule = Warmup(4)
     for place in range(4):
-        assert rule.minimum_densities(context(step=place))["weight"] == pytest.approx(settings.density_at(place))
+        densities.begin_step(place)
+        assert rule.minimum_densities(context(step=place))["weight"] == pytest.approx(densities.of("weight"))
 
 
 def simulated_error(rule, asked, steps, every):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.base import Densities
+from lightning_sparse.engine.densities import Densities
 from lightning_sparse.engine.observe import GroupMarks, Span, StepRecord
 from lightning_sparse.engine.planner import StepPlanner, averaged
 from lightning_sparse.schedule import Merged, plan_groups

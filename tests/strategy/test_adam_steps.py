@@ -40,7 +40,7 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
         optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
         parameters = dict(ddp.module.named_parameters())
         feedback = engine._settings.feedback
-        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
+        view = OptimizerView(parameters, [optimizer], feedback, engine.densities.target, engine.memory)
         gradients = watch_gradients(ddp.module)
         yield ddp, engine, optimizer, gradients
         for step in range(steps):

@@ -25,8 +25,8 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
-from lightning_sparse.engine.adam.correction import falling_density
 from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.densities import falling_density
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.tensors import assert_same
@@ -175,10 +175,14 @@ def test_an_argument_that_there_is_not_is_refused_with_what_was_meant(name, mean
         SparseDDPStrategy(**{name: 1})
 
 
+def densities_of(settings):
+    densities = settings.densities()
+    return [densities.begin_step(epoch) or densities.of("weight") for epoch in range(6)]
+
+
 def test_a_warm_up_takes_the_published_densities():
     settings = Settings.of("dgc", 0.001)
-    densities = [settings.density_at(epoch) for epoch in range(6)]
-    assert densities == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
+    assert densities_of(settings) == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
 
 
 def test_a_default_warm_up_takes_a_tenth_of_a_short_training_and_a_given_one_its_epochs(pair):
@@ -206,8 +210,7 @@ class AnotherMachines(float):
 
 def test_a_warm_up_has_the_same_densities_on_every_machine():
     settings = Settings.of("dgc", 0.0013)
-    others = replace(settings, density=AnotherMachines(0.0013))
-    assert [settings.density_at(epoch) for epoch in range(6)] == [others.density_at(epoch) for epoch in range(6)]
+    assert densities_of(settings) == densities_of(replace(settings, density=AnotherMachines(0.0013)))
     for settled in (step / 100 for step in range(100)):
         assert falling_density(0.0013, settled) == falling_density(AnotherMachines(0.0013), settled)
 
@@ -513,7 +516,8 @@ def test_numbers_of_numpy_are_numbers():
     given = {"density": numpy.float32(0.25), "local_steps": LocalSteps(numpy.int64(5)), "warmup_epochs": numpy.int64(2)}
     settings = SparseDDPStrategy(**given).settings
     assert settings.density == 0.25
-    assert settings.density_at(1) < settings.density_at(0)
+    first, second, *_ = densities_of(settings)
+    assert second < first
     assert AdamCorrection(dense_steps=numpy.int64(3)) == AdamCorrection(dense_steps=3)
     assert settings.local_steps == LocalSteps(5)
     with pytest.raises(ValueError, match="every"):

@@ -1,15 +1,11 @@
 """What the user chooses of the correction of Adam, and how long it sends more than later."""
 
-import math
 from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple, Optional
 
-from lightning_sparse.compressors.base import same_everywhere
-
 LEAST_DENSE_STEPS, MOST_DENSE_STEPS = 10, 100
 _FALL = 5  # steps of the fall for each dense one
-_STAIR = 1.25  # a density that falls a little in every step would be planned for in every step
 
 
 @dataclass(frozen=True)
@@ -87,15 +83,3 @@ class WarmUp(NamedTuple):
 
     dense_steps: int
     fall_steps: int
-
-
-def falling_density(target: float, progress: float) -> float:
-    """Return the density, from 1 in geometric stairs to its target, where so much of the fall lies behind.
-
-    >>> [round(falling_density(0.01, progress), 3) for progress in (0.0, 0.5, 0.99, 1.0)]
-    [1.0, 0.112, 0.012, 0.01]
-    """
-    if progress >= 1 or target >= 1:
-        return target
-    stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
-    return same_everywhere(target ** (int(progress * stairs) / stairs))
