@@ -1,7 +1,7 @@
 """What mkdocs is told of the site's pages: they are those of ``docs/``, and what these link to in the repository.
 
-A page keeps its path in the repository, so links between pages lead on as they do there. Sections that a reader looks
-for by name become pages of their own, and files that are not pages are shown as text.
+A page keeps its path in the repository, so links between pages lead on as they do there. Files that are not pages are
+shown as text.
 """
 
 import posixpath
@@ -14,9 +14,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = {
-    "glossary.md": ("CONTRIBUTING.md", "Words"),
-}
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")
 _ROLE = re.compile(r":\w+:<code>(?:([\w.]+) &lt;)?(~?)([\w.]+)(?:&gt;)?</code>")
 
@@ -28,7 +25,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.remove(file)
     texts: dict[str, str] = {}
     images: set[str] = set()
-    waiting = ["README.md", *SECTIONS, *(f"docs/{file.src_uri}" for file in own if file.is_documentation_page())]
+    waiting = ["README.md", *(f"docs/{file.src_uri}" for file in own if file.is_documentation_page())]
     while waiting:
         path = waiting.pop()
         texts[path] = _text(path)
@@ -57,23 +54,9 @@ def _reference(role: "re.Match[str]") -> str:
     return f'<autoref identifier="{role[3]}" optional><code>{name}</code></autoref>'
 
 
-def _section(path: str, heading: str) -> "re.Match[str]":
-    found = re.search(rf"^## {heading}\n.*?(?=^## |\Z)", (ROOT / path).read_text(), re.DOTALL | re.MULTILINE)
-    assert found is not None, f"{path} has no section {heading!r}"
-    return found
-
-
 def _text(path: str) -> str:
-    """Return what a page shows: a section, a page less its sections that have pages of their own, or files."""
-    if path in SECTIONS:
-        return re.sub(r"^##", "#", _section(*SECTIONS[path])[0], flags=re.MULTILINE)
-    if not path.endswith(".md"):
-        return _shown(path)
-    text = (ROOT / path).read_text()
-    for source, heading in SECTIONS.values():
-        if source == path:
-            text = text.replace(_section(source, heading)[0], "")
-    return text
+    """Return what a page shows: its own text, or files."""
+    return (ROOT / path).read_text() if path.endswith(".md") else _shown(path)
 
 
 def _shown(path: str) -> str:
@@ -104,14 +87,6 @@ def _leading_on(path: str) -> "Callable[[re.Match[str]], str]":
         target = posixpath.normpath(posixpath.join(folder, link[1]))
         if target.endswith(".png") or not (ROOT / target).exists():
             return link[0]
-        for page, where in SECTIONS.items():
-            if where[0] == target and link[2] and link[2][1:] in _anchors(_section(*where)[0]):
-                return posixpath.relpath(page, folder or ".") + link[2]
         return posixpath.relpath(_page(target), folder or ".") + (link[2] or "")
 
     return instead
-
-
-def _anchors(text: str) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

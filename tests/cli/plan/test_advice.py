@@ -1,12 +1,13 @@
 """What is advised by r, against a formula worked out by hand, and against the page."""
 
+import re
 from itertools import pairwise
 
 import pytest
 
 from lightning_sparse.cli.plan.advice import BANDS, FAR, Advice, Ratio
 from lightning_sparse.schedule.network import Network
-from tests.helpers.pages import DOCS, rows
+from tests.helpers.pages import DOCS, ROOT, rows
 
 PAGE = DOCS / "which-strategy.md"
 # 2 (4 - 1) / 4 of 1 MB at 1 Mbit/s: 12 s, of which nothing is latency.
@@ -55,11 +56,14 @@ def test_the_page_has_these_thresholds():
     assert f"{FAR:g} of a step" in told[2][1]
 
 
-def test_the_page_works_r_out_by_this_formula():
-    for gpu, *told in rows(PAGE, "## Nothing to run yet"):
-        peak = float(gpu.split()[-2]) * 1e12
-        for gbit, r in zip((1, 10, 25, 100), told):
+def test_the_readme_works_r_out_by_this_formula_and_advises_by_it():
+    (peaks,) = re.findall(r"RTX 3090 [^.]*", (DOCS / "which-strategy.md").read_text())
+    for gpu, *told in rows(ROOT / "README.md", "## Is it for you?"):
+        peak = float(re.search(rf"{gpu} (\d+)", peaks)[1]) * 1e12
+        for gbit, cell in zip((1, 10, 25, 100), told):
             parameters = 124e6  # any
             network = Network(gbit * 1e9, 0.0, 4)
-            found = Ratio(4 * parameters, network, 6 * parameters * 8192 / (0.4 * peak)).advice.r
-            assert float(r) == pytest.approx(found, rel=0.03), (gpu, gbit)
+            advice = Ratio(4 * parameters, network, 6 * parameters * 8192 / (0.4 * peak)).advice
+            r, _, strategy = cell.partition(": ")
+            assert float(r) == pytest.approx(advice.r, rel=0.03), (gpu, gbit)
+            assert strategy.strip("`") == advice.strategy, (gpu, gbit)
