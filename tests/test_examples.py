@@ -8,7 +8,7 @@ import torch
 from tests.helpers.commands import begin
 from tests.helpers.examples import EXAMPLES, load
 
-gpt, muon, text_data = map(load, ["gpt", "muon", "text_data"])
+demo, gpt, muon, text_data = map(load, ["demo", "gpt", "muon", "text_data"])
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def test_image_example_sends_less_than_ddp(pair, tmp_path):
     sparse = outcome_of(pair, "train_image.py", "--fast-dev-run", *flags, folder=tmp_path)
     assert dense["bytes_per_step"] == dense["dense_bytes"] == sparse["dense_bytes"]
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 50
+
+
+def test_the_demo_says_what_its_bytes_are_worth():
+    _, dense, sparse = demo.expected(250_000).splitlines()  # 1 MB, of which two ranks send each other all
+    assert [float(cell) for cell in dense.replace("ms", "").split()[1:]] == pytest.approx([5 + 8 + 0.2, 5 + 80 + 0.2])
+    assert [float(cell) < 6 for cell in sparse.replace("ms", "").split()[1:]] == [True, True]
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lightning_sparse.compressors.registry import checked_name
 
 DIRECT_BYTES = 2 << 20  # of an all-gather's result: at 1 Gbit/s and 100 us a ring is as fast from here on
-_BITS_PER_SECOND = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BITS_PER_SECOND = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "": 1.0}
 _A_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 
@@ -101,16 +101,16 @@ def dense_bytes(elements: float, ranks: int) -> float:
 
 
 def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
-    """Return bits per second of a text such as ``"1gbit"`` or ``"1Gb/s"``, given for an argument ``noun``.
+    """Return bits per second of a text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``, given for an argument ``noun``.
 
-    >>> parse_bandwidth("1gbit") == parse_bandwidth("1Gbit/s") == parse_bandwidth("1Gbps") == parse_bandwidth("1Gb/s")
-    True
+    >>> {parse_bandwidth(text) for text in ("1gbit", "1Gbit/s", "1Gbps", "1Gb/s", "1000Mbps", "1e9", "1000000000")}
+    {1000000000.0}
     """
     # A capital B would be bytes, which nobody is to be taken for having meant.
     written = re.sub(r"([kmgKMG])(?:[bB]it|b)(?:/s|ps)?$", lambda unit: f"{unit[1].lower()}bit", text)
     number, bits = _parse(noun, written, _BITS_PER_SECOND, "1gbit")
-    if not number:
-        raise ValueError(f"{noun}={text!r} must be above zero, such as '1gbit'")
+    if number * bits < 1e3:
+        raise ValueError(f"{noun}={text!r} must be 1000 bits per second or more, such as '1gbit', '25Gb/s' or '1e9'")
     return number * bits
 
 
@@ -123,11 +123,11 @@ def parse_latency(text: str, noun: str = "latency", example: str = "100us") -> f
 
 
 def _parse(noun: str, text: str, units: Mapping[str, float], example: str) -> tuple[float, float]:
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d+)?)({'|'.join(units)})", text)
     if match is None:
         raise ValueError(
-            f"{noun}={text!r} must be a number followed, without a space, by one of {', '.join(units)}, such as"
-            f" {example!r}"
+            f"{noun}={text!r} must be a number followed, without a space, by one of {', '.join(filter(None, units))},"
+            f" such as {example!r}"
         )
     return float(match[1]), units[match[2]]
 

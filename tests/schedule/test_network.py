@@ -9,14 +9,14 @@ from lightning_sparse.schedule.network import DIRECT_BYTES, Network, parse_bandw
 
 def test_bandwidths_and_latencies_are_read():
     assert [parse_bandwidth(text) for text in ("1gbit", "2.5gbit", "100mbit", "64kbit")] == [1e9, 2.5e9, 1e8, 64_000]
-    assert [parse_bandwidth(text) for text in ("25Gb/s", "25Gbit/s", "25Gbps")] == [25e9] * 3
+    assert [parse_bandwidth(text) for text in ("25Gb/s", "25Gbit/s", "25Gbps", "25000Mbps", "25e9")] == [25e9] * 5
     assert [parse_latency(text) for text in ("100us", "0.5ms", "2s", "0")] == pytest.approx([1e-4, 5e-4, 2.0, 0])
 
 
 @pytest.mark.parametrize(
     ("parse", "texts"),
     [
-        (parse_bandwidth, ["1gib", "1", "gbit", "1 gbit", "-1gbit", "1GB/s", "1e9", "infgbit", "", "0mbit"]),
+        (parse_bandwidth, ["1gib", "1", "gbit", "1 gbit", "-1gbit", "1GB/s", "25", "infgbit", "", "0mbit"]),
         (parse_latency, ["1", "100 us", "-1ms", "1min", "nan"]),
     ],
 )

@@ -32,7 +32,7 @@ def plan(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     try:
         _plan(options)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--r", type=float, help="where it is known: what to take, and nothing else")
     add("--parameters", help="that are trained, with fp32 gradients, such as 124M, 1.5B")
     add("--compute", help="of a step without communication, such as 120ms: one on one device")
-    add("--bandwidth", help="of each worker's or node's link, such as 100mbit, 2.5gbit, 25Gb/s")
+    add("--bandwidth", help="of each worker's or node's link, such as 100Mbps, 1Gbit/s, 25Gb/s; plain: bits per second")
     add("--latency", default="100us", help="of a message one way, such as 100us (Ethernet; if left out), 10ms (sites)")
     add("--workers", type=int, help="processes that exchange gradients, at least 2")
     add("--ranks-per-node", type=int, default=1, help="that share the link of their node, 1 if left out")
@@ -104,7 +104,8 @@ def parse_parameters(text: str) -> int:
 def _network(options: argparse.Namespace) -> Network:
     """Return the network of the exchange; of shards, that between equal ones of replicas that take a node each."""
     links = parse_bandwidth(options.bandwidth), parse_latency(options.latency), options.workers
-    intra = parse_bandwidth(options.node_bandwidth, "node-bandwidth"), parse_latency(options.node_latency)
+    bandwidth = parse_bandwidth(options.node_bandwidth, "node-bandwidth")
+    intra = bandwidth, parse_latency(options.node_latency, "node-latency", "10us")
     network, shards = Network(*links, options.ranks_per_node, *intra).checked(), options.shards
     if shards < 1:
         raise ValueError(f"--shards {shards} must be a number of workers, at least 1 (whole models)")
