@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def train(strategy: str) -> dict[str, Any]:
     return outcome
 
 
-def table(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Lay out columns.
 
     Example::
