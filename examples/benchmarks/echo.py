@@ -1,7 +1,7 @@
 """A system's own pipeline in one process, with nobody at the other end: every rank hands in what this one does."""
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.levels import FlatRanks
+from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.worker import Channel
 
@@ -42,14 +42,23 @@ def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
     return received.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(received.view_as(out))
 
 
-def echo_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: torch.device) -> Pipeline:
-    """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes."""
-    compressor = settings.compressor
-    compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), tuple(sizes), 0, ranks, device))
+def echo_pipeline(
+    settings: Settings, sizes: Sequence[int], levels: Union[int, FlatRanks], device: torch.device
+) -> Pipeline:
+    """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes.
+
+    ``levels`` may be a number of ranks, all on one level.
+    """
+    if isinstance(levels, int):
+        levels = FlatRanks(Channel(EchoCollectives(levels, device), Recorder(device, levels)))
+    compressor, ranks = settings.compressor, levels.inter.ranks
+    share_of = levels.share_of if isinstance(levels, HierarchicalRanks) else None
+    shares = tuple(map(levels.share_numel, sizes))
+    compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), shares, 0, ranks, device))
     return Pipeline(
         compressor,
-        settings.memory_for({torch.float32}, ranks),
+        settings.memory_for({torch.float32}, ranks, share_of),
         settings.wires_for(0, ranks),
-        FlatRanks(Channel(EchoCollectives(ranks, device), Recorder(device, ranks))),
+        levels,
         density_of=lambda name: compressor.density_of(name, settings.density),
     )

@@ -2,20 +2,20 @@
 
 One process makes the steps of one of many ranks: its collectives answer as if every rank had handed in the same. Its
 tensors say that they are a device's, so that all goes the way that it goes there. An operation of ATen is one launch,
-see :class:`Launches`::
+those that are known to be several kernels count as many, see :class:`Launches`::
 
-    python examples/benchmarks/launches.py
+    python examples/benchmarks/launches.py                                 # calls / weighed launches / host waits
+    python examples/benchmarks/launches.py --phases --systems "qsgd"       # weighed launches by phase
 """
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from echo import EchoCollectives, echo_pipeline
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -23,23 +23,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_sparse import AdamCorrection
+from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.levels import FlatRanks
-from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
-from lightning_sparse.engine.step.worker import Channel
+from lightning_sparse.engine.shared_model import SharedModel
+from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
+from lightning_sparse.engine.step.step import NOTHING_KNOWN, LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
+from lightning_sparse.schedule import Single
 
 # BERT-large: the embeddings of words and positions, and 24 blocks of 16 tensors; 334 million elements.
 _BLOCK = (1 << 20, 1 << 10) * 4 + (1 << 10, 1 << 10, 1 << 22, 1 << 12, 1 << 22, 1 << 10, 1 << 10, 1 << 10)
 SIZES = (30522 << 10, 1 << 19, *_BLOCK * 24)
-RANKS = 64
+RANKS, NODE_RANKS = 64, 8
 PHASES = ("compensate", "select", "encode, decode", "exchange", "commit", "optimizer")
 _LIST = 100  # tensors that one launch of torch's multi-tensor kernels takes: 30 to 110 by operation
-_BUCKET_MB = 1  # DDP's, as the strategy asks for them
+_SMALL = 1 << 15  # elements of a gradient that the exchange copies beside others; larger ones lie alone
 _DENSE_STEPS, _STEPS = 2, 3  # the last counts: by then ExDyna has its threshold, and Adam's updates are corrected
 _DIVISOR = 1 << 10  # of the sizes where every element has to be computed
 _PRETENDED, _META = torch.device("cuda"), torch.device("meta")
@@ -52,15 +54,25 @@ class System(NamedTuple):
         compressor: its name.
         density: of elements sent; ``None`` for a method without.
         exchange: how selections travel.
-        is_corrected: whether AdamW's updates are made before selection.
         waits: whether the host reads more of the device than whether a step is finite, so that there have to be values.
+        is_corrected: whether AdamW's updates are made before selection.
+        node_ranks: of these each has a share of every gradient, on two levels.
+        groups: in which gradients travel, of as many tensors each.
+        clip_norm: to which gradients are clipped.
+        wire: name of the type of values.
+        rounds: whose exchange is counted in a step's place.
     """
 
     compressor: str
     density: Optional[float] = None
     exchange: str = "auto"
-    is_corrected: bool = False
     waits: bool = False
+    is_corrected: bool = False
+    node_ranks: int = 1
+    groups: int = 1
+    clip_norm: Optional[float] = None
+    wire: str = "float32"
+    rounds: Optional[LocalSteps] = None
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +81,7 @@ class System(NamedTuple):
 
     @property
     def divisor(self) -> int:
-        """By what the sizes of tensors are divided, and of buckets."""
+        """By what the sizes of tensors are divided."""
         return _DIVISOR if self.waits else 1
 
     @property
@@ -77,14 +89,29 @@ class System(NamedTuple):
         """Elements of its tensors."""
         return tuple(size // self.divisor for size in SIZES)
 
+    def settings(self) -> Settings:
+        """Return what a user would choose."""
+        correction = AdamCorrection(dense_steps=_DENSE_STEPS, fall_steps=0) if self.is_corrected else "auto"
+        settings = Settings.of(
+            self.compressor,
+            self.density,
+            schedule="single",
+            wire=self.wire,
+            warmup_epochs=0,
+            optimizer_correction=correction,
+            exchange=self.exchange,
+            local_steps=1 if self.rounds is None else self.rounds,
+        )
+        return settings.correcting_adam() if self.is_corrected else settings
+
 
 SYSTEMS = {
     "topk 0.001, gather": System("topk", 0.001, "gather"),
     "topk 0.001, owners": System("topk", 0.001, "owners"),
     "topk 0.01, gather": System("topk", 0.01, "gather"),
     "topk 0.01, owners": System("topk", 0.01, "owners"),
-    "lags 0.001, gather": System("lags", 0.001, "gather"),
-    "lags 0.001, gather, AdamW corrected": System("lags", 0.001, "gather", is_corrected=True),
+    "lags 0.001, 16 groups": System("lags", 0.001, "gather", groups=16),
+    "lags 0.001, 16 groups, clipped": System("lags", 0.001, "gather", groups=16, clip_norm=1.0),
     "omgs 0.001, gather": System("omgs", 0.001, "gather"),
     "dgc 0.001, gather": System("dgc", 0.001, "gather"),
     "sdagc 0.001, gather": System("sdagc", 0.001, "gather"),
@@ -93,7 +120,11 @@ SYSTEMS = {
     "qsgd": System("qsgd"),
     "a2sgd": System("a2sgd"),
     "dense": System("dense"),
+    "diloco, a round": System("dense", rounds=LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)),
+    "loco, a round": System("topk", 1 / 64, wire="2bit", rounds=LocalSteps(30, residual_decay=0.95)),
 }
+_LEFT_TO_ADAM = ("a2sgd", "dense", "qsgd", "diloco, a round", "loco, a round")  # which act on what is exchanged
+_ONE_LEVEL = ("a2sgd",)  # whose ranks have replicas of their own
 
 
 class OnDevice(Tensor):
@@ -108,25 +139,28 @@ class OnDevice(Tensor):
 class Launches(TorchDispatchMode):
     """Count the launches of what is done inside, by phase.
 
-    An operation of ATen on tensors of a device is one launch: arithmetic, copies (also from and to the host), fills,
+    An operation of ATen on tensors of a device is one call: arithmetic, copies (also from and to the host), fills,
     sorts, top-k. None are those that make a view, tell a size, or take memory without filling it, and those of which
-    the result has no element. One that takes a list of tensors (``_foreach_add_``, ``cat``, ``stack``) is a launch for
-    every hundred begun, or for each tensor where some are not contiguous. So it is a count of calls: a sort, a top-k
-    or an ``index_put_`` is several kernels, and a list of large tensors takes more launches than one of small ones.
+    the result has no element. One that takes a list of tensors (``_foreach_add_``, ``cat``, ``stack``) is a call for
+    every hundred begun, or for each tensor where some are not contiguous. Weighed, a call counts as the kernels that
+    it is known to be: an ``index_put_`` that accumulates 20, a sort 8, a top-k 12. A list of large tensors takes more
+    launches than one of small ones, which is left out.
 
     Args:
         tensors_a_launch: how many tensors of a list one launch takes.
 
     Attributes:
         phase: of what is done now.
-        by_phase: launches.
-        waits: how often the host waited for the device, by the name of the operation.
+        calls: by phase.
+        weighed: launches by phase.
+        waits: how often the host waited for the device, by the name of the operation: also to copy from the host.
     """
 
     def __init__(self, tensors_a_launch: int = _LIST) -> None:
         super().__init__()
         self.phase = ""
-        self.by_phase: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.weighed: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.is_on_device = False
         self._tensors_a_launch = tensors_a_launch
@@ -134,12 +168,13 @@ class Launches(TorchDispatchMode):
 
     def clear(self) -> None:
         """Start anew."""
-        for counter in (self.by_phase, self.waits):
+        for counter in (self.calls, self.weighed, self.waits):
             counter.clear()
 
-    def add(self, launches: int = 1) -> None:
-        """Count."""
-        self.by_phase[self.phase] += launches
+    def add(self, calls: int = 1, kernels: int = 1) -> None:
+        """Count calls of so many kernels each."""
+        self.calls[self.phase] += calls
+        self.weighed[self.phase] += calls * kernels
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -173,8 +208,20 @@ class Launches(TorchDispatchMode):
             if not (func.is_view or name in _WITHOUT_LAUNCH or _is_empty(result)):
                 tensors = max(map(_listed, args), default=1)
                 is_one_by_one = name.startswith("_foreach") and any(map(_is_laid_otherwise, args))
-                self.add(tensors if is_one_by_one else -(-tensors // self._tensors_a_launch))
+                self.add(
+                    tensors if is_one_by_one else -(-tensors // self._tensors_a_launch), _kernels(name, args, kwargs)
+                )
         return result
+
+
+_KERNELS = {"sort": 8, "_unique2": 8, "topk": 12}
+_ACCUMULATING = 20  # of an index_put_, which sorts
+
+
+def _kernels(name: str, args: tuple[Any, ...], kwargs: Optional[dict[str, Any]]) -> int:
+    if name.lstrip("_").startswith("index_put"):
+        return _ACCUMULATING if (args[3:] or ((kwargs or {}).get("accumulate", False),))[0] else 1
+    return _KERNELS.get(name, 1)
 
 
 _READ = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select")
@@ -245,11 +292,20 @@ class _Functions(TorchFunctionMode):
         if name in ("cpu", "tolist"):
             launches.waits[name] += 1
             return result.as_subclass(Tensor) if name == "cpu" else result
+        if _waits_to_copy(name, devices, asked, kwargs):
+            launches.waits[name] += 1
         is_pretended = _PRETENDED in devices | asked
         return tree_map(_said_to_be_on_device, result) if is_pretended else result
 
 
 _HOST = torch.device("cpu")
+
+
+def _waits_to_copy(name: str, devices: set[Any], asked: set[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call copies from the host's pageable memory, and returns when that is done."""
+    if name in ("new_tensor", "tensor", "as_tensor"):
+        return True
+    return name in ("to", "cuda") and devices == {_HOST} and bool(asked - devices) and not kwargs.get("non_blocking")
 
 
 def _in_host_memory(argument: Any) -> Any:
@@ -293,49 +349,83 @@ def launches_of_a_step(
     system: System,
     ranks: int = RANKS,
     sizes: Optional[Sequence[int]] = None,
-    bucket_mb: float = _BUCKET_MB,
+    small: int = _SMALL,
     tensors_a_launch: int = _LIST,
 ) -> Launches:
-    """Make steps as one of so many ranks, and count the last.
+    """Make steps as one of so many ranks, and count the last; of rounds, the last.
 
     Args:
         system: what is counted.
         ranks: how many are played.
         sizes: elements of the tensors, in the order of definition; ``None`` for the system's own.
-        bucket_mb: size from which on a bucket of DDP is handed over; what is in one lies side by side in memory.
+        small: elements below which tensors of a group lie side by side, of those of BERT-large.
         tensors_a_launch: see :class:`Launches`.
     """
     sizes = system.sizes if sizes is None else sizes
     launches = Launches(tensors_a_launch)
-    correction = AdamCorrection(dense_steps=_DENSE_STEPS, fall_steps=0) if system.is_corrected else "auto"
-    settings = Settings.of(
-        system.compressor,
-        system.density,
-        schedule="single",
-        warmup_epochs=0,
-        optimizer_correction=correction,
-        exchange=system.exchange,
-    )
-    if system.is_corrected:
-        settings = settings.correcting_adam()
-    with launches, mock.patch.object(torch, "Generator", _HostGenerator):
-        pipeline = echo_pipeline(settings, sizes, ranks, system.device)
-        pipeline.recorder = PhaseRecorder(launches)
-        collectives = CountedCollectives(ranks, system.device, launches)
-        pipeline.levels = FlatRanks(Channel(collectives, pipeline.recorder))
-        adam = _CorrectedAdam(pipeline.memory, sizes, system) if system.is_corrected else None
-        compensate = launches.during("compensate")(pipeline.memory.compensate)
-        with mock.patch.object(pipeline.memory, "compensate", compensate):
-            for step in range(_STEPS):
-                gradients = _gradients(sizes, bucket_mb / system.divisor, system.device)
-                if adam is not None:
-                    pipeline.context = adam.context(step)
-                launches.clear()
-                _make_step(pipeline, gradients, launches)
-                if adam is not None:
-                    with launches.during("optimizer"):
-                        adam.step(gradients)
+    with launches, torch.no_grad(), mock.patch.object(torch, "Generator", _HostGenerator):
+        pipeline = _pipeline(system, sizes, ranks, launches)
+        if system.rounds is None:
+            make_step = _steps(pipeline, system, sizes, launches, small // system.divisor)
+        else:
+            make_step = _rounds(pipeline, system, sizes, launches)
+        for step in range(_STEPS):
+            make_step(step)
     return launches
+
+
+def _pipeline(system: System, sizes: Sequence[int], ranks: int, launches: Launches) -> Pipeline:
+    def channel(of: int) -> Channel:
+        return Channel(CountedCollectives(of, system.device, launches), recorder)
+
+    recorder = PhaseRecorder(launches)
+    levels = FlatRanks(channel(ranks))
+    if system.node_ranks > 1:
+        levels = HierarchicalRanks(channel(system.node_ranks), channel(ranks // system.node_ranks), channel(ranks))
+    pipeline = echo_pipeline(system.settings(), sizes, levels, system.device)
+    pipeline.memory.compensate = launches.during("compensate")(pipeline.memory.compensate)  # type: ignore[method-assign]
+    return pipeline
+
+
+def _steps(
+    pipeline: Pipeline, system: System, sizes: Sequence[int], launches: Launches, small: int
+) -> Callable[[int], None]:
+    adam = _CorrectedAdam(pipeline.memory, sizes, system) if system.is_corrected else None
+
+    def make_step(step: int) -> None:
+        gradients = _gradients(sizes, system, small)
+        context = NOTHING_KNOWN if adam is None else adam.context(step)
+        launches.clear()
+        pipeline.begin(context)
+        _make_step(pipeline, gradients, launches, system.groups)
+        if adam is not None:
+            with launches.during("optimizer"):
+                adam.step(gradients)
+
+    return make_step
+
+
+def _rounds(pipeline: Pipeline, system: System, sizes: Sequence[int], launches: Launches) -> Callable[[int], None]:
+    module = nn.ParameterList([nn.Parameter(torch.zeros(size, device=system.device)) for size in sizes])
+    names = [name for name, _ in module.named_parameters()]
+    assert system.rounds is not None
+    shared = SharedModel(module, names, system.rounds, pipeline, Single(), _Inline())
+
+    def make_round(_: int) -> None:
+        launches.clear()
+        with launches.during("commit"):
+            change = shared.change(is_late=False)
+            shared.exchange(change, 1.0, lambda: NOTHING_KNOWN)
+            shared.apply(change)
+
+    return make_round
+
+
+class _Inline(ExchangeWorker):
+    """A worker that nothing is left to."""
+
+    def __init__(self) -> None:
+        self.error = None
 
 
 class _HostGenerator(torch.Generator):
@@ -345,24 +435,30 @@ class _HostGenerator(torch.Generator):
         return super().__new__(cls, _HOST)  # type: ignore[call-arg]  # which torch annotates as taking none
 
 
-def _gradients(sizes: Sequence[int], bucket_mb: float, device: torch.device) -> dict[int, Tensor]:
-    """Return gradients by place, the last first, as from backward, in buckets as DDP cuts them."""
+def _gradients(sizes: Sequence[int], system: System, small: int) -> dict[int, Tensor]:
+    """Return gradients by place, the last first, as from backward, the small ones of a group side by side."""
     order = range(len(sizes) - 1, -1, -1)
-    shapes = [torch.empty(sizes[place], device=_META) for place in order]
-    limits = [max(1, int(bucket_mb * (1 << 20)))]
-    buckets, _ = dist._compute_bucket_assignment_by_size(shapes, limits)  # type: ignore[attr-defined]
     gradients: dict[int, Tensor] = {}
-    for bucket in buckets:
-        places = [order[each] for each in bucket]
-        numels = [sizes[place] for place in places]
-        gradients.update(zip(places, torch.randn(sum(numels), device=device).split(numels)))
+    for group in _groups(order, system.groups):
+        beside = [place for place in group if sizes[place] < small]
+        numels = [sizes[place] for place in beside]
+        together = dict(zip(beside, torch.randn(sum(numels), device=system.device).split(numels)))
+        for place in group:
+            gradients[place] = together[place] if place in together else torch.randn(sizes[place], device=system.device)
     return gradients
 
 
-def _make_step(pipeline: Pipeline, gradients: Mapping[int, Tensor], launches: Launches) -> None:
-    group = [LocalGradient(str(place), gradient, None) for place, gradient in gradients.items()]
+def _groups(places: Sequence[Any], groups: int) -> Iterator[Sequence[Any]]:
+    size = -(-len(places) // groups)
+    return (places[start : start + size] for start in range(0, len(places), size))
+
+
+def _make_step(pipeline: Pipeline, gradients: Mapping[int, Tensor], launches: Launches, groups: int) -> None:
+    members = [LocalGradient(str(place), gradient, True) for place, gradient in gradients.items()]
     with launches.during("encode, decode"):
-        exchanged = list(pipeline.exchange(group))
+        if pipeline.memory.clips_gradients:
+            pipeline.measure_norms(members)
+        exchanged = [part for group in _groups(members, groups) for part in pipeline.exchange(group)]
     with launches.during("commit"):
         pipeline.commit(exchanged)
         pipeline.recorder.end_step()
@@ -379,13 +475,13 @@ class _CorrectedAdam:
             self._optimizer.state[parameter] = {"step": torch.tensor(float(_DENSE_STEPS)), **moments}
         self._names = {parameter: str(place) for place, parameter in enumerate(self._parameters)}
         assert isinstance(memory, AdamMemory)
-        self._steps = AdamSteps([self._optimizer], self._names, lambda name: 0.5, memory)
+        self._steps = AdamSteps([self._optimizer], self._names, lambda name: 0.5, memory, system.clip_norm)
 
     def context(self, step: int) -> StepContext:
         """Return what the exchange is told: in the first step, to send everything."""
         if not step:
-            return StepContext(dense=frozenset(self._names.values()))
-        return self._steps.coming(is_dense=False)
+            return StepContext(whole=frozenset(self._names.values()))
+        return self._steps.coming(is_plain=False)
 
     def step(self, gradients: Mapping[int, Tensor]) -> None:
         """Make a step."""
@@ -394,25 +490,49 @@ class _CorrectedAdam:
         self._optimizer.step()
 
 
-def by_phase(systems: Sequence[str]) -> Iterator[str]:
-    """Yield a Markdown table of the launches of a step by phase."""
-    columns = (*PHASES, "all", "all, 25 MiB buckets", "all, one bucket", "host waits")
-    yield f"| {len(SIZES)} tensors, {RANKS} ranks, one group | {' | '.join(columns)} |"
-    yield "| --- |" + " ---: |" * len(columns)
+def by_way(systems: Sequence[str]) -> Iterator[str]:
+    """Yield a Markdown table of calls, weighed launches and host waits of a step."""
+    ways: dict[str, dict[str, Any]] = {
+        "SGD": {},
+        "SGD, two levels": {"node_ranks": NODE_RANKS},
+        "AdamW": {"is_corrected": True},
+        "AdamW, two levels": {"is_corrected": True, "node_ranks": NODE_RANKS},
+    }
+    yield f"| {len(SIZES)} tensors, {RANKS} ranks | {' | '.join(ways)} |"
+    yield "| --- |" + " ---: |" * len(ways)
     for name in systems:
-        counted, *others = (launches_of_a_step(SYSTEMS[name], bucket_mb=size) for size in (_BUCKET_MB, 25, 1 << 20))
-        cells = [counted.by_phase[phase] for phase in PHASES]
-        cells += [each.by_phase.total() for each in (counted, *others)]
-        yield f"| {name} | {' | '.join(map(str, cells))} | {counted.waits.total()} |"
+        cells = []
+        for changed in ways.values():
+            is_left = "is_corrected" in changed and name in _LEFT_TO_ADAM
+            is_left = is_left or ("node_ranks" in changed and name in _ONE_LEVEL)
+            is_left = is_left or ("is_corrected" not in changed and SYSTEMS[name].clip_norm is not None)
+            cells.append("" if is_left else _told(launches_of_a_step(SYSTEMS[name]._replace(**changed))))
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _told(counted: Launches) -> str:
+    return f"{counted.calls.total()} / {counted.weighed.total()} / {counted.waits.total()}"
+
+
+def by_phase(systems: Sequence[str]) -> Iterator[str]:
+    """Yield a Markdown table of the weighed launches of a step by phase."""
+    yield f"| {len(SIZES)} tensors, {RANKS} ranks | {' | '.join((*PHASES, 'weighed', 'calls', 'host waits'))} |"
+    yield "| --- |" + " ---: |" * (len(PHASES) + 3)
+    for name in systems:
+        counted = launches_of_a_step(SYSTEMS[name])
+        cells = [counted.weighed[phase] for phase in PHASES]
+        cells += [counter.total() for counter in (counted.weighed, counted.calls, counted.waits)]
+        yield f"| {name} | {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
+    parser.add_argument("--phases", action="store_true", help="print a step with SGD by phase")
     options = parser.parse_args()
     torch.manual_seed(0)
-    for line in by_phase(options.systems):
+    for line in (by_phase if options.phases else by_way)(options.systems):
         print(line, flush=True)
 
 
