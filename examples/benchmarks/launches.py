@@ -396,7 +396,7 @@ def _steps(
         gradients = _gradients(sizes, system, small)
         context = NOTHING_KNOWN if adam is None else adam.context(step)
         launches.clear()
-        pipeline.begin(context)
+        pipeline.begin_step(context)
         _make_step(pipeline, gradients, launches, system.groups)
         if adam is not None:
             with launches.during("optimizer"):
@@ -480,8 +480,8 @@ class _CorrectedAdam:
     def context(self, step: int) -> StepContext:
         """Return what the exchange is told: in the first step, to send everything."""
         if not step:
-            return StepContext(whole=frozenset(self._names.values()))
-        return self._steps.coming(is_plain=False)
+            return StepContext(dense=frozenset(self._names.values()))
+        return self._steps.coming(is_dense=False)
 
     def step(self, gradients: Mapping[int, Tensor]) -> None:
         """Make a step."""
