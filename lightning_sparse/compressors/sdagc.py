@@ -15,8 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gather, ModelLayout
-from lightning_sparse.compressors.selection import Selection, SelectionSize, copied_to
+from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.compressors.topk import TopK, largest_of_each
+from lightning_sparse.functional.pieces import copied_to
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates

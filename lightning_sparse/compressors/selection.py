@@ -5,9 +5,7 @@ other, and are read, written and added at once.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from threading import local
+from functools import cached_property
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.functional.elements import add_rows, copy_elements
+from lightning_sparse.functional.pieces import Counts, Piece, pieces, repeat_each, starts_of
 
 
 class SelectionSize(NamedTuple):
@@ -49,9 +48,6 @@ class Selection(NamedTuple):
     filled: Optional[Tensor] = None
 
 
-Counts = tuple[int, ...]  # of elements, by tensor
-
-
 class FlatSelection(Sequence[Selection]):
     """Some elements of each tensor of a group; as a sequence, a selection of each, which most steps do not ask for.
 
@@ -80,8 +76,8 @@ class FlatSelection(Sequence[Selection]):
         """Select elements of flat tensors by indices into all of them laid end to end, so many of each."""
         values = tensors[0].new_empty(len(indices))
         selected = cls(values, indices, tuple(map(Tensor.numel, tensors)), counts)
-        for flat, run_indices, run_values in selected.runs(tensors):
-            torch.index_select(flat, 0, run_indices, out=run_values)
+        for piece, piece_indices, piece_values in selected.pieces(tensors):
+            torch.index_select(piece.read(), 0, piece_indices, out=piece_values)
         return selected
 
     def replaced(self, values: Tensor, indices: Tensor) -> "FlatSelection":
@@ -107,15 +103,15 @@ class FlatSelection(Sequence[Selection]):
         pieces = zip(self.values.split(self.counts, -1), indices.split(self.counts, -1), self.numels, filled)
         return [Selection(*piece) for piece in pieces]
 
-    def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield tensors beside each other as one, with indices and values of what is selected of it."""
+    def pieces(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+        """Yield tensors that are taken together, with indices and values of what is selected of them."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
-        found = list(runs(tensors))
-        numels, counts = (tuple(each[stop] - each[first] for first, stop, _ in found) for each in (starts, columns))
+        found = list(pieces(tensors))
+        numels, counts = (tuple(each[one.stop] - each[one.first] for one in found) for each in (starts, columns))
         indices = self.indices
         if len(found) > 1:
             indices = indices - _origins(numels, counts, indices.device)
-        return zip((flat for *_, flat in found), indices.split(counts, -1), self.values.split(counts, -1))
+        return zip(found, indices.split(counts, -1), self.values.split(counts, -1))
 
 
 def whole(tensors: Sequence[Tensor]) -> list[Selection]:
@@ -148,8 +144,8 @@ def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
 def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
     """Write the values of :func:`grouped` selections of one rank over flat tensors at these places, in place."""
     if isinstance(selections, FlatSelection):
-        for flat, indices, values in selections.runs(tensors):
-            flat.index_copy_(0, indices, values)
+        for piece, indices, values in selections.pieces(tensors):
+            piece.write(piece.read().index_copy_(0, indices, values))
     elif all(selection.values.dim() == 1 for selection in selections):
         torch._foreach_copy_(list(tensors), [selection.values for selection in selections])
     else:
@@ -162,44 +158,8 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
     if not isinstance(selections, FlatSelection):
         overwrite(tensors, selections)
         return
-    several = list(selections.runs(tensors))
-    torch._foreach_zero_([flat for flat, _, _ in several])
-    for flat, indices, values in several:
-        add_rows(values, indices, flat)
-
-
-class _Known(local):
-    """Groups are the same step after step; by thread, since what a device's stream has copied it alone reads."""
-
-    def __init__(self) -> None:
-        self.copied_to = lru_cache(maxsize=512)(lambda numbers, device: torch.tensor(numbers).to(device))
-
-
-_known = _Known()
-
-
-def copied_to(numbers: Counts, device: torch.device) -> Tensor:
-    """Return numbers as int64 ``[count]`` on a device; the latest are remembered, so that no copy stops the host."""
-    known: Tensor = _known.copied_to(numbers, device)
-    return known
-
-
-@lru_cache(maxsize=512)
-def starts_of(numels: Counts) -> Counts:
-    """Return where tensors of so many elements start when laid end to end, and where the last one ends."""
-    return tuple(accumulate(numels, initial=0))
-
-
-def counts_of(indices: Tensor, numels: Counts) -> Counts:
-    """Return how many ascending indices lie in each of tensors laid end to end; the host waits for a GPU."""
-    places: list[int] = torch.searchsorted(indices, copied_to(starts_of(numels), indices.device)).tolist()
-    return tuple(last - first for first, last in pairwise(places))
-
-
-def repeat_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
-    """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
-    # The size is known: a GPU need not be asked for it.
-    return copied_to(numbers, device).repeat_interleave(copied_to(counts, device), output_size=sum(counts))
+    for piece, indices, values in selections.pieces(tensors):
+        piece.write(add_rows(values, indices, piece.room().zero_()))
 
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
@@ -220,22 +180,3 @@ def _filled(selection: Selection) -> Tensor:
 def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
     """Return how many elements a rank sends, without asking the device for it."""
     return selection.values.numel() if selection.filled is None else selection.filled.sum()
-
-
-def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-    """Find tensors, flat, contiguous, of one type, none empty, that lie beside each other in memory, in order.
-
-    Yields the place of a run's first tensor, that after its last, and one flat tensor that shares their memory.
-    """
-    first = 0
-    while first < len(tensors):
-        head = tensors[first]
-        storage = head.untyped_storage()
-        start, stop = head.data_ptr(), first + 1
-        end, limit = start + head.nbytes, storage.data_ptr() + storage.nbytes()
-        # Memory that only happens to lie behind is not of this storage.
-        while stop < len(tensors) and tensors[stop].data_ptr() == end and end < limit:
-            end += tensors[stop].nbytes
-            stop += 1
-        yield first, stop, head if stop == first + 1 else head.as_strided(((end - start) // head.itemsize,), (1,))
-        first = stop

@@ -1,9 +1,10 @@
-"""The exact ``count`` largest magnitudes of flat tensors, without ordering them.
+"""The exact ``count`` largest magnitudes of flat tensors, without ordering them; on a CPU tensor by tensor.
 
 A cheap vectorised pass first discards nearly all elements, and only the few that remain are compared:
 
 * low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
-  has at least one element that none outside exceeds. Shapes are known in advance, so nothing waits for a GPU;
+  has at least one element that none outside exceeds. Shapes are known in advance, so nothing waits for a GPU, where
+  :mod:`~lightning_sparse.functional.segments` does so for all tensors at once;
 * higher densities on CPU: a threshold is read off a strided sample, a little too low on purpose; where the count of
   what reaches it shows that the sample misled (or many elements are equal), ``torch.topk`` decides.
 
@@ -11,6 +12,7 @@ The answer depends on the tensor alone; tensors of equal size share their calls,
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Optional, Union
@@ -18,13 +20,15 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
+from lightning_sparse.functional.pieces import copied_to, starts_of
+from lightning_sparse.functional.segments import largest_of_few
+
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
 _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
 _FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
-_DEVICE_BATCH = 1 << 24  # likewise, of those that are copied: a launch costs more than 64 MiB for a while
-_DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside the model
+_DEVICE_BATCH = 1 << 26  # likewise: launches cost more than 256 MiB for a while
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
@@ -51,11 +55,40 @@ def batched_top_k_indices(tensors: Sequence[Tensor], count: int) -> Tensor:
     numel = tensors[0].numel()
     if not 1 <= count <= numel:
         raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")
-    size = max(1, _BATCH // numel)
     if tensors[0].device.type != "cpu":
-        size = max(1, _DEVICE_BATCH // (count * _BLOCK if _is_sparse(numel, count) else numel))
+        places = top_k_of_all(tensors, (count,) * len(tensors))[0].view(-1, count)
+        return places - torch.arange(len(tensors), device=places.device).mul_(numel).unsqueeze(1)
+    size = max(1, _BATCH // numel)
     batches = [tensors[start : start + size] for start in range(0, len(tensors), size)]
     return torch.cat([_select(batch, count) for batch in batches])
+
+
+def top_k_of_all(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Find so many largest magnitudes of each tensor on a device, in calls that many tensors share.
+
+    Returns places in the tensors laid end to end, int64 ``[sum(counts)]``, ascending, and the values there.
+    """
+    starts = starts_of(tuple(map(Tensor.numel, tensors)))
+    are_sparse = [_is_sparse(tensor.numel(), count) for tensor, count in zip(tensors, counts)]
+    few = [place for place, tensor in enumerate(tensors) if are_sparse[place] or tensor.numel() <= _SMALL]
+    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of the others
+    for place in sorted(set(range(len(tensors))).difference(few)):
+        alike[tensors[place].numel(), counts[place]].append(place)
+    found: list[tuple[Tensor, Tensor]] = []
+    if few:
+        their_starts, their_counts = [starts[place] for place in few], tuple(counts[place] for place in few)
+        are_blocked = [are_sparse[place] for place in few]
+        found.append(largest_of_few([tensors[place] for place in few], their_starts, their_counts, are_blocked))
+    for (numel, count), members in alike.items():
+        size = max(1, _DEVICE_BATCH // numel)
+        for batch in (members[start : start + size] for start in range(0, len(members), size)):
+            rows = torch.stack([tensors[place] for place in batch])
+            chosen = torch.topk(rows.abs(), count, sorted=False).indices
+            shifts = copied_to(tuple(starts[place] for place in batch), rows.device)
+            found.append(((chosen + shifts.unsqueeze(1)).flatten(), rows.gather(1, chosen).flatten()))
+    places, values = map(torch.cat, zip(*found))
+    places, order = places.sort()
+    return places, values[order]
 
 
 def _select(rows: Sequence[Tensor], count: int) -> Tensor:
@@ -64,8 +97,7 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
         return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
     if _is_sparse(numel, count):
         return _by_block_maxima(rows, count)
-    # Its count is for the host to read: off the CPU a synchronisation, and torch.topk is a radix selection there.
-    if numel > _SMALL and rows[0].device.type == "cpu":
+    if numel > _SMALL:
         return torch.stack([_by_sampled_threshold(row, count) for row in rows])
     return _largest(torch.stack(tuple(rows)).abs_(), count)
 
@@ -100,19 +132,13 @@ def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
 
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
     body = rows[0].numel() // _BLOCK * _BLOCK
-    chunk = _CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
     maxima = rows[0].new_empty(len(rows), body // _BLOCK)
     bodies = rows if body == rows[0].numel() else [row[:body] for row in rows]
-    if body > chunk:
+    if body > _CPU_CHUNK:
         for row, row_maxima in zip(bodies, maxima.unbind()):
-            _maxima_of_each(row.split(chunk), row_maxima.split(chunk // _BLOCK))
-    elif rows[0].device.type == "cpu":
-        _maxima_of_each(bodies, maxima.unbind())
+            _maxima_of_each(row.split(_CPU_CHUNK), row_maxima.split(_CPU_CHUNK // _BLOCK))
     else:
-        share = chunk // body
-        for start in range(0, len(rows), share):
-            magnitudes = torch.stack(tuple(bodies[start : start + share])).abs_()
-            torch.amax(magnitudes.unflatten(1, (-1, _BLOCK)), dim=2, out=maxima[start : start + share])
+        _maxima_of_each(bodies, maxima.unbind())
     return maxima
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from lightning_sparse.compressors.selection import FlatSelection, Selection, end_to_end, grouped, runs, scatter, whole
+from lightning_sparse.compressors.selection import FlatSelection, Selection, end_to_end, grouped, scatter, whole
+from lightning_sparse.functional.pieces import runs
 
 
 def test_what_lies_between_the_tensors_is_left_alone():

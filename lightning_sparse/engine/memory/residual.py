@@ -14,8 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, runs
+from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite
 from lightning_sparse.functional.elements import copy_elements
+from lightning_sparse.functional.pieces import copied_to, pieces, runs
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
@@ -202,8 +203,14 @@ class ResidualMemory(Memory):
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
-            overwrite(accumulated, kept)
-            overwrite_accepted(residuals, accumulated, accepted)
+            if not isinstance(kept, FlatSelection):
+                overwrite(accumulated, kept)
+                overwrite_accepted(residuals, accumulated, accepted)
+                return
+            for piece, indices, values in kept.pieces(accumulated):
+                flat = piece.read().index_copy_(0, indices, values)
+                some = slice(piece.first, piece.stop)
+                _overwrite_accepted(residuals[some], flat, accepted[some] if accepted.dim() else accepted)
             return
         are_accepted = accepted.expand(len(names)).tolist()
         positions = [position for position, is_accepted in enumerate(are_accepted) if is_accepted]
@@ -257,15 +264,21 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
     """Copy flat sources, in place, over those tensors that are accepted: bool by tensor, or ``[]`` for all of them."""
+    for piece in pieces(sources):
+        some = slice(piece.first, piece.stop)
+        _overwrite_accepted(tensors[some], piece.read(), accepted[some] if accepted.dim() else accepted)
+
+
+def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tensor) -> None:
+    """Copy sources that are laid end to end."""
     if accepted.dim():
-        for tensor, source, is_accepted in zip(tensors, sources, accepted.unbind()):
-            torch.where(is_accepted, source, tensor, out=tensor)
-        return
-    for first, stop, source in runs(sources):
-        start = 0
-        for _, _, tensor in runs(tensors[first:stop]):
-            torch.where(accepted, source.narrow(0, start, tensor.numel()), tensor, out=tensor)
-            start += tensor.numel()
+        numels = tuple(map(Tensor.numel, tensors))
+        of_each = accepted.repeat_interleave(copied_to(numels, accepted.device), output_size=len(flat))
+    start = 0
+    for _, _, tensor in runs(tensors):
+        stop = start + tensor.numel()
+        torch.where(of_each[start:stop] if accepted.dim() else accepted, flat[start:stop], tensor, out=tensor)
+        start = stop
 
 
 def laid_clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -289,5 +302,11 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients in the type in which they are accumulated; those that have it are not copied."""
-    wide = [widened(gradient.dtype) for gradient in gradients]
-    return [gradient if gradient.dtype is dtype else gradient.to(dtype) for gradient, dtype in zip(gradients, wide)]
+    narrow = [gradient for gradient in gradients if gradient.dtype is not widened(gradient.dtype)]
+    if len(narrow) < len(gradients) or len({gradient.dtype for gradient in narrow}) > 1:
+        return [gradient.to(widened(gradient.dtype)) for gradient in gradients]
+    numels = [gradient.numel() for gradient in narrow]
+    # Side by side, and in one call.
+    wide = list(narrow[0].new_empty(sum(numels), dtype=widened(narrow[0].dtype)).split(numels)) if narrow else []
+    torch._foreach_copy_(wide, narrow)
+    return wide

@@ -55,6 +55,7 @@ from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload
 from lightning_sparse.functional.elements import round_to
+from lightning_sparse.functional.pieces import pieces
 from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norm_of
 
 __all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepContext"]
@@ -243,9 +244,13 @@ class Pipeline:
         self.memory.to_gradients(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
             torch._foreach_mul_(means, self.context.loss_scale)
-        for local, tensor in zip(exchanged.group, means):
-            if tensor is not local.gradient:
-                local.gradient.copy_(round_to(tensor, local.gradient.dtype))
+        narrow = [
+            (local.gradient, tensor) for local, tensor in zip(exchanged.group, means) if tensor is not local.gradient
+        ]
+        for piece in pieces([tensor for _, tensor in narrow]):
+            gradients = [gradient for gradient, _ in narrow[piece.first : piece.stop]]
+            rounded = round_to(piece.read(), gradients[0].dtype)
+            torch._foreach_copy_(gradients, list(rounded.split(list(map(Tensor.numel, gradients)))))
 
     @contextmanager
     def _deltas_sampled(self, exchanged: Exchanged) -> Iterator[None]:
