@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Compressor, ErrorFeedback, Gather, ModelLayout, checked_count
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.reductions import shift_by_sign, sign_totals
+from lightning_sparse.functional.reductions import shift_each_by_sign, sign_totals_of_each
 
 
 class A2SGD(Compressor):
@@ -62,7 +62,7 @@ class A2SGD(Compressor):
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
         # Noted now, while backward goes on, and added up when the step is over.
-        self._totals.update(zip(names, map(sign_totals, accumulated)))
+        self._totals.update(zip(names, sign_totals_of_each(accumulated)))
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 
     @override
@@ -74,7 +74,8 @@ class A2SGD(Compressor):
         # The shift is from what was sent, so that equal gradients on all ranks are left exactly as they are.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
-        return [mean._replace(values=shift_by_sign(mean.values, above, -below)) for mean in means]
+        shifted = shift_each_by_sign([mean.values for mean in means], above, -below)
+        return [mean._replace(values=values) for mean, values in zip(means, shifted)]
 
     def _local_means(self) -> Tensor:
         # In the order of definition, so that no schedule changes a bit of the sum.

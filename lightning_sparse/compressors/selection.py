@@ -114,6 +114,58 @@ class FlatSelection(Sequence[Selection]):
         return zip(found, indices.split(counts, -1), self.values.split(counts, -1))
 
 
+class Shards(Sequence[Selection]):
+    """All elements of each tensor of a group, each cut among ranks: the columns ``[ranks, shard]`` of one tensor.
+
+    A tensor's last shards may end in padding, and so may the columns. ``are_zero`` says that all elements are.
+    """
+
+    def __init__(self, values: Tensor, widths: Counts, numels: Counts, are_zero: bool = False) -> None:
+        self.values = values
+        self._widths = widths
+        self._numels = numels
+        self._are_zero = are_zero
+
+    @override
+    def __len__(self) -> int:
+        return len(self._numels)
+
+    @override
+    def __getitem__(self, place: Any) -> Any:
+        return self._members[place]
+
+    @cached_property
+    def _members(self) -> list[Selection]:
+        pieces = self.values[:, : sum(self._widths)].split(self._widths, dim=1)
+        return [Selection(piece, None, numel) for piece, numel in zip(pieces, self._numels)]
+
+    def head(self, tensors: int) -> "Shards":
+        """Return those of the first tensors."""
+        return Shards(self.values, self._widths[:tensors], self._numels[:tensors], self._are_zero)
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        """Copy all elements to flat tensors."""
+        if self._are_zero:
+            torch._foreach_zero_(list(tensors))
+            return
+        if self.values.device.type == "cpu":
+            for selection, tensor in zip(self, tensors):
+                copy_elements(selection.values, tensor)
+            return
+        ranks, columns = self.values.shape
+        rest = columns - sum(self._widths)
+        is_padded = [ranks * width > numel for width, numel in zip(self._widths, self._numels)]
+        widths = [width for width, is_longer in zip(self._widths, is_padded) if is_longer]
+        padded = self.values.new_empty(ranks * (sum(widths) + rest)).split([ranks * each for each in (*widths, rest)])
+        room = iter(padded)
+        rows = [next(room) if is_longer else tensor for is_longer, tensor in zip(is_padded, tensors)]
+        outs = [row.view(ranks, width) for row, width in zip((*rows, padded[-1]), (*self._widths, rest))]
+        # A kernel for all of them, which FSDP2 has torch make for the same.
+        torch.split_with_sizes_copy(self.values, [*self._widths, rest], dim=1, out=outs)
+        if longer := [tensor for tensor, is_longer in zip(tensors, is_padded) if is_longer]:
+            torch._foreach_copy_(longer, [row[: len(tensor)] for row, tensor in zip(padded, longer)])
+
+
 def whole(tensors: Sequence[Tensor]) -> list[Selection]:
     """Select all of flat tensors."""
     return [Selection(tensor, None, tensor.numel()) for tensor in tensors]
@@ -135,8 +187,8 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
 
 def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
     """Return selections that travel together as they are if all are whole, and else laid end to end."""
-    is_flat = isinstance(selections, FlatSelection)
-    if is_flat or all(selection.indices is None for selection in selections):
+    is_one = isinstance(selections, (FlatSelection, Shards))
+    if is_one or all(selection.indices is None for selection in selections):
         return selections
     return end_to_end(selections)
 
@@ -146,6 +198,8 @@ def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> Non
     if isinstance(selections, FlatSelection):
         for piece, indices, values in selections.pieces(tensors):
             piece.write(piece.read().index_copy_(0, indices, values))
+    elif isinstance(selections, Shards):
+        selections.write(tensors)
     elif all(selection.values.dim() == 1 for selection in selections):
         torch._foreach_copy_(list(tensors), [selection.values for selection in selections])
     else:

@@ -19,8 +19,8 @@ _SCALE = torch.bfloat16  # it has the range of fp32; a value above the rounded s
 _ZERO_BELOW = 0.75  # of a block's mean magnitude, near the least squared error of normal values (arXiv 1605.04711)
 _RANGE = 6.0  # standard deviations that the bins cover; what lies beyond is in the outermost
 BIN_MEANS = torch.bfloat16  # what it rounds off stays with the sender, as all else that the code does not say
-# A piece's temporaries stay in a CPU's cache. On a device few launches count more: 8 bytes a code are 64 MiB.
-_CPU_PIECE, _DEVICE_PIECE = 1 << 18, 1 << 23
+_CPU_PIECE = 1 << 18  # codes whose temporaries stay in a cache
+_DEVICE_BYTES = 1 << 26  # of the words of a piece on a device, where few launches count more
 
 
 def packed_nbytes(count: int, bits: int) -> int:
@@ -32,7 +32,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Write codes, uint8 ``[count]``, each below ``2 ** bits``, side by side; bits that no code fills are zero."""
     codes_each, bytes_each = _word_sizes(bits)
     packed = codes.new_empty(packed_nbytes(codes.numel(), bits))
-    size = _piece(codes)
+    size = _piece(codes, bits)
     for piece, out in zip(codes.split(size), packed.split(packed_nbytes(size, bits))):
         padded = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
         _write_parts(_words(padded.view(-1, codes_each), bits, bytes_each), out.view(-1, bytes_each), 8)
@@ -43,14 +43,21 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """Read what :func:`pack_codes` wrote, uint8 ``[count]``."""
     codes_each, bytes_each = _word_sizes(bits)
     codes = packed.new_empty(packed_nbytes(count, 8))
-    size = _piece(packed)
+    size = _piece(packed, bits)
     for piece, out in zip(packed.split(packed_nbytes(size, bits)), codes.split(size)):
         _write_parts(_words(piece.view(-1, bytes_each), 8, bytes_each), out.view(-1, codes_each), bits)
     return codes[:count]
 
 
-def _piece(tensor: Tensor) -> int:
-    return _CPU_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE
+def _piece(tensor: Tensor, bits: int) -> int:
+    if tensor.device.type == "cpu":
+        return _CPU_PIECE
+    codes_each, bytes_each = _word_sizes(bits)
+    return _DEVICE_BYTES // _word_type(bytes_each).itemsize * codes_each
+
+
+def _word_type(nbytes: int) -> torch.dtype:
+    return torch.uint8 if nbytes == 1 else torch.int64
 
 
 def _word_sizes(bits: int) -> tuple[int, int]:
@@ -61,7 +68,7 @@ def _word_sizes(bits: int) -> tuple[int, int]:
 
 def _words(parts: Tensor, width: int, nbytes: int) -> Tensor:
     # Shifts, and not a view of the word as bytes: that would depend on the order of bytes in the machine.
-    dtype = torch.uint8 if nbytes == 1 else torch.int64
+    dtype = _word_type(nbytes)
     word = parts[:, 0].to(dtype)
     for position in range(1, parts.shape[1]):
         word = word | parts[:, position].to(dtype) << (width * position)

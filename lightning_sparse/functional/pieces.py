@@ -5,11 +5,12 @@ in memory; on a device, where a call costs more than a copy of a few megabytes, 
 the group at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from threading import local
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 Counts = tuple[int, ...]  # of elements, by tensor
 
 _PIECE = 1 << 27  # elements copied together, which bounds the memory of the copy: 512 MiB
+_BATCH = 1 << 26  # likewise, of tensors of one size: launches cost more than 256 MiB for a while
 _ALONE = 1 << 24  # elements from which on a copy takes longer than the launches that it saves
 
 
@@ -40,6 +42,16 @@ class Piece(NamedTuple):
         """Have their memory hold what :meth:`read` or :meth:`room` has returned."""
         if len(self.lying) > 1:
             torch._foreach_copy_(self.lying, list(flat.split([each.numel() for each in self.lying])))
+
+
+def batches_alike(forms: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield places of tensors that are alike, of a number of elements or that and more, some at a time."""
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for place, form in enumerate(forms):
+        alike[form].append(place)
+    for form, members in alike.items():
+        size = max(1, _BATCH // (form[0] if isinstance(form, tuple) else form))
+        yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_sparse.functional.pieces import batches_alike, pieces
+
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``."""
@@ -15,6 +17,17 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     # fp32 squares overflow above a norm of 1.8e19; on a device the host would have to wait to know.
     wide = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).norm()
     return torch.where(norm.isinf(), wide.float(), norm)
+
+
+def means_of_each(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the mean of each flat tensor, in fp32; on a device those of one size at once."""
+    if tensors[0].device.type == "cpu":
+        return torch.stack([tensor.mean(dtype=torch.float32) for tensor in tensors])
+    means: dict[int, Tensor] = {}
+    for members in batches_alike(list(map(Tensor.numel, tensors))):
+        rows = torch.stack([tensors[place] for place in members])
+        means.update(zip(members, rows.mean(dim=1, dtype=torch.float32).unbind()))
+    return torch.stack([means[place] for place in range(len(tensors))])
 
 
 def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
@@ -32,6 +45,7 @@ def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], count
 
 
 _PIECE = 1 << 18  # elements whose temporaries stay in the cache; counts of so few are exact in fp32
+_DEVICE_PIECE = 1 << 26  # on a device launches count more: two temporaries of 256 MiB
 
 
 def sign_totals(tensor: Tensor) -> Tensor:
@@ -47,6 +61,23 @@ def sign_totals(tensor: Tensor) -> Tensor:
     return torch.stack(pieces).sum(dim=0)
 
 
+def sign_totals_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return :func:`sign_totals` of several tensors of one type."""
+    if tensors[0].device.type == "cpu":
+        return list(map(sign_totals, tensors))
+    totals: list[Tensor] = []
+    for piece in pieces(tensors):  # a norm with an element that is not finite is not finite, either
+        some = list(tensors[piece.first : piece.stop])
+        columns: list[Tensor] = []
+        for clamp, limit in ((torch._foreach_clamp_min, 0.0), (torch._foreach_clamp_max, 0.0)):
+            of_one_sign = clamp(some, limit)
+            columns.append(torch.stack(torch._foreach_norm(of_one_sign, 1, torch.float64)))
+            torch._foreach_sign_(of_one_sign)
+            columns.append(torch.stack(torch._foreach_norm(of_one_sign, 1, torch.float64)))
+        totals += torch.stack(columns, dim=1).view(-1, 2, 2).unbind()
+    return totals
+
+
 def _totals(piece: Tensor) -> Tensor:
     positive, signs = piece.clamp(min=0.0), piece.sign()
     positive_signs = signs.clamp(min=0.0)
@@ -60,11 +91,21 @@ def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor) -> Tensor:
     """Add one number, ``[]``, to positive elements, another to negative ones; not finite, they make all of it so."""
     shifted = torch.empty_like(tensor)
     # A product with zero, and a sum with it, is exact; that of zero and infinity is NaN.
-    for piece, out in zip(tensor.split(_PIECE), shifted.split(_PIECE)):
+    size = _PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE
+    for piece, out in zip(tensor.split(size), shifted.split(size)):
         negative = piece.sign()
         positive = negative.clamp(min=0.0)
         negative.sub_(positive).neg_().mul_(below)
         torch.add(piece, positive.mul_(above).add_(negative), out=out)
+    return shifted
+
+
+def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> list[Tensor]:
+    """Return :func:`shift_by_sign` of several flat tensors of one type."""
+    shifted: list[Tensor] = []
+    for piece in pieces(tensors):
+        numels = [tensor.numel() for tensor in tensors[piece.first : piece.stop]]
+        shifted += shift_by_sign(piece.read(), above, below).split(numels)
     return shifted
 
 

@@ -12,7 +12,6 @@ The answer depends on the tensor alone; tensors of equal size share their calls,
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Optional, Union
@@ -20,7 +19,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.pieces import copied_to, starts_of
+from lightning_sparse.functional.pieces import batches_alike, copied_to, starts_of
 from lightning_sparse.functional.segments import largest_of_few
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
@@ -28,7 +27,6 @@ _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discar
 _FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
-_DEVICE_BATCH = 1 << 26  # likewise: launches cost more than 256 MiB for a while
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
@@ -71,21 +69,18 @@ def top_k_of_all(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tens
     starts = starts_of(tuple(map(Tensor.numel, tensors)))
     are_sparse = [_is_sparse(tensor.numel(), count) for tensor, count in zip(tensors, counts)]
     few = [place for place, tensor in enumerate(tensors) if are_sparse[place] or tensor.numel() <= _SMALL]
-    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of the others
-    for place in sorted(set(range(len(tensors))).difference(few)):
-        alike[tensors[place].numel(), counts[place]].append(place)
     found: list[tuple[Tensor, Tensor]] = []
     if few:
         their_starts, their_counts = [starts[place] for place in few], tuple(counts[place] for place in few)
         are_blocked = [are_sparse[place] for place in few]
         found.append(largest_of_few([tensors[place] for place in few], their_starts, their_counts, are_blocked))
-    for (numel, count), members in alike.items():
-        size = max(1, _DEVICE_BATCH // numel)
-        for batch in (members[start : start + size] for start in range(0, len(members), size)):
-            rows = torch.stack([tensors[place] for place in batch])
-            chosen = torch.topk(rows.abs(), count, sorted=False).indices
-            shifts = copied_to(tuple(starts[place] for place in batch), rows.device)
-            found.append(((chosen + shifts.unsqueeze(1)).flatten(), rows.gather(1, chosen).flatten()))
+    many = sorted(set(range(len(tensors))).difference(few))
+    for batch in batches_alike([(tensors[place].numel(), counts[place]) for place in many]):
+        members = [many[each] for each in batch]
+        rows = torch.stack([tensors[place] for place in members])
+        chosen = torch.topk(rows.abs(), counts[members[0]], sorted=False).indices
+        shifts = copied_to(tuple(starts[place] for place in members), rows.device)
+        found.append(((chosen + shifts.unsqueeze(1)).flatten(), rows.gather(1, chosen).flatten()))
     places, values = map(torch.cat, zip(*found))
     places, order = places.sort()
     return places, values[order]

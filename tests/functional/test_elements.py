@@ -45,9 +45,9 @@ class Calls(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_a_device_is_called_as_often_for_many_ranks_as_for_few():
+def test_a_device_is_called_once_for_many_ranks_and_for_few_as_often_as_there_are():
     counts = []
-    for ranks in (4, 64):
+    for ranks in (4, 64, 512):
         values, indices = (
             torch.zeros(ranks, 10, device="meta"),
             torch.zeros(ranks, 10, dtype=torch.int64, device="meta"),
@@ -55,7 +55,8 @@ def test_a_device_is_called_as_often_for_many_ranks_as_for_few():
         with Calls() as calls:
             add_rows(values, indices, torch.zeros(100, device="meta"))
         counts.append(calls.count)
-    assert counts[0] == counts[1]
+    few, *many = counts
+    assert many[0] == many[1] < few <= 4 * 4  # a rank's views, and its sum
 
 
 @devices

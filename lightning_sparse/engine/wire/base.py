@@ -74,11 +74,12 @@ class LocalFormat(WireFormat):
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         yield from ()
+        zero = accumulated[0].new_zeros(())
         return ExchangeResult(
             finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
             used=None if used is None else used.bool(),  # each rank steps by itself
             means=selection,
-            kept=whole([tensor.new_zeros(()).expand_as(tensor) for tensor in accumulated]),
+            kept=whole([zero.expand_as(tensor) for tensor in accumulated]),
         )
 
     @override

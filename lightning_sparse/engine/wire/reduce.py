@@ -5,10 +5,9 @@ from typing import Optional
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, whole
+from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, Shards, overwrite, whole
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import aligned, message_of, round_to
@@ -63,9 +62,9 @@ class ReduceFormat(WireFormat):
             returned = read_back.squeeze(0)
         numels = [*(each.numel for each in selection), *map(Tensor.numel, flags)]
         arrived = self._split(received, numels)
-        left = self._split(self._left_here(values, sent, mean, returned), numels)
+        left = self._split(self._left_here(values, sent, mean, returned), numels, are_zero=sent is values)
         if flags and used is not None:
-            (*arrived, by_any), (*left, _) = arrived, left
+            by_any, arrived, left = arrived[-1], arrived.head(len(selection)), left.head(len(selection))
             used = by_any.values.reshape(-1)[: len(used)] > 0
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
@@ -121,7 +120,7 @@ class ReduceFormat(WireFormat):
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)
 
     def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
-        sharded = [self._sharded(tensor) for tensor in tensors]
+        sharded = self._sharded(tensors)
         sharded.append(tensors[0].new_zeros(self.ranks, self._padding([tensor.numel() for tensor in tensors])))
         return torch.cat(sharded, dim=1, out=self._reused("values", *sharded))
 
@@ -136,9 +135,17 @@ class ReduceFormat(WireFormat):
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
         return (aligned(nbytes) - nbytes) // self.dtype.itemsize
 
-    def _sharded(self, tensor: Tensor) -> Tensor:
-        padding = self.ranks * self._shard_numel(tensor.numel()) - tensor.numel()
-        return (functional.pad(tensor, (0, padding)) if padding else tensor).view(self.ranks, -1)
+    def _sharded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        numels = [self.ranks * self._shard_numel(tensor.numel()) for tensor in tensors]
+        padded = [place for place, tensor in enumerate(tensors) if tensor.numel() < numels[place]]
+        rows = list(tensors)
+        if padded:
+            room = tensors[0].new_zeros(sum(numels[place] for place in padded))
+            for place, row in zip(padded, room.split([numels[place] for place in padded])):
+                rows[place] = row
+            heads = [rows[place][: tensors[place].numel()] for place in padded]
+            torch._foreach_copy_(heads, [tensors[place] for place in padded])
+        return [row.view(self.ranks, -1) for row in rows]
 
     def _reused(self, name: str, *likes: Tensor) -> Tensor:
         numel = sum(like.numel() for like in likes)
@@ -147,9 +154,8 @@ class ReduceFormat(WireFormat):
             held = self._workspace[name] = likes[0].new_empty(numel)
         return held[:numel].view(self.ranks, -1)
 
-    def _split(self, shards: Tensor, numels: Sequence[int]) -> list[Selection]:
-        pieces = shards.split([*map(self._shard_numel, numels), self._padding(numels)], dim=1)
-        return [Selection(piece, None, numel) for piece, numel in zip(pieces, numels)]
+    def _split(self, shards: Tensor, numels: Sequence[int], are_zero: bool = False) -> Shards:
+        return Shards(shards, tuple(map(self._shard_numel, numels)), tuple(numels), are_zero)
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         if parts.dtype is dtype:  # then all at once: of many ranks every call counts
@@ -172,4 +178,7 @@ class ReduceFormat(WireFormat):
 
 def _laid(received: Sequence[Selection]) -> Tensor:
     """Return shards of several tensors laid end to end, without their padding."""
-    return torch.cat([piece.values.reshape(-1)[: piece.numel] for piece in received])
+    numels = [each.numel for each in received]
+    laid = received[0].values.new_empty(sum(numels))
+    overwrite(laid.split(numels), received)
+    return laid
