@@ -1,8 +1,8 @@
 """The largest magnitudes of each of a group's tensors, all found at once: for a device, where launches cost most.
 
 What :mod:`~lightning_sparse.functional.topk` finds tensor by tensor, or for tensors of one size, is found here for all
-that have few selected: stable sorts, by magnitude and then by tensor, put each tensor's largest in front. Maxima of
-blocks leave little to be sorted: of 64 elements first, and of 8 within the blocks that stay.
+that have few selected: a stable sort, by tensor and by magnitude, puts each tensor's largest in front. Maxima of blocks
+leave little to be sorted: of 64 elements first, and where that is still much, of 8 within the blocks that stay.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sparse.functional.pieces import Counts, pieces, repeat_each, starts_of
 
 _BLOCK, _SUBBLOCK = 64, 8
+_MANY = 1 << 22  # elements that are sorted, with their places, in more time than is taken to find the smaller blocks
 
 
 def largest_of_few(
@@ -34,11 +35,12 @@ def largest_of_few(
         heads, head_places = _heads(
             [tensors[place] for place in blocked], of_blocked, [starts[place] for place in blocked]
         )
-        heads, head_places = _narrowed(heads, head_places, of_blocked)
+        if heads.numel() > _MANY:
+            heads, head_places = _narrowed(heads, head_places, of_blocked)
         values.append(heads.flatten())
-        places.append((head_places.unsqueeze(1) + torch.arange(_SUBBLOCK, device=device)).flatten())
+        places.append((head_places.unsqueeze(1) + torch.arange(heads.shape[1], device=device)).flatten())
         members += blocked
-        lengths += [count * _SUBBLOCK for count in of_blocked]
+        lengths += [count * heads.shape[1] for count in of_blocked]
     # Of the others all elements are looked at, as is what is left over of those in blocks.
     firsts = [
         tensor.numel() // _BLOCK * _BLOCK if is_blocked else 0 for tensor, is_blocked in zip(tensors, are_blocked)
@@ -52,7 +54,7 @@ def largest_of_few(
         members += rest
         lengths += numels
     found, place = torch.cat(values), torch.cat(places)
-    chosen = _largest_of_segments(found.abs(), tuple(members), tuple(lengths), counts)
+    chosen = _largest_of_segments(found, tuple(members), tuple(lengths), counts)
     return place[chosen], found[chosen]
 
 
@@ -88,17 +90,23 @@ def _largest_blocks(blocks: Tensor, numbers: Counts, counts: Counts) -> Tensor:
     return _largest_of_segments(maxima, tuple(range(len(numbers))), numbers, counts)
 
 
-def _largest_of_segments(magnitudes: Tensor, members: Counts, lengths: Counts, counts: Counts) -> Tensor:
-    """Find so many largest of what belongs to each tensor: parts of such lengths, of the tensors with these numbers.
+def _largest_of_segments(values: Tensor, members: Counts, lengths: Counts, counts: Counts) -> Tensor:
+    """Find so many largest magnitudes of what belongs to each tensor: parts of such lengths, of the tensors with these numbers.
 
-    Returns places in ``magnitudes``, tensor after tensor. Of equal ones those in front are taken.
+    Returns places in ``values``, tensor after tensor. Of equal ones those in front are taken.
     """
-    device = magnitudes.device
-    order = magnitudes.sort(descending=True, stable=True).indices  # a NaN is larger than any number
-    owner = repeat_each(members, lengths, device).int()
-    order = order[owner[order].sort(stable=True).indices]
+    device = values.device
+    order = _ordered(values.abs(), repeat_each(members, lengths, device))
     totals = [0] * len(counts)
     for member, length in zip(members, lengths):
         totals[member] += length
     shifts = tuple(first - taken for first, taken in zip(starts_of(tuple(totals)), starts_of(counts)))[:-1]
     return order[torch.arange(sum(counts), device=device).add_(repeat_each(shifts, counts, device))]
+
+
+def _ordered(magnitudes: Tensor, owner: Tensor) -> Tensor:
+    """Return where elements are, by tensor, and of each tensor the largest first; a NaN is larger than any number."""
+    if magnitudes.dtype is torch.float32:  # their bits are ordered as they are, so that one sort does for both
+        return owner.mul_(1 << 32).sub_(magnitudes.view(torch.int32)).sort(stable=True).indices
+    order = magnitudes.sort(descending=True, stable=True).indices
+    return order[owner[order].sort(stable=True).indices]
