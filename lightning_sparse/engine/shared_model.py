@@ -203,7 +203,9 @@ class SharedModel:
         parts = [levels.part_of(whole) for whole in wholes[: len(trained)]]
         how, momentum = self._local, "momentum_buffer"
         # Made for each round, as an optimizer knows its tensors by identity.
-        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=False)
+        # All at once only where calls count more than the memory of a step of all of them.
+        is_together = self.device.type != "cpu"
+        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
         for name, part, mean in zip(trained, parts, means):
             part.grad, outer.state[part][momentum] = mean, self._momenta.get(name)
         outer.step()
@@ -217,13 +219,14 @@ class SharedModel:
     def apply(self, change: Change) -> None:
         """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""
         tensors = self._tensors()
-        for position, name in enumerate(change.names):
-            if name not in tensors:
-                continue
-            if change.corrections is None:
-                tensors[name].copy_(round_to(self._shared[name], tensors[name].dtype))
-            else:
-                tensors[name].add_(change.corrections[position])
+        present = [(position, name) for position, name in enumerate(change.names) if name in tensors]
+        held = [tensors[name] for _, name in present]
+        if not held:
+            return
+        if change.corrections is not None:
+            torch._foreach_add_(held, [change.corrections[position] for position, _ in present])
+            return
+        torch._foreach_copy_(held, [round_to(self._shared[name], tensors[name].dtype) for _, name in present])
 
     def unify_rest(self) -> None:
         """Have all ranks hold the same of what is not trained; all must call."""

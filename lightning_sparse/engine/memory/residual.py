@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite
 from lightning_sparse.functional.elements import copy_elements
-from lightning_sparse.functional.pieces import copied_to, pieces, runs
+from lightning_sparse.functional.pieces import copied_to, pieces
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
@@ -275,9 +275,11 @@ def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tenso
         numels = tuple(map(Tensor.numel, tensors))
         of_each = accepted.repeat_interleave(copied_to(numels, accepted.device), output_size=len(flat))
     start = 0
-    for _, _, tensor in runs(tensors):
-        stop = start + tensor.numel()
-        torch.where(of_each[start:stop] if accepted.dim() else accepted, flat[start:stop], tensor, out=tensor)
+    for piece in pieces(tensors):
+        kept = piece.read()
+        stop = start + len(kept)
+        torch.where(of_each[start:stop] if accepted.dim() else accepted, flat[start:stop], kept, out=kept)
+        piece.write(kept)
         start = stop
 
 
