@@ -33,7 +33,7 @@ from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
-from lightning_sparse.functional import pieces
+from lightning_sparse.functional import elements
 from lightning_sparse.schedule import Single
 
 # BERT-large: the embeddings of words and positions, and 24 blocks of 16 tensors; 334 million elements.
@@ -364,12 +364,12 @@ def launches_of_a_step(
     """
     sizes = system.sizes if sizes is None else sizes
     launches = Launches(tensors_a_launch)
-    sizes_of_pieces = {name: getattr(pieces, name) // system.divisor for name in ("_PIECE", "_ALONE")}
+    sizes_of_pieces = {name: getattr(elements, name) // system.divisor for name in ("_PIECE", "_ALONE")}
     with (
         launches,
         torch.no_grad(),
         mock.patch.object(torch, "Generator", _HostGenerator),
-        mock.patch.multiple(pieces, **sizes_of_pieces),
+        mock.patch.multiple(elements, **sizes_of_pieces),
     ):
         pipeline = _pipeline(system, sizes, ranks, launches)
         if system.rounds is None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gather, ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.compressors.topk import TopK, largest_of_each
-from lightning_sparse.functional.pieces import copied_to
+from lightning_sparse.functional.elements import copied_to
 from lightning_sparse.functional.reductions import means_of_each
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.functional.elements import add_rows, copy_elements
-from lightning_sparse.functional.pieces import Counts, Piece, pieces, repeat_each, starts_of
+from lightning_sparse.functional.elements import (
+    Counts,
+    Piece,
+    add_rows,
+    copy_elements,
+    pieces,
+    repeat_each,
+    starts_of,
+)
 
 
 class SelectionSize(NamedTuple):

@@ -22,7 +22,7 @@ from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.functional.elements import laid_flat, local_tensor, round_to
+from lightning_sparse.functional.elements import laid_flat, local_tensor, pieces, round_to
 from lightning_sparse.schedule import Schedule
 
 _OTHERS = (
@@ -156,16 +156,18 @@ class SharedModel:
         present = self._tensors()
         tensors = {name: present.get(name, shared) for name, shared in self._shared.items()}
         starts = [tensor.clone() for tensor in tensors.values()] if is_late else None
-        return Change(list(tensors), [self._change_of(name, tensor) for name, tensor in tensors.items()], starts)
+        pairs = [self._before_and_now(name, tensor) for name, tensor in tensors.items()]
+        parts = _differences([before for before, _ in pairs], [now for _, now in pairs])
+        return Change(list(tensors), parts, starts)
 
-    def _change_of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what a tensor has changed by, as a gradient: flat, and in the order in which the shared one lies."""
+    def _before_and_now(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a tensor as all ranks had it and as it is, flat and in the order in which the shared one lies."""
         shared, part_of = self._shared[name], self._pipeline.levels.part_of
         base, own = laid_flat(shared), laid_flat(tensor, shared)
         if name in self.trained:
-            return _difference(_as(part_of(base), own.dtype), part_of(own))
+            return _as(part_of(base), own.dtype), part_of(own)
         # The mean may be finite, and nothing finite leads there from an infinity.
-        return _difference(_as(base, own.dtype).nan_to_num(0, 0, 0), own)
+        return _as(base, own.dtype).nan_to_num(0, 0, 0), own
 
     def exchange(self, change: Change, weight: float, prepare: Callable[[], StepContext]) -> None:
         """Exchange a change, and move the shared model by the mean; on the worker."""
@@ -291,6 +293,19 @@ class SharedModel:
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
         self._momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
+
+
+def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Return flat tensors less others, see :func:`_difference`."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(other.dtype for other in others):
+        alike = [place for place, other in enumerate(others) if other.dtype is dtype]
+        for piece in pieces([ones[place] for place in alike]):
+            some = alike[piece.first : piece.stop]
+            other = others[some[0]] if len(some) == 1 else torch.cat([others[place] for place in some])
+            difference = _difference(piece.read(), other)
+            found.update(zip(some, difference.split([others[place].numel() for place in some])))
+    return [found[place] for place in range(len(ones))]
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:

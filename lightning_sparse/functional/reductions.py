@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.pieces import batches_alike, pieces
+from lightning_sparse.functional.elements import batches_alike, pieces
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.pieces import Counts, pieces, repeat_each, starts_of
+from lightning_sparse.functional.elements import Counts, pieces, repeat_each, starts_of
 
 _BLOCK, _SUBBLOCK = 64, 8
 _MANY = 1 << 22  # elements that are sorted, with their places, in more time than is taken to find the smaller blocks
@@ -91,7 +91,7 @@ def _largest_blocks(blocks: Tensor, numbers: Counts, counts: Counts) -> Tensor:
 
 
 def _largest_of_segments(values: Tensor, members: Counts, lengths: Counts, counts: Counts) -> Tensor:
-    """Find so many largest magnitudes of what belongs to each tensor: parts of such lengths, of the tensors with these numbers.
+    """Find so many largest magnitudes of each tensor, whose parts have these lengths; ``members`` names their tensors.
 
     Returns places in ``values``, tensor after tensor. Of equal ones those in front are taken.
     """

@@ -19,7 +19,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.pieces import batches_alike, copied_to, starts_of
+from lightning_sparse.functional.elements import batches_alike, copied_to, starts_of
 from lightning_sparse.functional.segments import largest_of_few
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row

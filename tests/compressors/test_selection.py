@@ -3,7 +3,7 @@
 import torch
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, end_to_end, grouped, scatter, whole
-from lightning_sparse.functional.pieces import runs
+from lightning_sparse.functional.elements import runs
 
 
 def test_what_lies_between_the_tensors_is_left_alone():

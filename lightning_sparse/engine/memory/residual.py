@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite
-from lightning_sparse.functional.elements import copy_elements
-from lightning_sparse.functional.pieces import copied_to, pieces
+from lightning_sparse.functional.elements import copied_to, copy_elements, pieces
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"

@@ -21,7 +21,7 @@ from lightning_sparse.compressors.selection import (
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, WireFormat
-from lightning_sparse.functional.pieces import counts_of
+from lightning_sparse.functional.elements import counts_of
 
 
 class Part(NamedTuple):

@@ -54,8 +54,7 @@ from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload
-from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.pieces import pieces
+from lightning_sparse.functional.elements import pieces, round_to
 from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norm_of
 
 __all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepContext"]

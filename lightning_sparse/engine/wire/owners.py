@@ -19,8 +19,17 @@ from lightning_sparse.compressors.selection import (
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire.base import Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
-from lightning_sparse.functional.elements import add_rows, aligned, index_codec, message_of, read_as, round_to
-from lightning_sparse.functional.pieces import copied_to, repeat_each, starts_of
+from lightning_sparse.functional.elements import (
+    add_rows,
+    aligned,
+    copied_to,
+    index_codec,
+    message_of,
+    read_as,
+    repeat_each,
+    round_to,
+    starts_of,
+)
 
 LEAST_FOR_AN_OWNER = 32  # elements, on average; with fewer, the room for an uneven share weighs more than they do
 _SIGMAS = 4.0  # room of a message for one owner above its average share, in standard deviations of a random map

@@ -10,8 +10,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, end_to_end
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
-from lightning_sparse.functional.elements import IndexCodec, aligned, index_codec, message_of, read_as
-from lightning_sparse.functional.pieces import counts_of
+from lightning_sparse.functional.elements import IndexCodec, aligned, counts_of, index_codec, message_of, read_as
 
 _COUNT_BYTES = 8
 

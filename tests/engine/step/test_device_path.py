@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sparse.engine.wire import owners
-from lightning_sparse.functional import elements, pieces, segments, topk
+from lightning_sparse.functional import elements, segments, topk
 from tests.helpers.examples import load
 
 launches = load("launches")
@@ -55,10 +55,9 @@ def ended(system, ranks, device, dtype):
         mock.patch.object(launches, "_make_step", remember),
         mock.patch.object(launches, "_gradients", gradients_of),
         mock.patch.object(launches.System, "device", device),
-        mock.patch.multiple(pieces, _PIECE=200_000, _ALONE=69_000, _BATCH=1 << 17),
+        mock.patch.multiple(elements, _PIECE=200_000, _ALONE=69_000, _BATCH=1 << 17, _FEW_ROWS=8),
         mock.patch.multiple(segments, _MANY=1 << 12),
         mock.patch.multiple(topk, _FEW_BLOCKS=1 << 10, _SMALL=1 << 10),
-        mock.patch.multiple(elements, _FEW_ROWS=8),
         mock.patch.object(owners, "_PROPOSED", torch.float32),  # of which none are equal
     ):
         launches.launches_of_a_step(system, ranks, SIZES, small=5000)

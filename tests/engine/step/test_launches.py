@@ -77,8 +77,8 @@ BUDGETS = {
     ("qsgd", ()): 285,
     ("a2sgd", ()): 180,
     ("dense", ()): 90,
-    ("diloco, a round", ()): 1385,
-    ("loco, a round", ()): 2490,
+    ("diloco, a round", ()): 135,
+    ("loco, a round", ()): 1235,
     ("topk 0.001, gather", ("two levels",)): 1615,  # each gradient is cut among the ranks of a node by itself
     ("dense", ("two levels",)): 1515,
 }
