@@ -6,6 +6,7 @@ those that are known to be several kernels count as many, see :class:`Launches`:
 
     python examples/benchmarks/launches.py                                 # calls / weighed launches / host waits
     python examples/benchmarks/launches.py --phases --systems "qsgd"       # weighed launches by phase
+    python examples/benchmarks/launches.py --passes                        # passes over memory by phase
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from traffic import moved_bytes
 from typing_extensions import override
 
 from lightning_sparse import AdamCorrection, LocalSteps
@@ -155,6 +157,7 @@ class Launches(TorchDispatchMode):
         calls: by phase.
         weighed: launches by phase.
         waits: how often the host waited for the device, by the name of the operation: also to copy from the host.
+        moved: bytes read and written by phase, see :func:`traffic.moved_bytes`.
     """
 
     def __init__(self, tensors_a_launch: int = _LIST) -> None:
@@ -163,19 +166,21 @@ class Launches(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.weighed: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
         self.is_on_device = False
         self._tensors_a_launch = tensors_a_launch
         self._functions = _Functions(self)
 
     def clear(self) -> None:
         """Start anew."""
-        for counter in (self.calls, self.weighed, self.waits):
+        for counter in (self.calls, self.weighed, self.waits, self.moved):
             counter.clear()
 
-    def add(self, calls: int = 1, kernels: int = 1) -> None:
-        """Count calls of so many kernels each."""
+    def add(self, calls: int = 1, kernels: int = 1, moved: int = 0) -> None:
+        """Count calls of so many kernels each, and the bytes that they move together."""
         self.calls[self.phase] += calls
         self.weighed[self.phase] += calls * kernels
+        self.moved[self.phase] += moved
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -210,7 +215,9 @@ class Launches(TorchDispatchMode):
                 tensors = max(map(_listed, args), default=1)
                 is_one_by_one = name.startswith("_foreach") and any(map(_is_laid_otherwise, args))
                 self.add(
-                    tensors if is_one_by_one else -(-tensors // self._tensors_a_launch), _kernels(name, args, kwargs)
+                    tensors if is_one_by_one else -(-tensors // self._tensors_a_launch),
+                    _kernels(name, args, kwargs),
+                    moved_bytes(func, args, kwargs or {}, result),
                 )
         return result
 
@@ -494,6 +501,7 @@ class _CorrectedAdam:
         """Make a step."""
         for place, gradient in gradients.items():
             self._parameters[place].grad = gradient
+        self._steps.note_arrived()
         self._optimizer.step()
 
 
@@ -532,14 +540,33 @@ def by_phase(systems: Sequence[str]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(map(str, cells))} |"
 
 
+def passes_by_phase(systems: Sequence[str]) -> Iterator[str]:
+    """Yield a Markdown table of passes over memory of a step: bytes that it moves by those of the model in fp32."""
+    yield f"| passes over {sum(SIZES):,} elements, {RANKS} ranks | {' | '.join((*PHASES, 'all'))} |"
+    yield "| --- |" + " ---: |" * (len(PHASES) + 1)
+    for name in systems:
+        for is_corrected in (False, True) if name not in _LEFT_TO_ADAM else (False,):
+            passes = passes_of(SYSTEMS[name]._replace(is_corrected=is_corrected))
+            cells = [f"{passes[phase]:.1f}" for phase in PHASES] + [f"{sum(passes.values()):.1f}"]
+            yield f"| {name}{', AdamW' if is_corrected else ''} | {' | '.join(cells)} |"
+
+
+def passes_of(system: System, ranks: int = RANKS) -> dict[str, float]:
+    """Return passes over memory by phase; an optimizer that is left to itself, with SGD 3, is not counted."""
+    moved = launches_of_a_step(system, ranks).moved
+    return {phase: moved[phase] / (4 * sum(system.sizes)) for phase in PHASES}
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
     parser.add_argument("--phases", action="store_true", help="print a step with SGD by phase")
+    parser.add_argument("--passes", action="store_true", help="print passes over memory by phase")
     options = parser.parse_args()
     torch.manual_seed(0)
-    for line in (by_phase if options.phases else by_way)(options.systems):
+    table = passes_by_phase if options.passes else by_phase if options.phases else by_way
+    for line in table(options.systems):
         print(line, flush=True)
 
 
