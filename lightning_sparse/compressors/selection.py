@@ -110,6 +110,12 @@ class FlatSelection(Sequence[Selection]):
         pieces = zip(self.values.split(self.counts, -1), indices.split(self.counts, -1), self.numels, filled)
         return [Selection(*piece) for piece in pieces]
 
+    def places(self) -> list[Tensor]:
+        """Return where within each tensor anything is selected, int64 of one dimension, of all rows together."""
+        within = self.indices - _origins(self.numels, self.counts, self.indices.device)
+        rows = within if within.dim() > 1 else within.unsqueeze(0)
+        return list(rows.t().reshape(-1).split([len(rows) * count for count in self.counts]))
+
     def pieces(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
         """Yield tensors that are taken together, with indices and values of what is selected of them."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
-from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
+from lightning_sparse.functional.adam import (
+    AdamScalars,
+    accumulate_updates,
+    apply_updates,
+    denominator,
+    few_to_gradients,
+    look_up,
+    to_gradients,
+)
 from tests.helpers.devices import DEVICE
 
 SCALARS = AdamScalars(beta2=0.95, weight=0.4, eps=1e-8)
-NUMELS = [5, 100_003]  # more than a piece
+NUMELS = [5, 100_003, 1 << 20]  # more than a piece, and what a device takes alone
 
 
 def normal(numel, seed, dtype=torch.float32):
@@ -16,12 +24,17 @@ def normal(numel, seed, dtype=torch.float32):
 
 def places(numel):
     """Where two ranks sent something; some places twice."""
-    return torch.stack([torch.arange(0, numel, 97), torch.arange(0, numel, 97).roll(1)]).sort(dim=1).values.to(DEVICE)
+    return (
+        torch.stack([torch.arange(0, numel, 97), torch.arange(0, numel, 97).roll(1)])
+        .sort(dim=1)
+        .values.flatten()
+        .to(DEVICE)
+    )
 
 
 def arrived(numel):
     gradient = torch.zeros(numel, device=DEVICE)
-    chosen = places(numel)[0]
+    chosen = places(numel).unique()
     gradient[chosen] = normal(len(chosen), 3)
     return gradient
 
@@ -41,8 +54,13 @@ def test_updates_are_the_formulas(numel, dtype):
 def test_few_places_are_as_good_as_all(numel):
     second = normal(numel, 1).square_()
     found, expected = arrived(numel), arrived(numel)
-    to_gradients([found], [places(numel)], [second], [SCALARS])
-    to_gradients([expected], [None], [second], [SCALARS])
+    looked_up = look_up([places(numel)], [found], [second], [SCALARS])
+    assert looked_up or numel < 1 << 20
+    if looked_up:
+        few_to_gradients([found], looked_up)
+    else:
+        to_gradients([found], [second], [SCALARS])
+    to_gradients([expected], [second], [SCALARS])
     assert torch.equal(found, expected)
     torch.testing.assert_close(found, arrived(numel) * denominator(second, SCALARS))
 
@@ -56,9 +74,10 @@ def test_a_step_applies_all_of_a_gradient(numel, shrinkage, is_changed):
         gradient[1] = 1e-3  # where nothing arrived
     unchanged = gradient.clone()
     found = {}
-    for where, indices in (("few", places(numel)), ("all", None)):
+    looked_up = look_up([places(numel)], [gradient], [second], [SCALARS]).get(0)
+    for where, known in (("few", looked_up), ("all", None)):
         found[where] = normal(numel, 0)
-        apply_updates([found[where]], [gradient], [indices], [second], [SCALARS], 0.1, shrinkage)
+        apply_updates([found[where]], [gradient], [known], [second], [SCALARS], 0.1, shrinkage)
         assert torch.equal(gradient, unchanged)
     assert torch.equal(found["few"], found["all"])
     expected = shrinkage * normal(numel, 0) - 0.1 * gradient / ((second / 0.4).sqrt() + 1e-8)

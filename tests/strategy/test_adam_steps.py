@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors import DGC
-from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
+from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
@@ -546,7 +546,8 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
 
 def test_gradients_that_are_learned_from_are_held_as_they_travel():
     first, second, weight, gradient = torch.ones(4, 1000).unbind()
-    moments = AdamMoments(5, 0.9, 0.999, 1e-8, 0.0, first, second, None, weight)
+    settings, tensors = AdamSettings(0.9, 0.999, 1e-8, 0.0), AdamTensors(first, second, None, weight)
+    moments = AdamMoments(5, settings, tensors)
     memory = AdamMemory(2, AdamCorrection(refresh_steps=1))
     memory.compensate(["weight"], [gradient], {"weight": Hyperparameters(0.1, adam=moments)})
     ranks = mock.Mock()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import FlatSelection, Selection, scatter
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.memory.residual import (
     Averages,
@@ -23,35 +23,51 @@ from lightning_sparse.engine.memory.residual import (
     in_widened,
     kept_like,
 )
-from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, denominator, to_gradients
+from lightning_sparse.functional.adam import (
+    AdamScalars,
+    LookedUp,
+    accumulate_updates,
+    denominator,
+    few_to_gradients,
+    look_up,
+    to_gradients,
+)
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
 _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
 
 
-class AdamMoments(NamedTuple):
-    """Adam's state of a parameter: the optimizer's own tensors, flat, laid out as its gradient is."""
+class AdamSettings(NamedTuple):
+    """Adam's settings of a group of parameters."""
 
-    step: int  # the coming one, from 1
     beta1: float
     beta2: float
     eps: float
     decay: float  # that is added to the gradient, negative where the objective is maximized; 0 where it is decoupled
-    first: Tensor  # zero while updates are made before selection; of the negative gradient with ``maximizes``
+    maximizes: bool = False
+
+
+class AdamTensors(NamedTuple):
+    """What Adam keeps of a parameter: the optimizer's own tensors, flat, laid out as its gradient is."""
+
+    first: Tensor  # zero while updates are made before selection; of the negative gradient if that is maximized
     second: Tensor  # of the mean gradient, the same on all ranks
     largest: Optional[Tensor]  # second moment so far, with ``amsgrad``
     parameter: Tensor
-    maximizes: bool = False
 
     @property
     def preconditioner(self) -> Tensor:
         """The second moment that the gradient is divided by the root of."""
         return self.second if self.largest is None else self.largest
 
-    def scalars(self, second_step: int) -> AdamScalars:
-        """Return the numbers of the coming step, where the second moment is that of an earlier one."""
-        return AdamScalars(self.beta2, 1 - self.beta2**second_step, self.eps)
+
+class AdamMoments(NamedTuple):
+    """Adam's state of a parameter."""
+
+    step: int  # the coming one, from 1
+    settings: AdamSettings
+    tensors: AdamTensors
 
 
 @dataclass
@@ -62,8 +78,8 @@ class AdamState:
     second_step: int  # of the optimizer, that the second moment is of
     is_update: bool = False  # the residual, which else is of gradients
     gradient: Optional[Tensor] = None  # of this rank in this step, where the mean is wanted
-    # Where the corrected gradient was written in this step, int64 ``[ranks, count]``; ``None`` if it came whole.
-    arrived: Optional[Tensor] = None
+    arrived: Optional[LookedUp] = None  # where alone the gradient that arrived last is not zero, if that is known
+    is_continued: bool = False  # the gradient has an earlier mean of this step, too, of several backwards
     update_norm: Optional[Tensor] = None  # in this step, if it was watched
     # Of this step, where a backward has been seen to be one of several: the mean gradient, and of which step the second
     # moment was before.
@@ -77,8 +93,9 @@ class AdamState:
 
     @property
     def scalars(self) -> AdamScalars:
-        """The numbers of the coming step."""
-        return self.known.scalars(self.second_step)
+        """The numbers of the coming step, where the second moment may be that of an earlier one."""
+        settings = self.known.settings
+        return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, settings.eps)
 
 
 class AdamMemory(ResidualMemory):
@@ -179,11 +196,10 @@ class AdamMemory(ResidualMemory):
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
         # All that the first moment would still do, if no other gradient came. Every rank keeps the same of it.
-        owed = in_widened([self._shared(moments.first)])[0] * (
-            moments.beta1 / ((1 - moments.beta1) * (1 - moments.beta1 ** (moments.step - 1)))
-        )
-        owed = -owed if moments.maximizes else owed
-        moments.first.zero_()
+        beta1, first = moments.settings.beta1, moments.tensors.first
+        owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
+        owed = -owed if moments.settings.maximizes else owed
+        first.zero_()
         if name in self._residuals:
             owed.add_(self._residuals[name])
         kept_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(state)))
@@ -203,7 +219,7 @@ class AdamMemory(ResidualMemory):
                 self._return_to_gradients(name, state)
 
     def _denominator(self, state: AdamState) -> Tensor:
-        return denominator(self._preconditioners([state])[0], state.scalars)
+        return denominator(in_widened(self._preconditioners([state]))[0], state.scalars)
 
     def _shared(self, flat: Tensor) -> Tensor:
         return flat if self._share_of is None else self._share_of(flat)
@@ -215,12 +231,13 @@ class AdamMemory(ResidualMemory):
         gradients = [inputs[name] for name in states]
         self._clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
-            if given[name].continues_step:
+            state.is_continued = given[name].continues_step
+            if state.is_continued:
                 self._has_pieces = True
             else:
                 state.learned = None
-                if state.known.decay:
-                    gradient.add_(self._shared(state.known.parameter), alpha=state.known.decay)
+                if decay := state.known.settings.decay:
+                    gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
             if state.learned is not None or self._is_due(state):
                 # As it travels: for a moment these are the most that a training holds beside the residual.
                 state.gradient = gradient.to(torch.bfloat16)
@@ -232,7 +249,7 @@ class AdamMemory(ResidualMemory):
                 state.update_norm = norm
 
     def _preconditioners(self, states: Sequence[AdamState]) -> list[Tensor]:
-        return in_widened([self._shared(state.known.preconditioner) for state in states])
+        return [self._shared(state.known.tensors.preconditioner) for state in states]
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
         """Clip gradients in place, so that their mean over ranks is clipped as it is asked for."""
@@ -247,17 +264,30 @@ class AdamMemory(ResidualMemory):
                 torch._foreach_mul_(clipped, factor)
 
     @override
-    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        known = [(place, self.states[name]) for place, name in enumerate(names) if name in self.states]
-        corrected = {place: state for place, state in known if state.moments is not None}
+    def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
+        known = [(number, self.states[name]) for number, name in enumerate(names) if name in self.states]
+        corrected = {number: state for number, state in known if state.moments is not None}
         if not corrected:
+            super().write_means(names, gradients, means)
             return
-        states, arrived = list(corrected.values()), [means[place].indices for place in corrected]
-        for state, indices in zip(states, arrived):
+        states, own = list(corrected.values()), [gradients[number] for number in corrected]
+        seconds, scalars = self._preconditioners(states), [state.scalars for state in states]
+        found: dict[int, LookedUp] = {}
+        is_on_cpu = gradients[0].device.type == "cpu"
+        if isinstance(means, FlatSelection):
+            places = means.places()
+            found = look_up([places[number] for number in corrected], own, seconds, scalars)
+            if found and not is_on_cpu:  # where it takes many launches to look up what ranks' values add up to
+                means = _scaled(means, {number: found[each] for each, number in enumerate(corrected) if each in found})
+        scatter(gradients, means)
+        if is_on_cpu:
+            few_to_gradients(own, found)
+        rest = [each for each in range(len(own)) if each not in found]
+        to_gradients([own[each] for each in rest], [seconds[each] for each in rest], [scalars[each] for each in rest])
+        for each, state in enumerate(states):
             # What arrives at other ranks of the node is not known here.
-            state.arrived = indices if self._share_of is None else None
-        own = [updates[place] for place in corrected]
-        to_gradients(own, arrived, self._preconditioners(states), [state.scalars for state in states])
+            is_all = state.is_continued or self._share_of is not None
+            state.arrived = None if is_all else found.get(each)
 
     def _is_due(self, state: AdamState) -> bool:
         step = state.known.step
@@ -279,7 +309,9 @@ class AdamMemory(ResidualMemory):
             known = [name for name, is_used in zip(names, are_used) if is_used and name in local]
             for together in _messages(known, local):
                 gradients = {name: local.pop(name) for name in together}
-                means = ranks.mean_gradients(gradients, [self.states[name].known.second.numel() for name in together])
+                means = ranks.mean_gradients(
+                    gradients, [self.states[name].known.tensors.second.numel() for name in together]
+                )
                 if self.clips_gradients:
                     squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float32)).square_()
                     self._measure_norms(together, means, ranks.mean_squares(squares, together))
@@ -289,24 +321,24 @@ class AdamMemory(ResidualMemory):
     def _learn(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
         for name, mean in zip(names, means):
             state = self.states[name]
-            moments = state.known
+            step, settings, (_, second, largest, _) = state.known
             earlier, known = state.learned or (None, state.second_step)
-            share = max(_LEAST_KEPT, moments.beta2 ** (moments.step - known))
+            share = max(_LEAST_KEPT, settings.beta2 ** (step - known))
             # Both as torch keeps them: with the bias of their step.
-            old, new = (1 - moments.beta2**step for step in (known, moments.step))
-            mean, weight = mean.to(moments.second.dtype), (1 - share) * new
+            old, new = (1 - settings.beta2**number for number in (known, step))
+            mean, weight = mean.to(second.dtype), (1 - share) * new
             if earlier is None:
-                moments.second.mul_(share * new / old).add_(mean.square(), alpha=weight)
+                second.mul_(share * new / old).add_(mean.square(), alpha=weight)
             else:
                 # The square of the sum in the place of the first one's: (a + b)^2 = a^2 + b (2 a + b).
                 earlier = earlier.to(mean.dtype)
-                moments.second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
+                second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
                 mean = earlier + mean
             if self._has_pieces:
                 state.learned = mean, known
-            if moments.largest is not None:
-                torch.maximum(moments.largest, moments.second, out=moments.largest)
-            state.second_step = moments.step
+            if largest is not None:
+                torch.maximum(largest, second, out=largest)
+            state.second_step = step
 
     def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
         """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
@@ -375,6 +407,17 @@ class AdamMemory(ResidualMemory):
         self.warm_up = next(
             (WarmUp(int(dense), int(fall)) for _, (dense, fall) in _as_numbers(state.get("warm_up", {}))), None
         )
+
+
+def _scaled(means: FlatSelection, found: Mapping[int, LookedUp]) -> FlatSelection:
+    """Multiply means by Adam's divisor where it was looked up."""
+    rows = len(means.values) if means.values.dim() > 1 else 1
+    one = means.values.new_ones(1, 1)
+    factors = [
+        found[number].divisors.view(count, rows).t() if number in found else one.expand(rows, count)
+        for number, count in enumerate(means.counts)
+    ]
+    return means.replaced(torch.cat(factors, dim=1).view_as(means.values).mul_(means.values), means.indices)
 
 
 def _messages(names: Sequence[str], gradients: Mapping[str, Tensor]) -> Iterator[list[str]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
-from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
+from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_widened
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
@@ -26,14 +27,15 @@ from lightning_sparse.functional.elements import laid_flat, local_tensor
 _KNOWN_CHANGE = 0.5
 
 
-class _Flat(NamedTuple):
-    """A parameter and what Adam keeps of it, as flat views; ``kept`` are the tensors that they are views of."""
+_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-    kept: tuple[Optional[Tensor], ...]
-    first: Tensor
-    second: Tensor
-    largest: Optional[Tensor]
-    parameter: Tensor
+
+class _Flat(NamedTuple):
+    """What Adam keeps of a parameter, as flat views of its own tensors and those, to see whether it has others now."""
+
+    kept: list[Optional[Tensor]]
+    address: int  # of the parameter
+    tensors: AdamTensors
 
 
 class _Asked(NamedTuple):
@@ -93,28 +95,29 @@ class AdamSteps:
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
         whole: set[str] = set()
-        warm_up = self._warm_up
-        for optimizer, group, parameter, name, count in () if is_dense else self._corrected():
-            fills_memory = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-            if warm_up is None or count < warm_up.dense_steps or not fills_memory:
-                whole.add(name)
-                continue
-            moments = self._moments(optimizer, group, parameter, count + 1)
-            self._present[parameter] = moments
-            rate = float(group["lr"])
-            hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
+        dense_steps = math.inf if self._warm_up is None else self._warm_up.dense_steps
+        for optimizer, group, members in () if is_dense else self._groups():
+            settings, rate = _settings(optimizer, group), float(group["lr"])
+            for parameter, name, count in members:
+                if count < dense_steps or not _fills_memory(parameter):
+                    whole.add(name)
+                    continue
+                tensors = self._tensors(parameter, optimizer.state[parameter])
+                moments = self._present[parameter] = AdamMoments(count + 1, settings, tensors)
+                hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
         clips = () if is_dense else self._coming_clips()
-        return StepContext(None, hyperparameters, whole, _warm_up_progress(warm_up, self._steps), clips)
+        return StepContext(None, hyperparameters, whole, _warm_up_progress(self._warm_up, self._steps), clips)
 
     def _coming_clips(self) -> list[Clip]:
         names: dict[_Asked, set[str]] = {}
         for optimizer in self._optimizers:
             (norm, value), together = self._clips.get(optimizer, _Asked(NOT_CLIPPED, tuple(self._optimizers)))
             clipping = Clipping(self._clip_norm if norm is None else norm, value)
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            known = names.setdefault(_Asked(clipping, together), set())
-            known.update(self.names[parameter] for parameter in parameters if parameter in self.names)
-        return [Clip(asked.clipping, frozenset(of)) for asked, of in names.items() if asked.clipping != NOT_CLIPPED]
+            if clipping != NOT_CLIPPED:
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                known = names.setdefault(_Asked(clipping, together), set())
+                known.update(self.names[parameter] for parameter in parameters if parameter in self.names)
+        return [Clip(asked.clipping, frozenset(of)) for asked, of in names.items()]
 
     def clip(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
         """Have the gradients of those optimizers clipped together, from their next on, that train some parameters."""
@@ -160,39 +163,43 @@ class AdamSteps:
 
     def note_arrived(self) -> None:
         """Know gradients as the exchange has left them, from the first time on that this is called after it."""
-        if not self._arrived and self._tell is not None:
+        if not self._arrived:
             gradients = {each: each.grad for each in self._present if each.grad is not None}
             self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
 
     def _look_for_changes(self, optimizer: Optimizer) -> None:
-        own = {each: each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+        """Tell once that others than a scaler have changed gradients; where those are zero is then not known."""
+        own = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
-        if self._tell is not None and any(self._are_changed(own, arrived)):
+        changed = {
+            self.names.get(each, "")
+            for each, (gradient, version) in arrived.items()
+            if each.grad is not gradient or gradient._version > version + self._unscaling_changes
+        }
+        for name in changed & self._memory.states.keys():
+            self._memory.states[name].arrived = None
+        if changed and self._tell is not None:
             self._tell()
             self._tell = None
 
-    def _are_changed(
-        self, own: Mapping[Parameter, Tensor], arrived: Mapping[Parameter, tuple[Tensor, int]]
-    ) -> Iterator[bool]:
-        """Yield of gradients whether others than a scaler have changed them."""
-        for parameter, (gradient, version) in arrived.items():
-            yield own[parameter] is not gradient or gradient._version > version + self._unscaling_changes
-
-    def _corrected(self) -> Iterator[tuple[Optimizer, dict[str, Any], Parameter, str, int]]:
-        """Yield each parameter, also those frozen now, with its optimizer, group, name, and the steps it has made."""
+    def _groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
+        """Yield optimizers' groups, with parameters, also those frozen now, their names and the steps made of each."""
         for optimizer in self._optimizers:
             counts = self._steps_of(optimizer)
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = self.names.get(parameter)
-                    if name is not None and self._target_of(name) < 1:
-                        yield optimizer, group, parameter, name, counts.get(parameter, 0)
+                named = ((parameter, self.names.get(parameter)) for parameter in group["params"])
+                members = [
+                    (parameter, name, counts.get(parameter, 0))
+                    for parameter, name in named
+                    if name is not None and self._target_of(name) < 1
+                ]
+                yield optimizer, group, members
 
     @property
     def _steps(self) -> int:
         """The steps that parameters have made, the most of any."""
         if self._most_steps is None:
-            self._most_steps = max((count for *_, count in self._corrected()), default=0)
+            self._most_steps = max((count for *_, members in self._groups() for *_, count in members), default=0)
         return self._most_steps
 
     @property
@@ -232,7 +239,7 @@ class AdamSteps:
 
     def _change(self, means: Mapping[str, float]) -> float:
         """Return by how much second moments have changed: the mean over elements of a logarithm's magnitude."""
-        numels = {name: parameter.numel() for _, _, parameter, name, _ in self._corrected()}
+        numels = {name: parameter.numel() for *_, members in self._groups() for parameter, name, _ in members}
         changes = {
             name: abs(math.log(means[name] / before))
             for name, (before, _) in self._memory.second_means.items()
@@ -245,11 +252,12 @@ class AdamSteps:
         """Return the mean of each parameter's second moment, without the bias of its step."""
         names: list[str] = []
         means: list[Tensor] = []
-        for optimizer, group, parameter, name, count in self._corrected():
-            if count:
-                names.append(name)
-                bias = 1 - float(group["betas"][1]) ** count
-                means.append(local_tensor(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias)
+        for optimizer, group, members in self._groups():
+            for parameter, name, count in members:
+                if count:
+                    names.append(name)
+                    bias = 1 - float(group["betas"][1]) ** count
+                    means.append(local_tensor(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias)
         return dict(zip(names, torch.stack(means).tolist()))
 
     def begin_anew(self) -> None:
@@ -266,44 +274,39 @@ class AdamSteps:
 
     def _steps_of(self, optimizer: Optimizer) -> dict[Parameter, int]:
         """Return how many steps each parameter has made; a device is asked only for what has changed without us."""
-        counters: dict[Any, Tensor] = {
-            parameter: state["step"] for parameter, state in optimizer.state.items() if "step" in state
-        }
-        stale = [
-            parameter
-            for parameter, counter in counters.items()
-            if (known := self._counts.get(parameter)) is None or known[0] is not counter or known[1] != counter._version
-        ]
+        counts: dict[Parameter, int] = {}
+        stale: dict[Parameter, Tensor] = {}
+        states: Mapping[Any, dict[str, Any]] = optimizer.state
+        for parameter, state in states.items():
+            if (counter := state.get("step")) is not None:
+                known = self._counts.get(parameter)
+                if known is None or known[0] is not counter or known[1] != counter._version:
+                    stale[parameter] = counter
+                else:
+                    counts[parameter] = known[2]
         if stale:
-            numbers = torch.stack([counters[parameter].float() for parameter in stale]).tolist()
-            for parameter, number in zip(stale, numbers):
-                counter = counters[parameter]
+            numbers = torch.stack([counter.float() for counter in stale.values()]).tolist()
+            for (parameter, counter), number in zip(stale.items(), numbers):
+                counts[parameter] = int(number)
                 self._counts[parameter] = (counter, counter._version, int(number))
-        return {parameter: self._counts[parameter][2] for parameter in counters}
+        return counts
 
-    def _moments(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Parameter, step: int) -> AdamMoments:
-        tensors = self._flat(parameter, optimizer.state[parameter])[1:]
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        decay = 0.0 if _is_decoupled(optimizer, group) else group["weight_decay"]
-        maximizes = bool(group["maximize"])
-        return AdamMoments(step, beta1, beta2, group["eps"], -decay if maximizes else decay, *tensors, maximizes)
-
-    def _flat(self, parameter: Parameter, state: dict[str, Any]) -> _Flat:
-        kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        kept = tuple(state.get(kind) for kind in kinds)
+    def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> AdamTensors:
+        """Return flat views of what Adam keeps; they are made anew where anything has got other memory."""
+        weight = parameter if type(parameter) is Parameter else local_tensor(parameter)
         known = self._flats.get(parameter)
-        weight = local_tensor(parameter)
-        is_known = known is not None and all(one is other for one, other in zip(known.kept, kept))
-        if known is None or not is_known or known.parameter.data_ptr() != weight.data_ptr():
-            for kind, tensor in zip(kinds, kept):
+        if known is None or known.address != weight.data_ptr() or not all(map(is_, known.kept, map(state.get, _KINDS))):
+            for kind in _KINDS:
+                tensor = state.get(kind)
                 if tensor is not None and tensor.stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(tensor)
-            kept = tuple(state.get(kind) for kind in kinds)
+            kept = [state.get(kind) for kind in _KINDS]
             first, second, largest = (None if tensor is None else laid_flat(local_tensor(tensor)) for tensor in kept)
             assert first is not None
             assert second is not None
-            known = self._flats[parameter] = _Flat(kept, first, second, largest, laid_flat(weight))
-        return known
+            tensors = AdamTensors(first, second, largest, laid_flat(local_tensor(parameter)))
+            known = self._flats[parameter] = _Flat(kept, weight.data_ptr(), tensors)
+        return known.tensors
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step as soon as the gradients are there: after the closure, if there is one."""
@@ -345,22 +348,22 @@ class AdamSteps:
             self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
     def _apply_held(self, optimizer: Optimizer, group: Mapping[str, Any], held: Mapping[Parameter, Tensor]) -> None:
-        moments = [self._present[parameter] for parameter in held]
         states = [self._memory.states[self.names[parameter]] for parameter in held]
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
         # Looked up anew: a parameter may have got other memory since backward.
-        weights = [self._flat(parameter, optimizer.state[parameter]).parameter for parameter in held]
+        weights = [self._tensors(parameter, optimizer.state[parameter]).parameter for parameter in held]
         wide = in_widened(weights)
+        rate = float(group["lr"])
         apply_updates(
             wide,
             in_widened([laid_flat(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
             [state.arrived for state in states],
-            in_widened([each.preconditioner for each in moments]),
-            [each.scalars(state.second_step) for each, state in zip(moments, states)],
-            -float(group["lr"]) if group["maximize"] else float(group["lr"]),
-            1 - float(group["lr"]) * decay,
+            [self._present[parameter].tensors.preconditioner for parameter in held],
+            [state.scalars for state in states],
+            -rate if group["maximize"] else rate,
+            1 - rate * decay,
         )
         for state, weight, result in zip(states, weights, wide):
             state.arrived = None  # another gradient may come without an exchange
@@ -413,3 +416,14 @@ def _warm_up_progress(warm_up: Optional[WarmUp], steps: int) -> float:
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+
+
+def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> AdamSettings:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    decay = 0.0 if _is_decoupled(optimizer, group) else group["weight_decay"]
+    maximizes = bool(group["maximize"])
+    return AdamSettings(beta1, beta2, group["eps"], -decay if maximizes else decay, maximizes)
+
+
+def _fills_memory(parameter: Tensor) -> bool:
+    return parameter.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite
+from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, scatter
 from lightning_sparse.functional.elements import copied_to, copy_elements, pieces
 
 MemoryState = dict[str, dict[str, Tensor]]
@@ -85,8 +85,9 @@ class Memory:
         ``accepted`` is bool ``[len(names)]``, or ``[]`` for all; where it is false, nothing of a parameter changes.
         """
 
-    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        """Turn means of what was accumulated, flat, into gradients, in place; ``means`` tells where they are not 0."""
+    def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
+        """Write means of what was accumulated into flat gradients, as gradients."""
+        scatter(gradients, means)
 
     def after_exchange(
         self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages

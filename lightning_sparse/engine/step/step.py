@@ -213,9 +213,8 @@ class Pipeline:
         with self.recorder.span("commit"):
             for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
-                with self._deltas_sampled(exchanged):
+                with self._deltas_sampled(exchanged, mean):
                     self.memory.update(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
-                    scatter(exchanged.accumulated, mean)  # the means are in its memory from here on
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
         self.selector.release()
@@ -239,8 +238,8 @@ class Pipeline:
         return torch.stack([used[places[name]] for name in exchanged.names])
 
     def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection]) -> None:
-        means = exchanged.accumulated
-        self.memory.to_gradients(exchanged.names, means, mean)
+        means = exchanged.accumulated  # in its memory from here on
+        self.memory.write_means(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
             torch._foreach_mul_(means, self.context.loss_scale)
         narrow = [
@@ -252,8 +251,8 @@ class Pipeline:
             torch._foreach_copy_(gradients, list(rounded.split(list(map(Tensor.numel, gradients)))))
 
     @contextmanager
-    def _deltas_sampled(self, exchanged: Exchanged) -> Iterator[None]:
-        """Compare the means that are written inside with those of all that had accumulated, if somebody asked."""
+    def _deltas_sampled(self, exchanged: Exchanged, mean: Sequence[Selection]) -> Iterator[None]:
+        """Compare means with those of all that had accumulated, before what is done inside, if somebody asked."""
         if not self.context.samples_deltas:
             yield
             return
@@ -261,6 +260,7 @@ class Pipeline:
         flat = torch.cat(accumulated).div_(self.collectives.ranks)
         flat = self.levels.inter.call(Payload("all_reduce", flat), names)
         yield
+        scatter(accumulated, mean)
         dense_means = flat.split([tensor.numel() for tensor in accumulated])
         deltas = layer_deltas(dense_means, accumulated, exchanged.counts)
         self.recorder.current.deltas.update(zip(names, deltas.unbind()))

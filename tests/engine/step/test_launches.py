@@ -67,8 +67,9 @@ BUDGETS = {
     ("topk 0.01, gather", ()): 335,
     ("topk 0.01, owners", ()): 580,
     ("lags 0.001, 16 groups", ()): 2200,
-    ("lags 0.001, 16 groups, clipped", ("AdamW",)): 2500,
-    ("topk 0.001, gather", ("AdamW",)): 420,
+    # Of large tensors AdamW's elements are looked up one tensor at a time, which saves 15 passes over the model.
+    ("lags 0.001, 16 groups, clipped", ("AdamW",)): 3400,
+    ("topk 0.001, gather", ("AdamW",)): 1225,
     ("omgs 0.001, gather", ()): 180,
     ("dgc 0.001, gather", ()): 375,
     ("sdagc 0.001, gather", ()): 465,
@@ -101,3 +102,17 @@ WAITING = {"exdyna 0.001": 10, "micro 0.001": 8}
 def test_the_host_waits_for_a_device_only_where_sizes_are_selected(system):
     counted = launches.launches_of_a_step(launches.SYSTEMS[system], 8, launches.SYSTEMS[system].sizes[:40])
     assert counted.waits.total() <= WAITING.get(system, 0)
+
+
+# Passes over memory: bytes moved by those of the model in fp32. With 64 ranks a 16th of all elements arrives, as int64
+# and fp32; the gradients of a piece are copied together, three times. torch's foreach AdamW makes some 20 by itself.
+@pytest.mark.parametrize(
+    ("is_corrected", "ranks", "most"), [(False, 64, 18.5), (False, 8, 16), (True, 64, 31.5), (True, 8, 26.5)]
+)
+def test_passes_over_memory_are_bounded(is_corrected, ranks, most):
+    system = launches.SYSTEMS["topk 0.001, gather"]._replace(is_corrected=is_corrected)
+    passes = launches.passes_of(system, ranks)
+    assert sum(passes.values()) <= most, passes
+    if is_corrected:
+        assert passes["compensate"] <= 11.1
+        assert passes["optimizer"] <= 3.5
