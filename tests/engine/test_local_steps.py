@@ -526,8 +526,8 @@ def test_when_exchanges_begin_and_are_applied(local, arguments, begun, late):
 
 def test_rounds_are_as_long_as_exchanges_are_slow():
     # Of the first 8 steps, and of each 8 thereafter, which take 3 seconds, an exchange takes half a second.
-    seconds = accumulate(cycle([3.0, 0.5, 0.0]), initial=0.0)
-    with mock.patch("lightning_sparse.engine.local_steps.perf_counter", seconds.__next__):
+    seconds = accumulate(cycle([3.0, 0.5]), initial=0.0)
+    with mock.patch("lightning_sparse.engine.observe.perf_counter", seconds.__next__):
         begun, _, (line,) = count(LocalSteps("auto"), 90)
     assert begun == [8, 16, 24, 32, 59, 86]  # 5 % of the time of 27 steps
     assert "rounds of 27 local steps" in line

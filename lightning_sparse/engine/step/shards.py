@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Optional
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
@@ -38,7 +39,22 @@ class BareModel:
 
 
 class ShardedModel(BareModel):
-    """A model of which every rank holds a shard: FSDP averages its gradients inside a replica, never between them."""
+    """A model of which every rank holds a shard: FSDP averages its gradients inside a replica, never between them.
+
+    Args:
+        module: the model.
+        same_shards: the ranks that hold the same shards, replica by replica, if a group of theirs is there.
+    """
+
+    def __init__(self, module: Module, same_shards: Optional[ProcessGroup] = None) -> None:
+        super().__init__(module)
+        self._same_shards = same_shards
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, Optional[ProcessGroup]]:
+        """Those of FSDP's mesh: the ranks of this replica, and those that hold the same shards."""
+        mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
+        return mesh.get_group(), self._same_shards
 
     @override
     @contextmanager
