@@ -13,7 +13,7 @@ from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import FlatRanks
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.engine.step.worker import Channel
+from lightning_sparse.engine.step.worker import Channel, LaunchQueue
 
 
 class EchoCollectives(Collectives):
@@ -46,10 +46,12 @@ def echo_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: 
     """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes."""
     compressor = settings.compressor
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), tuple(sizes), 0, ranks, device))
-    return Pipeline(
+    pipeline = Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks),
         settings.wires_for(0, ranks),
         FlatRanks(Channel(EchoCollectives(ranks, device), Recorder(device, ranks))),
         density_of=lambda name: compressor.density_of(name, settings.density),
     )
+    pipeline.launched = LaunchQueue(torch.device("cpu"))  # a device that is played has none
+    return pipeline
