@@ -1,6 +1,7 @@
 """Collectives give what torch's own give, whichever way the bytes go."""
 
 import re
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Collectives, ExchangeError, _all_gather_into, waited_in_vain
 from lightning_sparse.schedule.network import DIRECT_BYTES
+from tests.helpers.faults import GROUP_TIMEOUT
 
 
 def gathered(rank, nbytes, dtype, has_out):
@@ -106,6 +108,37 @@ def test_a_sparse_layout_is_added_up_too_as_gloo_does(pools, ranks, shape):
     for ours, theirs in pools[ranks].run(added_up_sparse, shape):
         assert torch.equal(ours, theirs)
         assert bool(ours.any()) == (ranks > 1)
+
+
+def of_several_backends(rank):
+    """Return the backend of a group that has one for each kind of device, and how often its ring was used."""
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    collectives = Collectives([0, 1, 2], torch.device("cpu"), shared=group)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as rings:
+        summed = collectives.all_reduce(torch.ones(2))
+    dist.destroy_process_group(group)
+    return collectives.backend, summed.tolist(), rings.call_count
+
+
+def test_of_several_backends_that_of_the_device_is_known(pools):
+    assert pools[3].run(of_several_backends) == [("gloo", [3.0, 3.0], 0)] * 3
+
+
+def timeouts(rank, given):
+    """Return how long a group of the exchange waits, and the job's own."""
+    collectives = Collectives([0, 1], torch.device("cpu"), given)
+    groups = (collectives.group, dist.group.WORLD)
+    try:
+        return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    finally:
+        collectives.close()
+
+
+def test_a_group_waits_as_long_as_the_jobs_own_unless_it_is_told(forked):
+    ((ours, jobs),) = {tuple(each) for each in forked[2].run(timeouts, None)}
+    assert ours == jobs == GROUP_TIMEOUT
+    hour = timedelta(hours=1)
+    assert forked[2].run(timeouts, hour) == [[hour, GROUP_TIMEOUT]] * 2
 
 
 GLOO = (

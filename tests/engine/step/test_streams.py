@@ -97,6 +97,21 @@ def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played):
     assert seen == [{"gradient"}]
 
 
+def leave():
+    raise SystemExit
+
+
+def test_whatever_a_task_raises_is_raised_by_all_that_wait_and_ends_no_thread(played):
+    worker, second = PlayedWorker(), threading.Event()
+    for done in (threading.Event(), second):
+        worker.submit(leave, done)
+    assert second.wait(10.0)
+    for wait in (lambda: worker.wait(second), worker.drain):
+        with pytest.raises(SystemExit):
+            wait()
+    assert worker.close()
+
+
 def test_small_kernels_of_the_exchange_come_before_those_of_backward(played):
     assert PlayedWorker()._stream.priority < 0
 
