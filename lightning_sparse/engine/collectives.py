@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Optional
 
 import torch
@@ -185,12 +185,12 @@ class Collectives(SharedOnCopy):
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the means over ranks of many numbers, some at a time: from each of many ranks they are gigabytes.
 
-        The host adds up: GPUs of several kinds may round otherwise, and ranks would decide otherwise.
+        The host adds up, rank by rank: GPUs of several kinds may round otherwise, and ranks would decide otherwise.
         """
         count = max(1, _NUMBERS_AT_ONCE // self.ranks)
         parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
-        columns = (column for part in parts for column in zip(*self.gather_numbers(part).tolist()))
-        return [sum(column) / self.ranks for column in columns]
+        sums = (reduce(torch.add, self.gather_numbers(part).cpu()) for part in parts)
+        return [total / self.ranks for of_part in sums for total in of_part.tolist()]
 
     def check(self, names: Iterable[str]) -> None:
         """Try collectives once, on a few bytes, and refuse a backend that cannot run one of them on this device."""

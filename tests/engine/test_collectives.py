@@ -116,8 +116,9 @@ def of_several_backends(rank):
     collectives = Collectives([0, 1, 2], torch.device("cpu"), shared=group)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as rings:
         summed = collectives.all_reduce(torch.ones(2))
+    backend = collectives.backend
     dist.destroy_process_group(group)
-    return collectives.backend, summed.tolist(), rings.call_count
+    return backend, summed.tolist(), rings.call_count
 
 
 def test_of_several_backends_that_of_the_device_is_known(pools):

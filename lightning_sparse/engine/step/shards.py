@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
@@ -46,12 +45,12 @@ class ShardedModel(BareModel):
         same_shards: the ranks that hold the same shards, replica by replica, if a group of theirs is there.
     """
 
-    def __init__(self, module: Module, same_shards: Optional[ProcessGroup] = None) -> None:
+    def __init__(self, module: Module, same_shards: Any = None) -> None:
         super().__init__(module)
         self._same_shards = same_shards
 
     @property
-    def groups(self) -> tuple[ProcessGroup, Optional[ProcessGroup]]:
+    def groups(self) -> tuple[Any, Any]:
         """Those of FSDP's mesh: the ranks of this replica, and those that hold the same shards."""
         mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
         return mesh.get_group(), self._same_shards
