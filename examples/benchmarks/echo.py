@@ -13,7 +13,7 @@ from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.engine.step.worker import Channel
+from lightning_sparse.engine.step.worker import Channel, LaunchQueue
 
 
 class EchoCollectives(Collectives):
@@ -55,10 +55,12 @@ def echo_pipeline(
     share_of = levels.share_of if isinstance(levels, HierarchicalRanks) else None
     shares = tuple(map(levels.share_numel, sizes))
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), shares, 0, ranks, device))
-    return Pipeline(
+    pipeline = Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks, share_of),
         settings.wires_for(0, ranks),
         levels,
         density_of=lambda name: compressor.density_of(name, settings.density),
     )
+    pipeline.launched = LaunchQueue(torch.device("cpu"))  # a device that is played has none
+    return pipeline

@@ -98,10 +98,10 @@ class InlineWorker(ExchangeWorker):
         self.error = None
 
     @override
-    def submit(self, run: Callable[[], None], on_done: Optional[Callable[[], None]] = None) -> None:
+    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
         run()
-        if on_done is not None:
-            on_done()
+        if done is not None:
+            done.set()
 
     @override
     def wait(self, done: threading.Event) -> None:

@@ -1,13 +1,14 @@
 """HOW payloads travel: torch.distributed calls, in the order they are asked for, on a process group of their own."""
 
 import json
+import math
 import re
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Optional
 
 import torch
@@ -57,6 +58,8 @@ class Collectives(SharedOnCopy):
 
     On a shared one, the order of exchanges and of users' collectives, on several threads, would differ between ranks.
     ``parts`` divide all ranks into those that exchange among themselves; ``None`` where all exchange with all.
+    ``shared`` is a group that others use, too: NCCL takes memory of a GPU for each, and wants one order of all anyway.
+    A group waits as long as the job's own, unless a ``timeout`` is given.
     """
 
     def __init__(
@@ -65,15 +68,27 @@ class Collectives(SharedOnCopy):
         device: torch.device,
         timeout: Optional[timedelta] = None,
         parts: Optional[Sequence[list[int]]] = None,
+        shared: Optional[dist.ProcessGroup] = None,
     ) -> None:
-        # A group is set up by all ranks of the job. Set up by its own alone (use_local_synchronization), it would get
-        # the name of one that was given back before, and find the addresses of that one's ranks in the store.
-        groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
-        self.group: Optional[dist.ProcessGroup] = next(group for part, group in groups if part == ranks)
+        timeout = _timeout_of_job(device) if timeout is None else timeout
+        self._is_shared = shared is not None
+        self.group = shared
+        if shared is not None and timeout is not None:
+            shared._get_backend(device)._set_default_timeout(timeout)  # meshes give their groups torch's own
+        elif shared is None:
+            # A group is set up by all ranks of the job. Set up by its own alone (use_local_synchronization), it would
+            # get the name of one that was given back before, and find the addresses of that one's ranks in the store.
+            groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
+            self.group = next(group for part, group in groups if part == ranks)
         self.device = device
         self.rank = dist.get_rank(self.group)
         self.ranks = dist.get_world_size(self.group)
-        self._goes_around = dist.get_backend(self.group) == "gloo" and self.ranks > _ONE_HOP
+        self._goes_around = self.backend == "gloo" and self.ranks > _ONE_HOP
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that the group has for the device."""
+        return backend_of(self.device, self.group)
 
     def run(self, name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Call the collective of a name; ``out`` may hold the result."""
@@ -117,6 +132,8 @@ class Collectives(SharedOnCopy):
 
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``)."""
+        if tensor.layout is torch.sparse_coo:
+            return self._add_up_sparse(tensor)
         if not self._goes_direct(tensor):
             dist.all_reduce(tensor, group=self.group)
             return tensor
@@ -125,9 +142,26 @@ class Collectives(SharedOnCopy):
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
 
+    def _add_up_sparse(self, tensor: Tensor) -> Tensor:
+        """Add up what NCCL has no sum for, in the order of ranks; the host waits for how many elements each has."""
+        mine = tensor.coalesce()
+        indices, values = mine.indices(), mine.values()
+        counts = self.all_gather(torch.tensor([mine._nnz()], device=tensor.device)).flatten().tolist()
+        most = max(counts)
+        # Filled up to the same size: the last rows of values, and the last places of each dimension.
+        rows = functional.pad(values.view(len(values), math.prod(values.shape[1:])), (0, 0, 0, most - len(values)))
+        places = functional.pad(indices, (0, most - len(values)))
+        all_values = self.all_gather(rows.flatten()).view(self.ranks, most, *values.shape[1:])
+        all_places = self.all_gather(places.flatten()).view(self.ranks, len(places), most)
+        total = torch.zeros_like(tensor)
+        for place, count in enumerate(counts):
+            parts = all_places[place, :, :count], all_values[place, :count]
+            total += torch.sparse_coo_tensor(*parts, tensor.shape, is_coalesced=True, check_invariants=False)
+        return tensor.copy_(total.coalesce())
+
     def _goes_direct(self, tensor: Tensor) -> bool:
         """Tell whether two round trips take less time for a tensor than gloo's way, twice around a ring."""
-        return self._goes_around and tensor.layout is torch.strided and 0 < tensor.nbytes <= DIRECT_BYTES
+        return self._goes_around and 0 < tensor.nbytes <= DIRECT_BYTES
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Begin to add up a tensor over ranks, in place, and return what waits for it."""
@@ -149,15 +183,19 @@ class Collectives(SharedOnCopy):
             return self.all_gather(handed_in)
 
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the means over ranks of many numbers, some at a time: from each of many ranks they are gigabytes."""
+        """Return the means over ranks of many numbers, some at a time: from each of many ranks they are gigabytes.
+
+        The host adds up, rank by rank: GPUs of several kinds may round otherwise, and ranks would decide otherwise.
+        """
         count = max(1, _NUMBERS_AT_ONCE // self.ranks)
         parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
-        return [mean for part in parts for mean in self.gather_numbers(part).mean(dim=0).tolist()]
+        sums = (reduce(torch.add, self.gather_numbers(part).cpu()) for part in parts)
+        return [total / self.ranks for of_part in sums for total in of_part.tolist()]
 
     def check(self, names: Iterable[str]) -> None:
         """Try collectives once, on a few bytes, and refuse a backend that cannot run one of them on this device."""
         # NCCL's first all-to-all connects all pairs of ranks, which takes gigabytes that most trainings never need.
-        knows_all = dist.get_backend(self.group) in ("gloo", "nccl")
+        knows_all = self.backend in ("gloo", "nccl")
         for name in names:
             if knows_all and name != "all_gather":
                 continue
@@ -165,7 +203,7 @@ class Collectives(SharedOnCopy):
                 self.run(name, torch.zeros(self.ranks, 4, device=self.device).view(_PROBE_SHAPES[name]))
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 raise RuntimeError(
-                    f"process_group_backend={dist.get_backend(self.group)!r} cannot run {name} on {self.device}, which"
+                    f"process_group_backend={self.backend!r} cannot run {name} on {self.device}, which"
                     " this compressor needs. Use process_group_backend='gloo' on CPU or 'nccl' on CUDA, or another"
                     " compressor."
                 ) from error
@@ -174,8 +212,8 @@ class Collectives(SharedOnCopy):
         """Give the process group back, unless others wait for this rank, which ``has_failed``; safe to call twice."""
         # gloo tells those that wait by the end of the group. NCCL would have this rank wait for them first, with an
         # error that nobody has seen: there the group stays until the process ends.
-        is_there = self.group is not None and dist.is_initialized()
-        if is_there and not (has_failed and dist.get_backend(self.group) != "gloo"):
+        is_there = self.group is not None and not self._is_shared and dist.is_initialized()
+        if is_there and not (has_failed and self.backend != "gloo"):
             dist.destroy_process_group(self.group)
         self.group = None
 
@@ -184,6 +222,14 @@ def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) 
     """Return the name of the backend that a group has for a device, of several that it may have; ``""`` for none."""
     by_kind: dict[str, str] = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return by_kind.get(device.type, "")
+
+
+def _timeout_of_job(device: torch.device) -> Optional[timedelta]:
+    """Return how long the collectives of the job's own group may wait; ``None`` where its backend does not tell."""
+    with suppress(RuntimeError, AttributeError):
+        timeout: timedelta = dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+        return timeout
+    return None
 
 
 def gather_together(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
-from lightning_sparse.engine.collectives import Collectives, SharedOnCopy
+from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backend_of
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.memory.residual import Memory
@@ -56,7 +56,8 @@ class Engine(SharedOnCopy):
             # It refuses what cannot be averaged, before a thread runs.
             averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module)
-        collectives = Collectives(list(range(dist.get_world_size())), device, timeout)
+        shared = dist.group.WORLD if node_ranks > 1 and backend_of(device) == "nccl" else None
+        collectives = Collectives(list(range(dist.get_world_size())), device, timeout, shared=shared)
         levels = _levels_between(collectives, ddp, settings, node_ranks, timeout)
         wires = _wires_between(levels, settings, log)
         memory = _memory_of(module, settings, levels)
@@ -302,14 +303,16 @@ def _levels_between(
     nodes = [list(range(first, first + node_ranks)) for first in range(0, ranks, node_ranks)]
     rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
     number, place = divmod(collectives.rank, node_ranks)
-    intra = Collectives(nodes[number], device, timeout, nodes)
+    is_nccl = collectives.backend == "nccl"
+    shards, replicas = wrapper.groups if is_nccl and isinstance(wrapper, ShardedModel) else (None, None)
+    intra = Collectives(nodes[number], device, timeout, nodes, shards)
     intra.check(("all_to_all", "all_gather"))
-    inter = Collectives(rows[place], device, timeout, rows)
+    inter = Collectives(rows[place], device, timeout, rows, replicas)
     channels = Channel(intra, recorder, True), Channel(inter, recorder), world
     if is_sharded:
         return Shards(*channels)
     if settings.asks_for_islands:
-        return Islands(*channels, Collectives(nodes[number], device, timeout, nodes))
+        return Islands(*channels, intra if is_nccl else Collectives(nodes[number], device, timeout, nodes))
     return HierarchicalRanks(*channels)
 
 

@@ -11,11 +11,11 @@ formula, where its released code divides by the number of ranks that sent an ele
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
-from time import perf_counter
 from typing import Any, Optional, Union
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.engine.meeting import MEETING_POINTS, Meeting, RankStatus
+from lightning_sparse.engine.observe import Clock, Mark
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import Change, SharedModel
@@ -48,36 +49,50 @@ class RoundLength:
     """How many steps a round has: as many as the user asks for, or chosen when some rounds have been timed."""
 
     def __init__(self, every: Union[int, str], device: torch.device, log: Callable[[str], None]) -> None:
-        self._device = device
+        self._clock = Clock(device)
         self._log = log
         self.steps = every if isinstance(every, int) else _FIRST_STEPS
-        self.times: Optional[list[tuple[int, float, float]]] = None if isinstance(every, int) else []  # until chosen
-        self._applied_at = perf_counter()
-        self.last_wait = self.total_wait = 0.0  # seconds
+        # Steps, when the exchange before them was applied, when the wait for theirs began, and when it ended.
+        self.times: Optional[list[tuple[int, Mark, Mark, Mark]]] = (
+            None if isinstance(every, int) else []
+        )  # until chosen
+        self._applied_at = self._clock.mark()
+        self._last_wait: Optional[tuple[Mark, Mark]] = None
+        self._unread: deque[tuple[Mark, Mark]] = deque()  # waits that a device may not have come to the end of
+        self._read_seconds = 0.0
 
     @contextmanager
     def waiting(self, steps: int) -> Iterator[None]:
         """Take the time of a wait for an exchange, and of so many steps before it."""
-        start = self._now()
+        start = self._clock.mark()
         yield
-        self.last_wait = self._now() - start
-        self.total_wait += self.last_wait
+        end = self._clock.mark()
         if self.times is not None:
-            self.times.append((steps, start - self._applied_at, self.last_wait))
-        self._applied_at = perf_counter()
+            self.times.append((steps, self._applied_at, start, end))
+        self._applied_at = end
+        self._last_wait = start, end
+        self._unread.append(self._last_wait)
+        while self._unread and Clock.has_passed(self._unread[0][1]):
+            self._read_seconds += Clock.seconds(*self._unread.popleft())
 
-    def _now(self) -> float:
-        """Return the time, in the few rounds that are timed once a device has done all that it was told."""
-        if self.times is not None and self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
-        return perf_counter()
+    @property
+    def last_wait(self) -> float:
+        """Seconds of the last wait; a device is waited for."""
+        return 0.0 if self._last_wait is None else Clock.seconds(*self._last_wait)
+
+    @property
+    def total_wait(self) -> float:
+        """Seconds of all waits; a device may be waited for."""
+        return self._read_seconds + sum(Clock.seconds(*wait) for wait in self._unread)
 
     def choose(self, mean: Callable[[Sequence[float]], Sequence[float]]) -> bool:
         """Choose once enough rounds have been timed, by the ``mean`` of seconds over ranks; return whether it has."""
         if self.times is None or len(self.times) <= _TIMED_ROUNDS:
             return False
-        steps, seconds, waited = (sum(each) for each in zip(*self.times[1:]))  # the first exchange makes connections
-        step, exchange = mean((seconds / steps, waited / (len(self.times) - 1)))
+        rounds = self.times[1:]  # the first exchange makes connections
+        seconds = sum(Clock.seconds(applied, start) for _, applied, start, _ in rounds)
+        waited = sum(Clock.seconds(start, end) for _, _, start, end in rounds)
+        step, exchange = mean((seconds / sum(steps for steps, *_ in rounds), waited / len(rounds)))
         self.times, self.steps = None, fitting_steps(step, exchange)
         self._log(
             f"a step takes {1e3 * step:.1f} ms and an exchange {1e3 * exchange:.1f} ms: rounds of {self.steps} local"
@@ -254,7 +269,7 @@ class Rounds(Replicas):
             self.shared.exchange(change, self.meeting.weight(told), prepare)
             self._covered_steps = change.steps
 
-        self._worker.submit(exchange, change.done.set)
+        self._worker.submit(exchange, change.done)
         self._apply_until(self._step)
 
     def _apply_until(self, step: int) -> None:

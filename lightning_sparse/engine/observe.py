@@ -98,8 +98,9 @@ class Clock:
         """Return the present; on a device, the moment at which the work queued so far has been done."""
         if self.is_host:
             return perf_counter()
-        event = torch.get_device_module(self._device).Event(enable_timing=True)
-        event.record()
+        module = torch.get_device_module(self._device)
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self._device))  # the calling thread may have chosen another device
         return event
 
     @staticmethod

@@ -138,10 +138,11 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
         ([1, 1, 3, 2, 2], [-3.5, -3.5, 0.0, 4.0, 4.0])
     """
     bins = 1 << bits
-    wide, tensor = values.double(), _tensor_of_each(counts, values.device)
+    numbers = _on(values.device, counts)
+    wide, tensor = values.double(), _tensor_of_each(numbers, len(values))
     is_zero = wide == 0
     sizes = _sums(is_zero.logical_not().double(), tensor, len(counts))
-    has_zeros = sizes < torch.tensor(counts).to(sizes.device, non_blocking=True)
+    has_zeros = sizes < numbers
     sizes.clamp_(min=1.0)
     centred = wide - (_sums(wide, tensor, len(counts)) / sizes)[tensor]
     width = (
@@ -157,14 +158,17 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
 
 def values_of_bins(codes: Tensor, means: Tensor, counts: Sequence[int], bits: int) -> Tensor:
     """Read what :func:`bin_values` wrote, on one rank or on several, as fp32 of the shape of ``codes``."""
-    places = codes.long().add_(_tensor_of_each(counts, codes.device), alpha=1 << bits)
+    places = codes.long().add_(_tensor_of_each(_on(codes.device, counts), codes.shape[-1]), alpha=1 << bits)
     return means.float().gather(-1, places)
 
 
-def _tensor_of_each(counts: Sequence[int], device: torch.device) -> Tensor:
-    numbers = torch.arange(len(counts), device=device)
-    # The size is known: a GPU need not be asked for it.
-    return numbers.repeat_interleave(torch.tensor(counts).to(device, non_blocking=True), output_size=sum(counts))
+def _on(device: torch.device, counts: Sequence[int]) -> Tensor:
+    return torch.tensor(counts).to(device, non_blocking=True)  # from memory that is not pinned it has been read by now
+
+
+def _tensor_of_each(counts: Tensor, total: int) -> Tensor:
+    numbers = torch.arange(len(counts), device=counts.device)
+    return numbers.repeat_interleave(counts, output_size=total)  # the size is known: a GPU need not be asked for it
 
 
 def _sums(values: Tensor, places: Tensor, number: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.engine.collectives import SharedOnCopy
+from lightning_sparse.engine.collectives import SharedOnCopy, backend_of
 from lightning_sparse.jobs.lightning import SIGTERMException, Trainer
 
 
@@ -39,7 +39,8 @@ class Signals(SharedOnCopy):
     def connect(self, trainer: Trainer, answer: Callable[[], None]) -> None:
         """Have ranks hear of each other from now on; all must call. Those that wait ``answer`` what they hear."""
         strategy: Any = trainer.strategy
-        is_gloo, device = dist.get_backend() == "gloo", strategy.root_device
+        device = strategy.root_device
+        is_gloo = backend_of(device) == "gloo"
         self._is_connected, self.answer = True, answer
         self._rounds = getattr(strategy, "rounds", None)
         if self._rounds is not None:

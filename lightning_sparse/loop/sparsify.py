@@ -78,7 +78,7 @@ def sparsify(
         scaler: the gradient scaler, if there is one: residuals are kept without its scale.
         total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
             and of a compressor go by it.
-        timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
+        timeout: how long an exchange may wait for other ranks; ``None`` for as long as the job's process group.
         **given: settings as of :class:`~lightning_sparse.Compression`, without ``levels``. With ``warmup_epochs`` call
             :meth:`Sparsifier.set_epoch` at the start of each; for ``None`` and ``total_steps`` there is no need to.
             With ``local_steps`` all ranks make equally many steps, evaluate and save the model inside

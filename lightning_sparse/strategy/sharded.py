@@ -111,7 +111,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
         super().setup_optimizers(trainer)
-        self._sharded = ShardedModel(module)
+        self._sharded = ShardedModel(module, same_shards)
         replicas, shards, _ = self._whole_mesh.shape
         self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
         if replicas == 1:

@@ -1,6 +1,7 @@
 """Collectives give what torch's own give, whichever way the bytes go."""
 
 import re
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Collectives, ExchangeError, _all_gather_into, waited_in_vain
 from lightning_sparse.schedule.network import DIRECT_BYTES
+from tests.helpers.faults import GROUP_TIMEOUT
 
 
 def gathered(rank, nbytes, dtype, has_out):
@@ -83,17 +85,61 @@ def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, ranks, shap
         assert used == rings
 
 
-def added_up_sparse(rank):
+def added_up_sparse(rank, shape):
+    """Add up rows, other and differently many on each rank, none on the last; return the sum, and that of gloo."""
     collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
+    rows = torch.Generator().manual_seed(rank)
+    count = (3 * (rank + 1)) % (3 * collectives.ranks)
+    places = torch.randint(shape[0], (1, count), generator=rows)  # some more than once
+    values = torch.randn(count, *shape[1:], generator=rows)
+    mine = torch.sparse_coo_tensor(places, values, shape, check_invariants=True)
+    theirs = mine.clone()
     try:
-        mine = torch.sparse_coo_tensor([[rank]], [1.0 + rank], (4,), check_invariants=True)
-        return collectives.all_reduce(mine).to_dense()
+        assert collectives.all_reduce(mine) is mine
+        dist.all_reduce(theirs)
+        return mine.to_dense(), theirs.to_dense()
     finally:
         collectives.close()
 
 
-def test_a_sparse_layout_is_added_up_too(pools):
-    assert [each.tolist() for each in pools[3].run(added_up_sparse)] == [[1.0, 2.0, 3.0, 0.0]] * 3
+@pytest.mark.parametrize("shape", [(4,), (7, 5)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_sparse_layout_is_added_up_too_as_gloo_does(pools, ranks, shape):
+    for ours, theirs in pools[ranks].run(added_up_sparse, shape):
+        assert torch.equal(ours, theirs)
+        assert bool(ours.any()) == (ranks > 1)
+
+
+def of_several_backends(rank):
+    """Return the backend of a group that has one for each kind of device, and how often its ring was used."""
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    collectives = Collectives([0, 1, 2], torch.device("cpu"), shared=group)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as rings:
+        summed = collectives.all_reduce(torch.ones(2))
+    backend = collectives.backend
+    dist.destroy_process_group(group)
+    return backend, summed.tolist(), rings.call_count
+
+
+def test_of_several_backends_that_of_the_device_is_known(pools):
+    assert pools[3].run(of_several_backends) == [("gloo", [3.0, 3.0], 0)] * 3
+
+
+def timeouts(rank, given):
+    """Return how long a group of the exchange waits, and the job's own."""
+    collectives = Collectives([0, 1], torch.device("cpu"), given)
+    groups = (collectives.group, dist.group.WORLD)
+    try:
+        return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    finally:
+        collectives.close()
+
+
+def test_a_group_waits_as_long_as_the_jobs_own_unless_it_is_told(forked):
+    ((ours, jobs),) = {tuple(each) for each in forked[2].run(timeouts, None)}
+    assert ours == jobs == GROUP_TIMEOUT
+    hour = timedelta(hours=1)
+    assert forked[2].run(timeouts, hour) == [[hour, GROUP_TIMEOUT]] * 2
 
 
 GLOO = (

@@ -1,15 +1,24 @@
-"""A network and its data that can be trained through any entry point."""
+"""A network and its data, and how they are trained, saved and resumed through each entry point."""
 
 import os
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import SparseDDPStrategy, SparseFabricStrategy, sparsify
+from tests.helpers.devices import DEVICE
+from tests.helpers.resuming import Numbered, fit_numbered
+from tests.helpers.trainers import accelerator, expect
 
 ROWS = 4  # of a batch
+STEPS, SAVED, NORM = 13, 7, 0.1  # optimizer steps, those before the save, and of a gradient
 
 
 class Net(nn.Module):
@@ -54,3 +63,152 @@ def as_hugging_face_wants(rank):
         warnings.simplefilter("default")
         import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
         yield
+
+
+class Module(Numbered):
+    def __init__(self, settings, save_after=None, path=""):
+        super().__init__(save_after, path)
+        self.settings, self.network = settings, Net()
+
+    def training_step(self, batch, batch_index):
+        return self.network(rows_of(self.global_rank, batch_index).to(self.device))["loss"]
+
+    def validation_step(self, batch, batch_index):
+        self.network(rows_of(0, batch_index).to(self.device))
+
+    def configure_optimizers(self):
+        optimizer, schedule = optimizer_of(self.network, self.settings)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def through_the_trainer(rank, settings, folder, resumes):
+    path = str(folder / "trainer.ckpt")
+    module = Module(settings) if resumes else Module(settings, SAVED, path)
+    more = {"max_epochs": 1, "limit_train_batches": STEPS, "gradient_clip_val": NORM}
+    more |= {"val_check_interval": 4, "limit_val_batches": 1}
+    fit_numbered(rank, SparseDDPStrategy(**settings), module, path if resumes else None, **more)
+    return tensors_of(module.network)
+
+
+def through_fabric(rank, settings, folder, resumes):
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    path = folder / "fabric.ckpt"
+    with warnings.catch_warnings():
+        expect()
+        strategy = SparseFabricStrategy(**settings, total_steps=STEPS)
+        fabric = Fabric(strategy=strategy, accelerator=accelerator(), devices=dist.get_world_size())
+        fabric.launch()
+        net = Net()
+        optimizer, schedule = optimizer_of(net, settings)
+        model, optimizer = fabric.setup(net, optimizer)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+        if resumes:
+            fabric.load(path, state)
+        for step in range(state["step"], STEPS):
+            if step % 4 == 0 and step:
+                model.eval()
+                strategy.synchronize()  # as a validation of the Trainer does
+                with strategy.shared_model(), torch.no_grad():
+                    model(rows_of(0, 0).to(DEVICE))
+                model.train()
+            fabric.backward(model(rows_of(rank, step).to(DEVICE))["loss"])
+            fabric.clip_gradients(model, optimizer, max_norm=NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if step + 1 == SAVED:
+                fabric.save(path, {**state, "step": SAVED})
+        strategy.close()
+    return tensors_of(net)
+
+
+def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wrap=DistributedDataParallel):
+    net = Net().to(DEVICE)
+    model = wrap(net)
+    optimizer, schedule = optimizer_of(net, settings)
+    with sparsify(model, optimizer, **settings, total_steps=STEPS) as handle:
+        parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
+        if resumes:
+            if handle_first:
+                handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
+            saved = torch.load(folder / "model.pt", weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+            if not handle_first:
+                handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
+        for step in range(SAVED if resumes else 0, STEPS):
+            if step % 4 == 0:
+                model.eval()
+                handle.synchronize()
+                with handle.shared_model(), torch.no_grad():
+                    model(rows_of(0, 0).to(DEVICE))
+                model.train()
+            model(rows_of(rank, step).to(DEVICE))["loss"].backward()
+            handle.clip(norm=NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if step + 1 == SAVED and not resumes:
+                torch.save(handle.state_dict(), folder / f"kept-{rank}.pt")
+                with handle.shared_model():
+                    if rank == 0:
+                        torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "model.pt")
+                dist.barrier()
+    return tensors_of(net)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows in the order in which Accelerate deals them out: a batch for each rank, then the next ones."""
+
+    def __len__(self):
+        return STEPS * dist.get_world_size() * ROWS
+
+    def __getitem__(self, index):
+        number, row = divmod(index, ROWS)
+        step, rank = divmod(number, dist.get_world_size())
+        return {"rows": rows_of(rank, step)[row]}
+
+
+def through_hugging_face(rank, settings, folder, resumes, **arguments):
+    with as_hugging_face_wants(rank):
+        transformers = import_module("transformers")
+        ours = import_module("lightning_sparse.loop.hugging_face")
+
+        class InOrder(transformers.Trainer):
+            def _get_train_sampler(self, *args):
+                return torch.utils.data.SequentialSampler(Rows())
+
+        net = Net()
+        args = transformers.TrainingArguments(
+            output_dir=str(folder / "hugging-face"),
+            max_steps=STEPS,
+            per_device_train_batch_size=ROWS,
+            per_device_eval_batch_size=ROWS,
+            max_grad_norm=NORM,
+            **{"eval_strategy": "steps", "save_steps": SAVED, "eval_steps": 4, **arguments},
+            use_cpu=True,
+            report_to=[],
+            remove_unused_columns=False,
+            ddp_find_unused_parameters=False,
+            label_names=["rows"],
+            prediction_loss_only=True,
+            disable_tqdm=True,
+        )
+        data = {"train_dataset": Rows(), "eval_dataset": torch.utils.data.Subset(Rows(), range(8))}
+        trainer = InOrder(model=net, args=args, optimizers=optimizer_of(net, settings), **data)
+        trainer.add_callback(ours.SparsifyCallback(trainer, **settings))
+        trainer.train(resume_from_checkpoint=str(folder / "hugging-face" / f"checkpoint-{SAVED}") if resumes else None)
+    return tensors_of(net)
+
+
+def as_it_is(net):
+    return net
+
+
+ENTRY_POINTS = {
+    "the Trainer": through_the_trainer,
+    "Fabric": through_fabric,
+    "a plain loop": through_a_plain_loop,
+    "a plain loop, without a wrapper": partial(through_a_plain_loop, wrap=as_it_is),
+    "Hugging Face": through_hugging_face,
+}

@@ -51,13 +51,13 @@ def recording(seconds=0.0):
     issued = []
 
     class Recorded(ExchangeWorker):
-        def submit(self, run, on_done=None):
+        def submit(self, run, done=None):
             def recorded():
                 time.sleep(seconds)
                 with Recording(issued):
                     run()
 
-            super().submit(recorded, on_done)
+            super().submit(recorded, done)
 
     with mock.patch.object(engine_module, "ExchangeWorker", Recorded), Recording(issued):
         yield issued

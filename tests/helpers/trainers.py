@@ -11,6 +11,7 @@ from lightning_fabric.utilities import registry
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import CUDAAccelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, debug
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.devices import DEVICE
@@ -160,3 +161,17 @@ def run_fit(rank, strategy, model=None, **arguments):
 def weights(module):
     """Copy the parameters, to carry them out of the process."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def forget_groups():
+    """Give back what fits before have left to those who use their models: process groups, whose threads never sleep.
+
+    How tensors were redistributed over them torch is to forget, too.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # in torch 2.9
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

@@ -27,8 +27,8 @@ def fit_signalled(rank, folder, signalled, backend="gloo"):
     job["PATH"] = folder
     before, has_ended = signal.getsignal(signal.SIGUSR1), False
     made = mock.Mock(wraps=dist.new_group)
-    theirs = SimpleNamespace(**{**vars(dist), "get_backend": lambda: backend, "new_group": made})
-    renamed = mock.patch.object(signals, "dist", theirs)
+    theirs = SimpleNamespace(**{**vars(dist), "new_group": made})
+    renamed = mock.patch.multiple(signals, dist=theirs, backend_of=lambda device: backend)
     with mock.patch.dict(os.environ, job), renamed, warnings.catch_warnings(record=True) as caught:
         for message in ("SLURM does not put job", "scontrol is not to be found"):
             warnings.filterwarnings("always", message=message)

@@ -17,7 +17,6 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, debug
 from torch.utils.data import DataLoader
 
 from lightning_sparse import (
@@ -36,7 +35,7 @@ from lightning_sparse.strategy.checkpoints.shards import cut_anew
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening, refuse
 from tests.helpers.issued import recording, stuck_at
-from tests.helpers.trainers import Rows, expect, make_trainer
+from tests.helpers.trainers import Rows, expect, forget_groups, make_trainer
 
 KINDS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -103,20 +102,6 @@ class Native(Sharded):
         for layer in (*self.network, self.last):
             fully_shard(layer, mesh=mesh)
         fully_shard(self, mesh=mesh)
-
-
-def forget_groups():
-    """Give back what fits before have left to those who use their models: process groups, whose threads never sleep.
-
-    How tensors were redistributed over them torch is to forget, too.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    if hasattr(debug, "_clear_sharding_prop_cache"):
-        debug._clear_sharding_prop_cache()
-    else:  # in torch 2.9
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 
 
 def held(module):

@@ -405,7 +405,7 @@ class Failing(Small):
 def groups_given_back(rank, module, backend):
     """Fit over what calls itself another backend; return process groups given back, statistics, and threads left."""
     strategy = SparseDDPStrategy()
-    distributed = Mock(wraps=dist, get_backend=lambda _: backend)
+    distributed = Mock(wraps=dist, get_backend_config=lambda _: f"cpu:{backend}")
     with patch("lightning_sparse.engine.collectives.dist", distributed), suppress(ZeroDivisionError):
         make_trainer(rank, strategy).fit(module())
     return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), thread_names()

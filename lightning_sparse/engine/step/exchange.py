@@ -572,6 +572,7 @@ class Exchange(GradientSource):
 
         On the worker: the network is busy with one message while the next is gathered.
         """
+        self._pipeline.launched.begin_part()
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels))
         *means, rest = flat.split(numels)
@@ -621,7 +622,7 @@ class Exchange(GradientSource):
             self._submit(members, group, used)
         self._committed = threading.Event()
         commit = self._end_average if self._goes_dense else self._commit_of_step()
-        self._worker.submit(commit, on_done=self._committed.set)
+        self._worker.submit(commit, done=self._committed)
 
     def _mark_ready(self) -> None:
         """Record when all that travels was ready, in the order of all ranks; what is missing is when backward ends."""

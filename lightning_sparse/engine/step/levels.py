@@ -15,7 +15,8 @@ from lightning_sparse.engine.step.worker import Channel, Phases
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import round_to
 
-_MESSAGE_ELEMENTS = 1 << 22  # of all ranks together: two such messages are held, whatever the size of a group
+# Of all ranks together: two such messages are held, whatever the size of a group. Links between GPUs need longer ones.
+_MESSAGE_ELEMENTS, _DEVICE_MESSAGE_ELEMENTS = 1 << 22, 1 << 24
 _ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes
 
 
@@ -227,7 +228,9 @@ class HierarchicalRanks(DividedRanks):
 
     def _parts_of(self, columns: int) -> Iterator[tuple[int, int]]:
         """Cut the shares of a group into those of a message each."""
-        step = max(_ALIGNED, _MESSAGE_ELEMENTS // self.node_ranks // _ALIGNED * _ALIGNED)
+        is_host = self._intra.collectives.device.type == "cpu"
+        most = _MESSAGE_ELEMENTS if is_host else _DEVICE_MESSAGE_ELEMENTS
+        step = max(_ALIGNED, most // self.node_ranks // _ALIGNED * _ALIGNED)
         return ((start, min(start + step, columns)) for start in range(0, columns, step))
 
     def _message(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:

@@ -38,7 +38,22 @@ class BareModel:
 
 
 class ShardedModel(BareModel):
-    """A model of which every rank holds a shard: FSDP averages its gradients inside a replica, never between them."""
+    """A model of which every rank holds a shard: FSDP averages its gradients inside a replica, never between them.
+
+    Args:
+        module: the model.
+        same_shards: the ranks that hold the same shards, replica by replica, if a group of theirs is there.
+    """
+
+    def __init__(self, module: Module, same_shards: Any = None) -> None:
+        super().__init__(module)
+        self._same_shards = same_shards
+
+    @property
+    def groups(self) -> tuple[Any, Any]:
+        """Those of FSDP's mesh: the ranks of this replica, and those that hold the same shards."""
+        mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
+        return mesh.get_group(), self._same_shards
 
     @override
     @contextmanager

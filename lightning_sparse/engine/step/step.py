@@ -52,6 +52,7 @@ from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memor
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
+from lightning_sparse.engine.step.worker import LaunchQueue
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload
 from lightning_sparse.functional.elements import pieces, round_to
@@ -109,6 +110,7 @@ class Pipeline:
         self.memory = memory
         self.levels = levels
         self.collectives = levels.inter.collectives
+        self.launched = LaunchQueue(self.collectives.device)
         self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = NOTHING_KNOWN
@@ -144,6 +146,7 @@ class Pipeline:
         step this rank has ``used``, uint8.
         """
         names = [local.name for local in group]
+        self.launched.begin_part()
         with self.recorder.group(names):
             are_known = names[0] in self._shares
             group = [self._shares.pop(name) for name in names] if are_known else self.levels.shares(group)
@@ -212,6 +215,7 @@ class Pipeline:
             self.recorder.current.is_typical = False  # no plan is made from its times
         with self.recorder.span("commit"):
             for exchanged, mean, flags in zip(step, means, used):
+                self.launched.begin_part()
                 accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged, mean):
                     self.memory.update(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)

@@ -15,7 +15,7 @@ from lightning_sparse.engine.wire.base import Payload
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-_Task = tuple[Callable[[], None], Optional[Callable[[], None]], Sequence[Any]]  # run, on_done, events of its inputs
+_Task = tuple[Callable[[], None], Optional[threading.Event], Sequence[Any]]  # run, done, events of its inputs
 
 
 class Channel:
@@ -47,6 +47,28 @@ class Channel:
             return self.collectives.run(*payload)
 
 
+class LaunchQueue:
+    """What the current stream of a device has been told to do and has not done yet, in parts.
+
+    With some 1000 launches in it CUDA has the launching thread wait, and then other threads that launch, too. So a new
+    part begins when the one before the last has been done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._border: Any = None  # between the last part and the one before it
+
+    def begin_part(self) -> None:
+        """Wait on the host, without its lock, until all but the last part has been done."""
+        if self._device.type == "cpu":
+            return
+        module = torch.get_device_module(self._device)
+        border, self._border = self._border, module.Event(blocking=True)
+        self._border.record(module.current_stream(self._device))
+        if border is not None:
+            border.synchronize()
+
+
 class ExchangeWorker:
     """Run tasks one after the other on a thread, and on a device on a stream, of their own; after an error none.
 
@@ -57,7 +79,8 @@ class ExchangeWorker:
         self.error: Optional[BaseException] = None
         self._device = device
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream = self._device_module.Stream(device) if self._device_module else None
+        # Its many small kernels would wait behind those of backward, which fill a device.
+        self._stream = self._device_module.Stream(device, priority=-1) if self._device_module else None
         self._updated: set[Any] = set()
         self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
         # A daemon, because a collective that waits for a dead peer cannot be stopped before its timeout, and must not
@@ -70,17 +93,17 @@ class ExchangeWorker:
         if self._device_module:
             self._updated.add(self._device_module.current_stream(self._device))
 
-    def submit(self, run: Callable[[], None], on_done: Optional[Callable[[], None]] = None) -> None:
-        """Queue a task, after what the caller's stream holds now; ``on_done`` is called after it, even skipped."""
+    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
+        """Queue a task, after what the caller's stream holds now; ``done`` is set after it, also if it is skipped."""
         self.wait_for_caller()
         ready = [stream.record_event() for stream in self._updated]
         self._updated.clear()
-        self._tasks.put((run, on_done, ready))
+        self._tasks.put((run, done, ready))
 
     def run(self, task: Callable[[], Result]) -> Result:
         """Return the result of a task, run after those that are queued; raise what it or one before it has raised."""
         done, results = threading.Event(), list[Result]()
-        self.submit(lambda: results.append(task()), on_done=done.set)
+        self.submit(lambda: results.append(task()), done=done)
         self.wait(done)
         return results[0]
 
@@ -122,7 +145,7 @@ class ExchangeWorker:
                 self._perform(*task)
                 del task  # a task holds gradients; do not keep them while waiting for the next one
 
-    def _perform(self, run: Callable[[], None], on_done: Optional[Callable[[], None]], ready: Sequence[Any]) -> None:
+    def _perform(self, run: Callable[[], None], done: Optional[threading.Event], ready: Sequence[Any]) -> None:
         try:
             if self.error is None:
                 if self._stream is not None:
@@ -132,5 +155,5 @@ class ExchangeWorker:
         except BaseException as error:  # whatever it is, it belongs to the user's thread
             self.error = error
         finally:
-            if on_done is not None:
-                on_done()
+            if done is not None:
+                done.set()

@@ -7,6 +7,9 @@ import torch
 
 import lightning_sparse.engine.step.levels as levels_module
 from lightning_sparse.compressors import DGC
+from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.step.levels import LocalGradient
+from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.laws.edges import Given, edges_of
 from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
@@ -16,6 +19,7 @@ from lightning_sparse.testing.subjects import density_for
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp
 from tests.helpers.devices import DEVICE, moved
+from tests.helpers.examples import load
 
 NODE = {"node_ranks": 2}
 WAYS = [
@@ -219,6 +223,16 @@ def test_a_gradient_of_a_sparse_layout_is_averaged_over_all_ranks(nodes):
 def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes):
     settings = settings_of("topk", schedule="single")
     assert_same(nodes.run(train_in_messages, settings, 64), nodes.run(train_in_messages, settings, 1 << 22))
+
+
+@pytest.mark.parametrize(("device", "messages"), [("cpu", 4), ("meta", 1)])
+def test_messages_inside_a_node_of_gpus_are_four_times_as_long(device, messages):
+    collectives = load("echo").EchoCollectives(2, torch.device(device))
+    intra, inter, world = (Channel(collectives, Recorder(torch.device("cpu"), 2)) for _ in range(3))
+    with mock.patch.object(collectives, "all_to_all", wraps=collectives.all_to_all) as sent:
+        local = LocalGradient("all", torch.empty(1 << 24, device=device), True)
+        levels_module.HierarchicalRanks(intra, inter, world).shares([local])
+    assert sent.call_count == messages
 
 
 def train_in_messages(rank, settings, elements):

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import lightning_sparse.engine.engine as engine_module
 import lightning_sparse.strategy.ddp_wrapping as wrapping_module
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.step.exchange import Exchange
-from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.step.worker import ExchangeWorker, LaunchQueue
 from tests.compressors.virtual import Net
 from tests.helpers.sparse_ddp import batch, sparse_ddp
 
@@ -20,8 +21,9 @@ from tests.helpers.sparse_ddp import batch, sparse_ddp
 class Stream:
     """A stream that knows which pieces of work, by name, are done before whatever is queued on it next."""
 
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.done = set()
+        self.priority = priority
 
     def record_event(self):
         return frozenset(self.done)
@@ -34,10 +36,25 @@ class Stream:
         self.done |= stream.done
 
 
+class Event:
+    """A point in a stream, for which a thread waits without the lock of Python, and asleep."""
+
+    waited_for: ClassVar[list[frozenset[str]]] = []
+
+    def __init__(self, blocking):
+        assert blocking
+
+    def record(self, stream):
+        self.done = stream.record_event()
+
+    def synchronize(self):
+        self.waited_for.append(self.done)
+
+
 class PlayedDevice(threading.local):
     """What ``torch.get_device_module`` returns, as far as it is needed; each thread starts on a stream of its own."""
 
-    Stream = Stream
+    Stream, Event = Stream, Event
 
     def __init__(self):
         self.present = Stream()
@@ -78,6 +95,38 @@ def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played):
     worker.submit(lambda: seen.append(set(played.current_stream().done)))
     worker.close()
     assert seen == [{"gradient"}]
+
+
+def leave():
+    raise SystemExit
+
+
+def test_whatever_a_task_raises_is_raised_by_all_that_wait_and_ends_no_thread(played):
+    worker, second = PlayedWorker(), threading.Event()
+    for done in (threading.Event(), second):
+        worker.submit(leave, done)
+    assert second.wait(10.0)
+    for wait in (lambda: worker.wait(second), worker.drain):
+        with pytest.raises(SystemExit):
+            wait()
+    assert worker.close()
+
+
+def test_small_kernels_of_the_exchange_come_before_those_of_backward(played):
+    assert PlayedWorker()._stream.priority < 0
+
+
+def test_the_host_waits_for_all_but_the_last_part_of_what_it_has_launched(played):
+    """Of parts that are called by number, ``n`` begins when all before ``n - 1`` have been done."""
+    Event.waited_for.clear()
+    queue = LaunchQueue(torch.device("cuda", 0))
+    with mock.patch.object(torch, "get_device_module", return_value=played):
+        for part in range(4):
+            queue.begin_part()
+            played.current_stream().done.add(part)
+    assert Event.waited_for == [frozenset(range(last)) for last in range(3)]
+    LaunchQueue(torch.device("cpu")).begin_part()
+    assert len(Event.waited_for) == 3
 
 
 def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(pair):

@@ -1,0 +1,114 @@
+"""A backend on processors with the manners of NCCL, over gloo: what it refuses, what it returns, what it takes."""
+
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import ClassVar, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+NAME = "nccl_like"
+_WITHOUT_NAME = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128)
+
+
+class Communicator(NamedTuple):
+    """A process group of this rank, and what was asked for with it."""
+
+    ranks: tuple[int, ...]
+    timeout: timedelta
+    calls: Counter[str]  # NCCL sets a communicator up, and takes memory of a GPU for it, at the first one
+
+
+class NCCLLike(dist.ProcessGroup):
+    """A process group that dispatches to gloo, and minds what NCCL minds.
+
+    It has no sparse layouts and no 16-bit integers, takes dense tensors alone, returns no work from a call that is not
+    asynchronous, and gathers equally much from all. ``made`` holds the groups that this process has made and not given
+    back, by name.
+    """
+
+    made: ClassVar[dict[str, Communicator]] = {}
+
+    def __init__(self, asked, options):
+        super().__init__(asked.group_rank, asked.group_size)
+        self._gloo = dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, asked.timeout)
+        self._name = asked.group_id
+        self._size, self._rank = asked.group_size, asked.group_rank
+        ranks = tuple(asked.global_ranks_in_group) or tuple(range(self._size))
+        NCCLLike.made[self._name] = Communicator(ranks, asked.timeout, Counter())
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+    @property
+    def pg_name(self):
+        return self._name
+
+    @property
+    def group_name(self):
+        return self._name
+
+    def _get_backend(self, device):
+        return self._gloo
+
+    def shutdown(self):
+        """Give it back; what it was used for stays known."""
+
+    def perform(self, name, arguments):
+        for tensor in tree_leaves(arguments[:2]):
+            if torch.is_tensor(tensor):
+                _mind(tensor)
+        NCCLLike.made[self._name].calls[name] += 1
+        options = arguments[-1]
+        if getattr(options, "reduceOp", None) == dist.ReduceOp.AVG and not arguments[0][0].is_floating_point():
+            options.reduceOp = dist.ReduceOp.SUM
+            work = self._gloo.allreduce(*arguments)
+            work.wait()
+            arguments[0][0].div_(self._size, rounding_mode="trunc")
+        else:
+            work = getattr(self._gloo, name)(*arguments)
+        if getattr(arguments[-1], "asyncOp", True):
+            return work
+        work.wait()
+        return None
+
+
+def _mind(tensor):
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError("Tensors must be CUDA and dense")
+    if tensor.dtype in _WITHOUT_NAME:
+        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+
+
+def _named(name):
+    return lambda self, *arguments, **named: self.perform(name, (*arguments, *named.values()))
+
+
+_NAMES = ["allreduce", "broadcast", "allgather", "barrier", "reduce", "gather", "scatter", "reduce_scatter", "alltoall"]
+for _name in (*_NAMES, "alltoall_base", "_allgather_base", "_reduce_scatter_base"):
+    setattr(NCCLLike, _name, _named(_name))
+# Renamed in torch 2.13.
+for _new, _old in {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}.items():
+    setattr(NCCLLike, _new, _named(_old))
+
+dist.Backend.register_backend(NAME, NCCLLike, extended_api=True, devices=["cpu"])
+
+
+@contextmanager
+def taken_for_nccl():
+    """Have this backend be NCCL for whoever asks which one a group has; yield what groups are used for inside."""
+    ask = dist.get_backend_config
+    for each in NCCLLike.made.values():
+        each.calls.clear()
+    with mock.patch.object(dist, "get_backend_config", lambda group=None: ask(group).replace(NAME, "nccl")):
+        yield NCCLLike.made
