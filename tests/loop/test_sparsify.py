@@ -588,7 +588,7 @@ def refused_states(rank):
         handle.load_state_dict(state)
         layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], 0]}
         changes = {
-            "version 4, and here it is 5": {"version": 4},
+            "version 4, and here it is 6": {"version": 4},
             r"topology \[4, 1, False\], and here it is \[2, 1, False\]": {"topology": [4, 1, False]},
             f"number {1 - rank}, and here it is {rank}": {"number": 1 - rank},
             "compressor 'OMGS', and here it is 'LAGS'": {"compressor": "OMGS"},
@@ -597,7 +597,7 @@ def refused_states(rank):
         for told, change in changes.items():
             with pytest.raises(ValueError, match=told):
                 handle.load_state_dict({**state, **change})
-        with pytest.raises(ValueError, match="version None, and here it is 5"):
+        with pytest.raises(ValueError, match="version None, and here it is 6"):
             handle.load_state_dict({})  # which one process has
         with pytest.raises(RuntimeError, match="already exchanged"):
             sparsify(ddp, optimizer)
