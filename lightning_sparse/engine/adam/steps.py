@@ -101,8 +101,7 @@ class AdamSteps:
                 continue
             moments = self._moments(optimizer, group, parameter, count + 1)
             self._present[parameter] = moments
-            rate = float(group["lr"])
-            hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
+            hyperparameters[name] = Hyperparameters(group["lr"], adam=moments, continues_step=parameter in continued)
         clips = () if is_dense else self._coming_clips()
         return StepContext(None, hyperparameters, whole, _warm_up_progress(warm_up, self._steps), clips)
 
@@ -350,6 +349,7 @@ class AdamSteps:
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
+        rate = float(group["lr"])  # where it is a tensor of a device, the host waits for it, once a group and step
         # Looked up anew: a parameter may have got other memory since backward.
         weights = [self._flat(parameter, optimizer.state[parameter]).parameter for parameter in held]
         wide = in_widened(weights)
@@ -359,8 +359,8 @@ class AdamSteps:
             [state.arrived for state in states],
             in_widened([each.preconditioner for each in moments]),
             [each.scalars(state.second_step) for each, state in zip(moments, states)],
-            -float(group["lr"]) if group["maximize"] else float(group["lr"]),
-            1 - float(group["lr"]) * decay,
+            -rate if group["maximize"] else rate,
+            1 - rate * decay,
         )
         for state, weight, result in zip(states, weights, wide):
             state.arrived = None  # another gradient may come without an exchange
