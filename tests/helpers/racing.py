@@ -322,7 +322,7 @@ class _Operations(TorchDispatchMode):
         if is_held and elsewhere and name not in _BETWEEN_DEVICES:
             raise RuntimeError(f"{name} was given tensors of the host beside a device's")
         # A copy to the device that is not blocking has read its source when it returns.
-        is_blocking = not (kwargs.get("non_blocking", False) or args[2:3] and args[2] is True)
+        is_blocking = not (kwargs.get("non_blocking", False) or (args[2:3] and args[2] is True))
         if name == "_to_copy" and self._host.asked is not None and is_held != (self._host.asked == CUDA):
             return is_held or is_blocking
         if name == "copy_" and len(set(map(self._device.holds, args[:2]))) > 1:
@@ -381,7 +381,7 @@ def played(ranks=4):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with (
-            mock.patch.object(torch, "get_device_module", lambda asked=None: device),
+            mock.patch.object(torch, "get_device_module", return_value=device),
             mock.patch.object(torch.Tensor, "device", property(said), create=True),
             mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
             mock.patch.object(collectives, "_all_gather_into", gather),

@@ -63,7 +63,7 @@ def test_nothing_is_read_or_given_out_again_before_it_is_done(way):
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
 def test_who_does_not_wait_is_seen(wait, way):
     # The worker's stream waits for events of gradients, and the stream of whoever reads means for the worker's.
-    with played() as device, mock.patch.object(racing.Stream, wait, lambda stream, other: None):
+    with played() as device, mock.patch.object(racing.Stream, wait):
         list(train(WAYS[way], STEPS))
     late = "on default" if wait == "wait_stream" else f"on {device.streams[-1].name}"
     assert any(late in race for race in device.races)
@@ -112,7 +112,7 @@ def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(i
         engine = Engine((ShardedModel if is_sharded else BareModel)(net), settings, node_ranks=1 + is_sharded)
         for parameter in net.parameters():
             parameter.register_post_accumulate_grad_hook(streams.end)
-        for step in range(3):  # the first only tells the order
+        for _ in range(3):  # the first only tells the order
             engine.source.expect()
             net(torch.randn(4, 64, device=CUDA), False).backward()
             engine.source.finish()
