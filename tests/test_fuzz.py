@@ -259,7 +259,7 @@ def test_what_travels_and_what_stays_is_all_there_was(form, wire, numbers, is_tr
     selections = [selections_of(form, each, chance) for each in accumulated]
     used = [torch.tensor([chance.random() < 0.5 for _ in numels], dtype=torch.uint8) for _ in range(ranks)]
     wires = [
-        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).elements for rank in range(ranks)
+        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).sparse for rank in range(ranks)
     ]
     handed_in = list(zip(selections, accumulated, used if is_tracked else [None] * ranks))
     arrivals, nbytes = exchanged(wires, handed_in)
@@ -294,7 +294,7 @@ def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
         for each in accumulated
     ]
     wires = [
-        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).elements for rank in range(ranks)
+        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).sparse for rank in range(ranks)
     ]
     arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)])
     is_finite = all(tensor.isfinite().all() for each in accumulated for tensor in each)

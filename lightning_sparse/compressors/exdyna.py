@@ -217,7 +217,7 @@ class Partitions(NamedTuple):
 
     def block_loads(self, positions: Tensor) -> Tensor:
         """Count how many of some positions in the flat vector (int64, on any device) lie in each block."""
-        edges = torch.tensor(self.edges[1:-1], dtype=torch.int64, device=positions.device)
+        edges = torch.tensor(self.edges[1:-1], dtype=torch.int64).to(positions.device, non_blocking=True)
         blocks = torch.bucketize(positions, edges, right=True)
         loads = torch.zeros(len(self.edges) - 1, dtype=torch.int64, device=positions.device)
         return loads.index_add_(0, blocks, torch.ones_like(blocks)).cpu()

@@ -178,7 +178,7 @@ class Collectives(SharedOnCopy):
 
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
         """Gather equally many numbers from every rank, as float64 ``[ranks, numbers]`` on the device."""
-        handed_in = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        handed_in = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
         with self.telling_of(f"{len(numbers)} numbers on which ranks agree"):
             return self.all_gather(handed_in)
 

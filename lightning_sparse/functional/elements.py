@@ -253,7 +253,9 @@ class _Known(local):
     """Groups are the same step after step; by thread, since what a device's stream has copied it alone reads."""
 
     def __init__(self) -> None:
-        self.copied_to = lru_cache(maxsize=512)(lambda numbers, device: torch.tensor(numbers).to(device))
+        self.copied_to = lru_cache(maxsize=512)(
+            lambda numbers, device: torch.tensor(numbers).to(device, non_blocking=True)
+        )
 
 
 _known = _Known()

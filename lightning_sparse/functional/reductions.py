@@ -40,7 +40,7 @@ def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], count
     left_out = torch.stack(torch._foreach_norm(left)).float().square()
     energy = torch.stack(torch._foreach_norm(list(dense_means))).float().square()
     fractions = [1 - count / mean.numel() for count, mean in zip(counts, applied)]
-    random_left_out = energy * energy.new_tensor(fractions)
+    random_left_out = energy * torch.tensor(fractions, dtype=energy.dtype).to(energy.device, non_blocking=True)
     return torch.where(random_left_out > 0, left_out / random_left_out, 0.0)
 
 

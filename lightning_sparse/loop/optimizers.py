@@ -148,8 +148,7 @@ class OptimizerView:
         for key, group in self._groups():
             if key in self._taken:  # this is the closure of its step, and may have written anew
                 self._take(key, group)
-            # A learning rate that is a tensor on a device has to be asked for; it is one where the user made it one.
-            settings = self._settings(key, group, float(group["lr"]))
+            settings = self._settings(key, group)
             found.update(
                 (self._names[parameter], settings._replace(continues_step=parameter in continued))
                 for parameter in group["params"]
@@ -195,11 +194,11 @@ class OptimizerView:
             self._taken[key] = _Taken(**meant, scaled_decay=scaled)
             group.update(momentum=0.0, nesterov=False, weight_decay=scaled)
 
-    def _settings(self, key: tuple[Optimizer, int], group: Mapping[str, Any], learning_rate: float) -> Hyperparameters:
+    def _settings(self, key: tuple[Optimizer, int], group: Mapping[str, Any]) -> Hyperparameters:
         if not self.takes_momentum:
-            return Hyperparameters(learning_rate, float(self._feedback.momentum or 0.0), self._feedback.nesterov)
+            return Hyperparameters(group["lr"], float(self._feedback.momentum or 0.0), self._feedback.nesterov)
         meant = _meant(group, self._taken.get(key))
-        return Hyperparameters(learning_rate, meant["momentum"], meant["nesterov"])
+        return Hyperparameters(group["lr"], meant["momentum"], meant["nesterov"])
 
 
 class UnfinishedStep:

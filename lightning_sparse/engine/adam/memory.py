@@ -151,7 +151,7 @@ class AdamMemory(ResidualMemory):
     def _norm_ratio(self, names: frozenset[str], like: Tensor) -> Tensor:
         """Return how much longer a rank's own gradient is than the mean."""
         # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
-        independent = like.new_tensor(math.sqrt(self._ranks))
+        independent = like.new_full((), math.sqrt(self._ranks))
         if not self._squared_norms:
             return independent
         if names not in self._norm_ratios:
@@ -365,7 +365,7 @@ class AdamMemory(ResidualMemory):
         return {
             **statistics,
             "update_error": waiting / torch.stack(list(norms.values())).norm(),
-            "second_moment_age": waiting.new_tensor(max(ages)),
+            "second_moment_age": waiting.new_full((), max(ages)),
         }
 
     @override

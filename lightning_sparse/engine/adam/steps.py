@@ -97,7 +97,7 @@ class AdamSteps:
         whole: set[str] = set()
         dense_steps = math.inf if self._warm_up is None else self._warm_up.dense_steps
         for optimizer, group, members in () if is_dense else self._groups():
-            settings, rate = _settings(optimizer, group), float(group["lr"])
+            settings, rate = _settings(optimizer, group), group["lr"]
             for parameter, name, count in members:
                 if count < dense_steps or not _fills_memory(parameter):
                     whole.add(name)
@@ -352,10 +352,10 @@ class AdamSteps:
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
+        rate = float(group["lr"])  # where it is a tensor of a device, the host waits for it, once a group and step
         # Looked up anew: a parameter may have got other memory since backward.
         weights = [self._tensors(parameter, optimizer.state[parameter]).parameter for parameter in held]
         wide = in_widened(weights)
-        rate = float(group["lr"])
         apply_updates(
             wide,
             in_widened([laid_flat(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),

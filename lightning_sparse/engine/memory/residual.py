@@ -40,7 +40,7 @@ def waiting_kinds(kinds: Iterable[str]) -> set[str]:
 class Hyperparameters(NamedTuple):
     """The optimizer's settings for a parameter in this step."""
 
-    learning_rate: float
+    learning_rate: Union[float, Tensor]  # a tensor is the optimizer's own: the host need not know it
     momentum: float = 0.0  # that the memory has taken over
     nesterov: bool = False
     adam: Optional[Any] = None  # Adam's state, where its updates are made before selection
@@ -188,8 +188,8 @@ class ResidualMemory(Memory):
         ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
         return list(torch._foreach_mul(residuals, ratios.unbind()))
 
-    def _rate_ratios(self, names: Sequence[str], rates: list[float], like: Tensor) -> Tensor:
-        present = torch.tensor(rates, dtype=like.dtype).to(like.device, non_blocking=True)
+    def _rate_ratios(self, names: Sequence[str], rates: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
+        present = _in_one(rates, like)
         self._new_rates.update(zip(names, present.unbind()))
         last = torch.stack([self._rates.get(name, rate) for name, rate in zip(names, present.unbind())])
         # From 0 to 0 is no change.
@@ -244,6 +244,14 @@ class ResidualMemory(Memory):
     def load_state_dict(self, state: MemoryState) -> None:
         self._residuals = laid_clones(state.get("residual", {}))
         self._rates = cloned(state.get("learning_rate", {}))
+
+
+def _in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
+    """Return numbers, of which some may be tensors, as one tensor of the type and the device of another."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
+    each = (number if isinstance(number, Tensor) else torch.tensor(number) for number in numbers)
+    return torch.stack([number.to(like.device, like.dtype, non_blocking=True).reshape(()) for number in each])
 
 
 def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:

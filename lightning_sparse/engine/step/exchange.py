@@ -328,6 +328,7 @@ class Exchange(GradientSource):
         self._means: list[Tensor] = []  # that have arrived before in the same step, the same on all ranks
         self._taken: list[tuple[Tensor, Tensor]] = []  # gradients, and what was taken out of them for the exchange
         self._copied: list[tuple[Tensor, Tensor]] = []  # gradients, and what is exchanged in the place of their memory
+        self._own_flags: Optional[Tensor] = None  # held for as long as a device may read them
         self._committed: Optional[threading.Event] = None
 
     @property
@@ -617,7 +618,8 @@ class Exchange(GradientSource):
         if self._clips and groups:
             together = sorted(chain.from_iterable(groups), key=lambda local: self._positions[local.name])
             self._worker.submit(lambda: self._pipeline.measure_norms(together))
-        flags = [*[None] * (len(groups) - 1), self._flags()]
+        self._own_flags = self._flags()
+        flags = [*[None] * (len(groups) - 1), self._own_flags]
         for members, group, used in zip(held, groups, flags):
             self._submit(members, group, used)
         self._committed = threading.Event()

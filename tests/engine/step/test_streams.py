@@ -1,224 +1,225 @@
-"""On a device, everybody waits for the stream whose work they read. Streams are played here: no GPU has to be there."""
+"""On a device, everybody waits for the stream whose work they read, and memory outlives its readers.
+
+Streams are played here: no GPU has to be there.
+"""
 
 import threading
-from contextlib import contextmanager
-from typing import ClassVar
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-import lightning_sparse.engine.engine as engine_module
 import lightning_sparse.strategy.ddp_wrapping as wrapping_module
+from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine.step.exchange import Exchange
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.shards import BareModel, ShardedModel
 from lightning_sparse.engine.step.worker import ExchangeWorker, LaunchQueue
-from tests.compressors.virtual import Net
-from tests.helpers.sparse_ddp import batch, sparse_ddp
+from tests.helpers import racing
+from tests.helpers.racing import CUDA, Skipping, Way, played, train
+
+STEPS = 5  # the first sends everything, and tells the order
+ADAM = {
+    "given": {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)},
+    "build": partial(torch.optim.AdamW, lr=0.001),
+}
+LATE = {"local_steps": LocalSteps(2, 0.7, 0.9, overlap_steps=1, synchronous_steps=1)}
+WAYS = {
+    "gather": Way(),
+    "gather, bfloat16": Way({"wire": "bfloat16", "schedule": "single"}),
+    "gather, 4 bits": Way({"wire": "4bit"}),
+    "owners": Way({"exchange": "owners"}),
+    "union": Way({"compressor": "exdyna"}),
+    "reduce": Way({"compressor": "dense", "density": None}),
+    "reduce, 4 bits": Way({"compressor": "qsgd", "density": None}),
+    "merged": Way({"compressor": "omgs", "schedule": "single"}),
+    "momentum": Way({"compressor": "dgc"}, partial(torch.optim.SGD, lr=0.1, momentum=0.9), clips=True),
+    "learning rate": Way({"compressor": "sdagc"}, lambda each: torch.optim.SGD(each, torch.full((), 0.1, device=CUDA))),
+    "Adam": Way(**ADAM),
+    "Adam, clipped, of two levels": Way(**ADAM, node_ranks=2, clips=True),
+    "Adam, unused": Way(**ADAM, skips=True),
+    "Adam, scaled, several backwards": Way(**ADAM, backwards=2, scales=True),
+    "two levels": Way(node_ranks=2),
+    "two levels, unused": Way(node_ranks=2, skips=True),
+    "narrow": Way(dtype=torch.bfloat16, node_ranks=2),
+    "unused": Way(skips=True),
+    "several backwards": Way(backwards=2, scales=True),
+    "rounds": Way({"local_steps": LocalSteps(2)}),
+    "late rounds": Way(LATE),
+    "late rounds of islands": Way(LATE, node_ranks=2),
+}
 
 
-class Stream:
-    """A stream that knows which pieces of work, by name, are done before whatever is queued on it next."""
-
-    def __init__(self, device=None, priority=0):
-        self.done = set()
-        self.priority = priority
-
-    def record_event(self):
-        return frozenset(self.done)
-
-    def wait_event(self, event):
-        self.done |= event
-
-    def wait_stream(self, stream):
-        """Do what is queued next after what another stream holds."""
-        self.done |= stream.done
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_read_or_given_out_again_before_it_is_done(way):
+    with played() as device:
+        assert len(list(train(WAYS[way], STEPS))) == STEPS
+    assert device.races == []
 
 
-class Event:
-    """A point in a stream, for which a thread waits without the lock of Python, and asleep."""
-
-    waited_for: ClassVar[list[frozenset[str]]] = []
-
-    def __init__(self, blocking):
-        assert blocking
-
-    def record(self, stream):
-        self.done = stream.record_event()
-
-    def synchronize(self):
-        self.waited_for.append(self.done)
+@pytest.mark.parametrize("way", ["gather", "Adam", "two levels", "late rounds"])
+@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
+def test_who_does_not_wait_is_seen(wait, way):
+    # The worker's stream waits for events of gradients, and the stream of whoever reads means for the worker's.
+    with played() as device, mock.patch.object(racing.Stream, wait):
+        list(train(WAYS[way], STEPS))
+    late = "on default" if wait == "wait_stream" else f"on {device.streams[-1].name}"
+    assert any(late in race for race in device.races)
 
 
-class PlayedDevice(threading.local):
-    """What ``torch.get_device_module`` returns, as far as it is needed; each thread starts on a stream of its own."""
+def test_memory_that_is_given_back_before_another_stream_has_read_it_is_seen():
+    for waits in (False, True):
+        with played() as device:
+            tensor, other = torch.ones(3, device=CUDA), device.Stream()
+            other.wait_stream(device.current_stream())
+            with device.stream(other):
+                tensor.clone()
+            if waits:
+                device.current_stream().wait_stream(other)
+            del tensor
+        assert len(device.races) == (not waits)
 
-    Stream, Event = Stream, Event
+
+class OwnStreams:
+    """Hooks by which each gradient is written on a stream of its own, as those of a graph that was kept may be."""
+
+    def __init__(self, device):
+        self._device, self._entered = device, []
+
+    def begin(self, parameter):
+        stream = self._device.Stream()
+        stream.wait_stream(self._device.current_stream())
+        self._entered.append(self._device.stream(stream))
+        self._entered[-1].__enter__()
+        parameter.grad.mul_(2.0)
+
+    def end(self, parameter):
+        self._entered.pop().__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "a2sgd", "dense"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(is_sharded, compressor):
+    if is_sharded and compressor == "a2sgd":
+        return  # which averages whole models
+    with played() as device:
+        net, streams = Skipping().to(CUDA), OwnStreams(device)
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(streams.begin)
+        settings = Settings.of(compressor, schedule="single", warmup_epochs=0)
+        engine = Engine((ShardedModel if is_sharded else BareModel)(net), settings, node_ranks=1 + is_sharded)
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(streams.end)
+        for _ in range(3):  # the first only tells the order
+            engine.source.expect()
+            net(torch.randn(4, 64, device=CUDA), False).backward()
+            engine.source.finish()
+            torch._foreach_add_([*map(torch.Tensor.detach, net.parameters())], [each.grad for each in net.parameters()])
+            net.zero_grad()
+            engine.end_step()
+        engine.close()
+    assert device.races == []
+    assert len(device.streams) > 2 * 6
+
+
+class Remembering(TopK):
+    """Top-k with a state on the device, which it replaces in each step; it notes on which streams one is taken up."""
 
     def __init__(self):
-        self.present = Stream()
+        self._sums = {}
+        self.streams = set()
 
-    def current_stream(self, device=None):
-        return self.present
+    def finish_step(self, names, means, finite, all_gather):
+        self._sums = {name: self._sums.get(name, 0.0) + mean.values.sum() for name, mean in zip(names, means)}
+        return means
 
-    def set_device(self, device):
-        """Do nothing: there is one device."""
+    def state_dict(self):
+        return dict(self._sums)
 
-    @contextmanager
-    def stream(self, stream):
-        before, self.present = self.present, stream
-        yield
-        self.present = before
-
-
-class PlayedWorker(ExchangeWorker):
-    """A worker that takes the played device for its own."""
-
-    played: PlayedDevice
-
-    def __init__(self, device=None):
-        with mock.patch.object(torch, "get_device_module", return_value=self.played):
-            super().__init__(torch.device("cuda", 0))
+    def load_state_dict(self, state):
+        self._sums = {name: each.clone() for name, each in state.items()}
+        self.streams.add(torch.get_device_module(CUDA).current_stream().name)
 
 
-@pytest.fixture
-def played():
-    """Return the device that workers made in this test take for theirs."""
-    PlayedWorker.played = PlayedDevice()
-    return PlayedWorker.played
+@pytest.mark.parametrize("way", ["momentum", "Adam", "union", "late rounds", "gather"])
+def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(way):
+    # It also drops parts of it, whose memory goes back at once to the stream for which it was allocated.
+    given, compressor = WAYS[way].given, Remembering()
+    if way == "gather":
+        given = {"compressor": compressor}
+    with played() as device:
+        for step, handle in enumerate(train(WAYS[way]._replace(given=given), 2 * STEPS)):
+            if step == STEPS:
+                with handle.shared_model():
+                    state = handle.state_dict()
+                handle.load_state_dict(state)
+                del state
+            handle.module.last.requires_grad_(step != STEPS + 2)
+    assert device.races == []
+    assert "default" not in compressor.streams
 
 
-def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played):
-    worker, seen = PlayedWorker(), []
-    played.current_stream().done.add("gradient")
-    worker.submit(lambda: seen.append(set(played.current_stream().done)))
-    worker.close()
-    assert seen == [{"gradient"}]
+@pytest.mark.parametrize("wait", [lambda worker: worker.run(lambda: None), ExchangeWorker.close], ids=["run", "close"])
+def test_who_waits_for_tasks_waits_for_their_work_too(wait):
+    with played() as device:
+        worker, residual = ExchangeWorker(CUDA), torch.zeros(3, device=CUDA)
+        worker.submit(lambda: residual.add_(1.0))
+        wait(worker)
+        assert residual.clone().sum() == 3
+        worker.close()
+    assert device.races == []
 
 
 def leave():
     raise SystemExit
 
 
-def test_whatever_a_task_raises_is_raised_by_all_that_wait_and_ends_no_thread(played):
-    worker, second = PlayedWorker(), threading.Event()
-    for done in (threading.Event(), second):
-        worker.submit(leave, done)
-    assert second.wait(10.0)
-    for wait in (lambda: worker.wait(second), worker.drain):
-        with pytest.raises(SystemExit):
-            wait()
-    assert worker.close()
+def test_whatever_a_task_raises_is_raised_by_all_that_wait_and_ends_no_thread():
+    with played():
+        worker, second = ExchangeWorker(CUDA), threading.Event()
+        for done in (threading.Event(), second):
+            worker.submit(leave, done)
+        assert second.wait(10.0)
+        for wait in (lambda: worker.wait(second), worker.drain):
+            with pytest.raises(SystemExit):
+                wait()
+        assert worker.close()
 
 
-def test_small_kernels_of_the_exchange_come_before_those_of_backward(played):
-    assert PlayedWorker()._stream.priority < 0
+def test_small_kernels_of_the_exchange_come_before_those_of_backward():
+    with played() as device:
+        assert ExchangeWorker(CUDA).close()
+        assert device.streams[-1].priority < 0
 
 
-def test_the_host_waits_for_all_but_the_last_part_of_what_it_has_launched(played):
-    """Of parts that are called by number, ``n`` begins when all before ``n - 1`` have been done."""
-    Event.waited_for.clear()
-    queue = LaunchQueue(torch.device("cuda", 0))
-    with mock.patch.object(torch, "get_device_module", return_value=played):
-        for part in range(4):
+def test_the_host_waits_for_all_but_the_last_part_of_what_it_has_launched():
+    with played() as device:
+        queue, tensor, made = LaunchQueue(CUDA), torch.zeros(3, device=CUDA), []
+        for _ in range(4):
             queue.begin_part()
-            played.current_stream().done.add(part)
-    assert Event.waited_for == [frozenset(range(last)) for last in range(3)]
-    LaunchQueue(torch.device("cpu")).begin_part()
-    assert len(Event.waited_for) == 3
-
-
-def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(pair):
-    assert pair.run(exchange_from_two_streams) == [True] * 2
-
-
-def exchange_from_two_streams(rank):
-    """Have each gradient written on a stream of its own; return whether the group of all of them follows each."""
-    PlayedWorker.played = played = PlayedDevice()
-    ready, written, seen = Exchange._ready, list[str](), list[set[str]]()
-
-    def write(exchange, member, parameter):
-        written.append(f"piece {len(written)}")
-        with played.stream(Stream()):
-            played.current_stream().done.add(written[-1])
-            ready(exchange, member, parameter)
-
-    with (
-        mock.patch.object(engine_module, "ExchangeWorker", PlayedWorker),
-        mock.patch.object(Exchange, "_ready", write),
-        sparse_ddp(Net(), "topk", 0.05, "single") as (ddp, engine),
-    ):
-        exchange = engine.pipeline.exchange
-        engine.pipeline.exchange = lambda *group: (seen.append(set(played.current_stream().done)), exchange(*group))[1]
-        for step in range(2):  # the first only tells the order
-            ddp(batch(rank, step)).backward()
-        engine.worker.drain()
-    return len(written) > 3 and seen[-1] == set(written)
-
-
-@pytest.mark.parametrize("wait", [lambda worker: worker.run(lambda: None), ExchangeWorker.close], ids=["run", "close"])
-def test_who_waits_for_tasks_waits_for_their_work_too(played, wait):
-    worker = PlayedWorker()
-    worker.submit(lambda: played.current_stream().done.add("residuals"))
-    wait(worker)
-    assert "residuals" in played.current_stream().done
-    worker.close()
-
-
-class Stateful(TopK):
-    """Top-k that notes on which stream it is given a state, or starts anew, and what is done by then."""
-
-    def __init__(self):
-        self.stream = None
-        self.done = set()
-
-    def load_state_dict(self, state):
-        self.stream = PlayedWorker.played.current_stream()
-        self.done = set(self.stream.done)
-
-
-def take_up(rank, freezes):
-    """Have a state taken up; return whether the worker's stream does, and whether that is after what was read."""
-    PlayedWorker.played, compressor = PlayedDevice(), Stateful()
-    with (
-        mock.patch.object(engine_module, "ExchangeWorker", PlayedWorker),
-        sparse_ddp(Net(), compressor, 0.05, "single") as (ddp, engine),
-    ):
-        ddp(batch(rank, 0)).backward()
-        caller = PlayedWorker.played.current_stream()
-        caller.done.add("read from a file")
-        if freezes:
-            next(ddp.module.parameters()).requires_grad_(False)
-            engine.track(ddp.module)
-        else:
-            engine.load_state_dict(engine.state_dict())
-        return compressor.stream not in (None, caller), "read from a file" in compressor.done
-
-
-@pytest.mark.parametrize("freezes", [False, True], ids=["from a checkpoint", "for other parameters"])
-def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(pair, freezes):
-    # It also drops parts of it, whose memory goes back at once to the stream for which it was allocated.
-    assert pair.run(take_up, freezes) == [(True, True)] * 2
+            made.append(dict(device.current_stream().clock))
+            tensor.add_(1.0)
+        LaunchQueue(torch.device("cpu")).begin_part()
+        assert device.caught_up == made[:3]
 
 
 def test_a_model_is_wrapped_on_another_stream_after_what_is_written_and_before_more_is(monkeypatch):
-    played, wrapped = PlayedDevice(), []
-
     class Wrapped(nn.Identity):
-        def __init__(self, **arguments):
+        def __init__(self, module, **arguments):
             super().__init__()
-            stream = played.current_stream()
-            wrapped.append((stream, set(stream.done)))
-            stream.done.add("wrapped")
+            streams.append(device.current_stream())
+            module.weight.detach().add_(1.0)
 
-    for name in ("Stream", "current_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(played, name))
-    monkeypatch.setattr(wrapping_module, "Silent", Wrapped)
-    caller = played.current_stream()
-    caller.done.add("parameters written")
-    wrapping_module.wrap(nn.Linear(2, 2), [0], {"init_sync": False})
-    ((stream, done),) = wrapped
-    assert stream is not caller
-    assert "parameters written" in done
-    assert "wrapped" in caller.done
+    streams = []
+    with played() as device:
+        for name in ("Stream", "current_stream", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+        monkeypatch.setattr(wrapping_module, "Silent", Wrapped)
+        model = nn.Linear(2, 2).to(CUDA)
+        wrapping_module.wrap(model, [0], {"init_sync": False})
+        model.weight.detach().add_(1.0)
+        assert streams[0] is not device.current_stream()
+    assert device.races == []

@@ -1,0 +1,124 @@
+"""No host waits for a device on the exchange worker, in backward, or in an optimizer's step, but where it is said.
+
+The device is played (``tests/helpers/racing.py``): a wait is a number or a size that is asked of it,
+or a blocking copy.
+"""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_sparse import AdamCorrection, LocalSteps
+from tests.helpers.racing import CUDA, Way, played, train
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES
+
+SETTLED, STEPS = 4, 6  # sizes, orders and thresholds are settled in the first steps, which may wait
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.AdamW, lr=0.001)
+FUSED = partial(ADAM, fused=True)
+
+
+def sgd_of_tensor(parameters):
+    return torch.optim.SGD(parameters, lr=torch.full((), 0.1, device=CUDA))
+
+
+def adam_of_tensor(parameters):
+    return FUSED(parameters, lr=torch.full((), 0.001, device=CUDA))
+
+
+def corrected(refresh_steps=100, **settings):
+    return {"optimizer_correction": AdamCorrection(2, 0, refresh_steps), **settings}
+
+
+OPTIMIZERS = {
+    "SGD": ({}, SGD),
+    "SGD, tensor": ({"compressor": "sdagc"}, sgd_of_tensor),  # which follows the learning rate
+    "AdamW": (corrected(), ADAM),
+    "fused": (corrected(), FUSED),
+    "AdamW, tensor": (corrected(), adam_of_tensor),
+}
+SITUATIONS = {
+    "plain": {},
+    "owners": {},
+    "clipped": {"clips": True},
+    "scaled": {"scales": True},
+    "unused": {"skips": True},
+    "two levels": {"node_ranks": 2},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "several backwards": {"backwards": 2},
+}
+# How often in a step, at most, and why.
+DECLARED = {
+    # Whether any rank has used what this one has not decides whether there is a gradient.
+    "unused": {"engine/step/exchange.py:_unused_anywhere": 1},
+    # Whether ranks hold the same of what has arrived, before more is added, is an error that must not be late.
+    "several backwards": {"engine/step/step.py:check_arrived": 1},
+    # torch's fused optimizer skips a step in its kernel; ours has to know.
+    ("fused", "scaled"): {"engine/adam/steps.py:_step": 1},
+    ("AdamW, tensor", "scaled"): {"engine/adam/steps.py:_step": 1},
+    # In the optimizer's step, once for each of its groups of parameters.
+    "AdamW, tensor": {"engine/adam/steps.py:_apply_held": 1},
+}
+
+
+def waits_of(way):
+    """Return, for each step when all is settled, where this package waited, and how often."""
+    seen = []
+    with played() as device:
+        for _ in train(way, STEPS):
+            # Clipping is torch's: it asks which device a gradient is on, and is told of the host's.
+            seen.append(Counter(wait.where for wait in device.waits if wait.where not in ("", "loop/sparsify.py:clip")))
+            device.waits.clear()
+    return seen[SETTLED:]
+
+
+def declared_for(*keys):
+    return sum((Counter(DECLARED.get(key, {})) for key in keys), Counter())
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_host_waits_whatever_the_optimizer_and_its_situation(optimizer, situation):
+    given, build = OPTIMIZERS[optimizer]
+    if situation == "owners" and "compressor" not in given:
+        given = {**given, "exchange": "owners"}
+    declared = declared_for(optimizer, situation, (optimizer, situation))
+    for waits in waits_of(Way(given, build, **SITUATIONS[situation])):
+        assert waits <= declared
+
+
+SYSTEMS = {
+    **{name: {"compressor": name} for name in COMPRESSOR_NAMES if name not in ("a2sgd", "exdyna", "micro")},
+    "owners": {"exchange": "owners"},
+    "bfloat16": {"wire": "bfloat16"},
+    "4 bits": {"wire": "4bit"},
+}
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "single"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_host_waits_whatever_the_system(system, schedule):
+    has_density = SYSTEMS[system].get("compressor") not in ("dense", "qsgd")
+    given = {"density": 0.05 if has_density else None, "schedule": schedule, **SYSTEMS[system]}
+    assert waits_of(Way(given)) == [Counter()] * (STEPS - SETTLED)
+
+
+# Selecting asks whether all is finite, how many elements reach the threshold, of which tensor they are; the wire how
+# many each rank has, how many differ, and of which tensor; the step's end whether it is finite; ExDyna for its loads.
+@pytest.mark.parametrize(("compressor", "most"), [("exdyna", 8), ("micro", 7)])
+def test_those_that_size_messages_by_what_was_selected_wait_some_times_a_step(compressor, most):
+    for waits in waits_of(Way({"compressor": compressor, "schedule": "single"})):
+        assert 0 < waits.total() <= most
+
+
+def test_where_second_moments_learn_from_a_mean_gradient_a_host_waits_once():
+    seen = waits_of(Way(corrected(refresh_steps=2), ADAM, clips=True))
+    assert sorted(seen, key=len) == [Counter(), Counter({"engine/adam/memory.py:after_exchange": 1})]
+
+
+def test_a_round_waits_for_what_ranks_have_told_each_other():
+    seen = waits_of(Way({"local_steps": LocalSteps(2)}))
+    assert sum(seen, Counter()) == Counter({"engine/meeting.py:tell": 1})

@@ -1,0 +1,460 @@
+"""A device that can race, played on the host: streams, events, memory that is given out again, and a host that waits.
+
+Tensors lie in the host's memory, and say that they are a GPU's. Each stream has a vector clock, and so each reading and
+writing of a tensor's memory is known to be after another one or not, whatever the order in which the host made them.
+There is no other rank: of as many as are asked for, each hands in what this one does.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+import lightning_sparse
+from lightning_sparse import sparsify
+from lightning_sparse.engine import Engine, collectives
+from lightning_sparse.loop import loop
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+_PACKAGE = f"{lightning_sparse.__path__[0]}/"
+_real_device = torch.Tensor.device.__get__
+
+
+class Wait(NamedTuple):
+    """One time that the host waited for the device."""
+
+    what: str
+    where: str  # the function of this package that asked for it; "" where others did
+
+
+class Clock(dict):
+    """How many pieces of work of each stream are done, by its number."""
+
+    def join(self, other):
+        for number, time in other.items():
+            self[number] = max(self.get(number, 0), time)
+
+    def knows(self, number, time):
+        return self.get(number, 0) >= time
+
+
+class Event:
+    """A point in the work of a stream, which has come to pass whenever the host asks."""
+
+    def __init__(self, device, enable_timing=False, blocking=False):
+        self._device, self._clock, self._has_passed = device, Clock(), False
+        self._paces = blocking  # a host that only lets the device catch up: no work may depend on that
+
+    def record(self, stream=None):
+        self._clock = Clock((stream or self._device.current_stream()).clock)
+
+    def wait(self, stream=None):
+        (stream or self._device.current_stream()).clock.join(self._clock)
+
+    def query(self):
+        self._has_passed = True
+        return True
+
+    def synchronize(self):
+        if self._paces:
+            self._device.caught_up.append(self._clock)
+        elif not self._has_passed:
+            self._device.wait("synchronize", self._clock)
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+class Stream:
+    """Work in the order in which hosts have queued it."""
+
+    def __init__(self, device, name=None, priority=0):
+        self._device, self.clock, self.number, self.priority = device, Clock(), len(device.streams), priority
+        self.name = name or f"stream {self.number}"
+        device.streams.append(self)
+
+    def record_event(self, event=None):
+        event = event or Event(self._device)
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        event.wait(self)
+
+    def wait_stream(self, other):
+        self.clock.join(other.clock)
+
+    def synchronize(self):
+        self._device.wait("synchronize", self.clock)
+
+
+class _Memory:
+    """A tensor's memory: the stream for which it was taken, and the last work of each stream on it."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.written = ()  # (stream's number, time, operation), or none
+        self.read = {}  # (time, operation) by stream's number
+
+
+class _Host(threading.local):
+    """A thread of the host: the stream on which it queues work, and what it has waited for."""
+
+    def __init__(self, first):
+        self.stream, self.clock = first, Clock()
+        self.asked = None  # device that the call in progress asks for
+        self.is_seen = False
+
+
+class Device:
+    """What ``torch.get_device_module`` returns, as far as it is needed; ``races`` and ``waits`` are what was seen."""
+
+    def __init__(self):
+        self.races, self.waits, self.streams, self.caught_up = [], [], [], []
+        self.Stream = lambda device=None, priority=0: Stream(self, priority=priority)
+        self.Event = partial(Event, self)
+        self._memories = {}  # of the device, by the storage's address
+        self._lock = threading.RLock()
+        self._default = Stream(self, "default")
+        self._collecting = Stream(self, "collective")
+        self._host = _Host(self._default)
+
+    def current_stream(self, device=None):
+        return self._host.stream
+
+    def set_device(self, device):
+        """Do nothing: there is one."""
+
+    def synchronize(self, device=None):
+        for stream in self.streams:
+            stream.synchronize()
+
+    @contextmanager
+    def stream(self, stream):
+        before, self._host.stream = self._host.stream, stream
+        try:
+            with self.seen():
+                yield
+        finally:
+            self._host.stream = before
+
+    @contextmanager
+    def seen(self):
+        """See what this thread does inside."""
+        if self._host.is_seen:
+            yield
+            return
+        self._host.is_seen = True
+        try:
+            with _Calls(self, self._host), _Operations(self, self._host):
+                yield
+        finally:
+            self._host.is_seen = False
+
+    def wait(self, what, clock=None):
+        """Have the host wait for what its stream holds, or for a clock."""
+        self._host.clock.join(self._host.stream.clock if clock is None else clock)
+        self.waits.append(Wait(what, _place()))
+
+    def holds(self, tensor):
+        """Tell whether a tensor is on the device."""
+        return (key := _key(tensor)) is not None and key in self._memories
+
+    def take(self, tensor):
+        """Take a tensor's memory for the device's, if it is new."""
+        if (key := _key(tensor)) is None or key in self._memories:
+            return
+        self._memories[key] = _Memory(self._host.stream)
+        weakref.finalize(tensor.untyped_storage(), self._give_back, key).atexit = False
+
+    def use(self, operation, read, written):
+        """Queue a piece of work on the present stream, and look whether it is after what it needs."""
+        with self._lock:
+            stream = self._host.stream
+            stream.clock.join(self._host.clock)
+            time = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+            for memory in filter(None, (self._memories.get(_key(each)) for each in read)):
+                self._look(memory.written, f"{operation} reads")
+                memory.read[stream.number] = time, operation
+            for memory in filter(None, (self._memories.get(_key(each)) for each in written)):
+                for earlier in (memory.written, *((number, *work) for number, work in memory.read.items())):
+                    self._look(earlier, f"{operation} writes")
+                memory.written, memory.read = (stream.number, time, operation), {}
+
+    def _look(self, earlier, what):
+        stream = self._host.stream
+        if earlier and not stream.clock.knows(*earlier[:2]):
+            other = self.streams[earlier[0]].name
+            self.races.append(f"{what} on {stream.name} at {_place()}, beside {earlier[2]} on {other}")
+
+    def _give_back(self, key):
+        with self._lock:
+            memory = self._memories.pop(key)
+            works = [(number, *work) for number, work in memory.read.items()] + [memory.written] * bool(memory.written)
+            for number, time, operation in works:
+                if not (memory.stream.clock.knows(number, time) or self._host.clock.knows(number, time)):
+                    names = memory.stream.name, self.streams[number].name
+                    self.races.append(f"memory of {names[0]} is given out again beside {operation} on {names[1]}")
+
+    def collect(self, tensor, echo, is_asynchronous):
+        """Have a collective answer as if each rank handed in the same; return what waits for it, as NCCL's does."""
+        if not is_asynchronous:
+            return echo()
+        self._collecting.clock.join(self._host.stream.clock)
+        with self.stream(self._collecting):
+            echo()
+        return _Work(self, tensor, Clock(self._collecting.clock))
+
+
+class _Work(NamedTuple):
+    device: Device
+    tensor: torch.Tensor  # held until it is waited for
+    clock: Clock
+
+    def wait(self):
+        self.device.current_stream().clock.join(self.clock)
+
+
+def _key(tensor):
+    try:
+        return torch._C._storage_address(tensor)
+    except RuntimeError:  # of a sparse layout
+        return None
+
+
+def _place():
+    """Return the function of this package that is being called, the innermost."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_code.co_name}"
+
+
+_MADE_ON_HOST = ("tensor", "as_tensor", "asarray", "new_tensor")  # and copied, which the host waits for
+_READ_BY_HOST = ("tolist", "numpy")  # beside what asks for a number
+_WAITED_FOR = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal", "bincount")
+_WITHOUT_WORK = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+_BETWEEN_DEVICES = ("copy_", "_to_copy", *_INDEXING)
+
+
+class _Calls(TorchFunctionMode):
+    """See which device calls ask for, and have the host answer."""
+
+    def __init__(self, device, host):
+        super().__init__()
+        self._device, self._host = device, host
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        is_held = first is not None and self._device.holds(first)
+        asked = _asked(name, args, kwargs)
+        is_made = name in _MADE_ON_HOST and (asked == CUDA or (asked is None and is_held))
+        if is_made or (is_held and name in _READ_BY_HOST):
+            self._device.wait(name)
+        asked = CUDA if is_made else asked
+        if asked is None or name == "_parse_to":  # which only reads what a module is asked for
+            return func(*args, **kwargs)
+        if name in ("cpu", "cuda", "to") and is_held != (asked == CUDA):
+            func, args, kwargs = torch.Tensor.to, args if name == "to" else (first, CPU), {**kwargs, "copy": True}
+        args, kwargs = tree_map(_on_host, (args, kwargs))
+        before, self._host.asked = self._host.asked, asked
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._host.asked = before
+
+
+def _asked(name, args, kwargs):
+    """Return the device that a call names, if it is this one or the host."""
+    if name in ("cpu", "cuda"):
+        return CPU if name == "cpu" else CUDA
+    named = (torch.device(each) for each in _leaves(args, kwargs) if _names_device(each))
+    return next((CPU if each.type == "cpu" else CUDA for each in named if each.type != "meta"), None)
+
+
+def _names_device(argument):
+    return isinstance(argument, torch.device) or (isinstance(argument, str) and argument.startswith("cuda"))
+
+
+def _on_host(argument):
+    return CPU if _names_device(argument) and torch.device(argument).type == "cuda" else argument
+
+
+class _Operations(TorchDispatchMode):
+    """See what is read and written, and what the host waits for."""
+
+    def __init__(self, device, host):
+        super().__init__()
+        self._device, self._host = device, host
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        given = list(_tensors(args, kwargs))
+        is_held = any(map(self._device.holds, given))
+        if self._waits(name, args, kwargs, given, is_held):
+            self._device.wait(name)
+        result = func(*args, **kwargs)
+        made = list(_tensors(result))
+        changed = [args[place] if place < len(args) else kwargs.get(key) for place, key in _changed_by(func)]
+        if name.startswith("_foreach"):  # which torch does not count as a change where a mode looks on
+            torch.autograd.graph.increment_version(list(_tensors(*changed)))
+        if self._host.asked == CUDA or (self._host.asked is None and is_held):
+            for each in made:
+                self._device.take(each)
+        if not (func.is_view or name in _WITHOUT_WORK):
+            self._device.use(name, given, [*_tensors(*changed), *made])
+        return result
+
+    def _waits(self, name, args, kwargs, given, is_held):
+        """Tell whether the host waits for an operation; refuse what no device can do."""
+        elsewhere = [each for each in given if each.dim() and not self._device.holds(each)]
+        if is_held and elsewhere and name not in _BETWEEN_DEVICES:
+            raise RuntimeError(f"{name} was given tensors of the host beside a device's")
+        # A copy to the device that is not blocking has read its source when it returns.
+        is_blocking = not (kwargs.get("non_blocking", False) or (args[2:3] and args[2] is True))
+        if name == "_to_copy" and self._host.asked is not None and is_held != (self._host.asked == CUDA):
+            return is_held or is_blocking
+        if name == "copy_" and len(set(map(self._device.holds, args[:2]))) > 1:
+            return self._device.holds(args[1]) or is_blocking
+        if name in _INDEXING and is_held:
+            return bool(elsewhere) or any(each.dtype in (torch.bool, torch.uint8) for each in _tensors(args[1]))
+        has_any_size = name == "repeat_interleave" and kwargs.get("output_size") is None
+        return is_held and (name in _WAITED_FOR or has_any_size)
+
+
+def _leaves(*trees):
+    for tree in trees:
+        if isinstance(tree, (list, tuple)):
+            yield from _leaves(*tree)
+        elif isinstance(tree, dict):
+            yield from _leaves(*tree.values())
+        else:
+            yield tree
+
+
+def _tensors(*trees):
+    return (each for each in _leaves(*trees) if isinstance(each, torch.Tensor))
+
+
+@cache
+def _changed_by(func):
+    """Return the arguments that an operation writes into, by place and by name."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+
+
+@contextmanager
+def played(ranks=4):
+    """Play a device, and this rank of so many on it, which is one of those that all answer what it says."""
+    device = Device()
+
+    def said(tensor):
+        real = _real_device(tensor)
+        return CUDA if real.type == "cpu" and device.holds(tensor) else real
+
+    def gather(received, tensor, group=None):
+        received.view(dist.get_world_size(group), -1).copy_(tensor.expand(dist.get_world_size(group), -1))
+
+    def exchange(received, tensor, group=None):
+        rows = tensor.view(dist.get_world_size(group), -1)
+        received.view_as(rows).copy_(rows[0].expand_as(rows))
+
+    def add_up(tensor, op=None, group=None, async_op=False):
+        return device.collect(tensor, lambda: tensor.mul_(dist.get_world_size(group)), async_op)
+
+    def run_backward(*args, **kwargs):
+        with _Calls(device, device._host):  # which backward, as a call, is out of, and its hooks' calls with it
+            return real_backward(*args, **kwargs)
+
+    real_backward = torch.autograd._engine_run_backward
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with (
+            mock.patch.object(torch, "get_device_module", return_value=device),
+            mock.patch.object(torch.Tensor, "device", property(said), create=True),
+            mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
+            mock.patch.object(collectives, "_all_gather_into", gather),
+            mock.patch.object(dist, "all_to_all_single", exchange),
+            mock.patch.object(dist, "all_reduce", add_up),
+            device.seen(),
+        ):
+            yield device
+    finally:
+        dist.destroy_process_group()
+
+
+class Way(NamedTuple):
+    """How a model is trained on a played device.
+
+    Attributes:
+        given: settings of the exchange.
+        build: makes the optimizer.
+        node_ranks: that average first.
+        dtype: of the model.
+        backwards: of a step.
+        clips: whether gradients are clipped to a norm.
+        scales: whether there is a gradient scaler.
+        skips: whether a layer is used in every second step only.
+    """
+
+    given: Mapping[str, Any] = {}
+    build: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1)
+    node_ranks: int = 1
+    dtype: torch.dtype = torch.float32
+    backwards: int = 1
+    clips: bool = False
+    scales: bool = False
+    skips: bool = False
+
+
+class Skipping(nn.Module):
+    """A model with a layer that is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(64, 48), nn.Linear(48, 48), nn.Linear(48, 20)
+
+    def forward(self, inputs, skips):
+        hidden = torch.tanh(self.first(inputs))
+        return self.last(hidden if skips else self.between(hidden)).square().mean()
+
+
+def train(way, steps):
+    """Train on the device that is played, and yield after each step what exchanges the gradients."""
+    torch.manual_seed(0)
+    net = Skipping().to(CUDA, way.dtype)
+    optimizer = way.build(net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if way.scales else None
+
+    def engine(ddp, settings, timeout, say, node_ranks, *around):
+        return Engine(ddp, settings, timeout, say, way.node_ranks, *around)
+
+    given = {"density": 0.05, "schedule": "layerwise", "warmup_epochs": 0, **way.given}
+    with mock.patch.object(loop, "Engine", engine), sparsify(net, optimizer, scaler=scaler, **given) as handle:
+        for step in range(steps):
+            for _ in range(way.backwards):
+                loss = net(torch.randn(4, 64, device=CUDA, dtype=way.dtype), way.skips and step % 2 == 1)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if way.clips:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                handle.clip(norm=0.1)
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+            optimizer.zero_grad()
+            yield handle
