@@ -98,7 +98,7 @@ class InlineWorker(ExchangeWorker):
         self.error = None
 
     @override
-    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
+    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None, always: bool = False) -> None:
         run()
         if done is not None:
             done.set()

@@ -19,7 +19,7 @@ from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
-from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, GradientSource, Wrapper
+from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Route, Wrapper
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Islands, Shards, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
@@ -66,8 +66,7 @@ class Engine(SharedOnCopy):
         self.recorder = levels.inter.recorder
         self.arrived = ArrivedGradients()
         self.densities = settings.densities()
-        self._settings, self._begin, self._end = settings, begin, end
-        self._replicas_diverge = settings.replicas_diverge
+        self._settings = settings
         self._collectives = collectives
         self._wrapper, self._whole_group = ddp, ddp.process_group
         self._layout = layout_of(module, collectives.rank, collectives.ranks, device, trained)
@@ -81,7 +80,7 @@ class Engine(SharedOnCopy):
         self.worker = ExchangeWorker(device)
         # Gradients of an island's steps do not wait for a round that is on its way: they have a thread of their own.
         self._step_worker = ExchangeWorker(device) if isinstance(levels, Islands) else self.worker
-        self.source = self._source_from(ddp)
+        self.source = self._source_from(ddp, begin, end)
         self.replicas = self._replicas_of(module, log)
         self.source.track(module, trained)
         self.leave_to_ddp(False)
@@ -103,14 +102,11 @@ class Engine(SharedOnCopy):
         self.compressor.begin(self._layout._replace(numels=numels, rank=inter.rank, ranks=inter.ranks))
         self._numels.update(zip(self._layout.names, numels))
 
-    def _source_from(self, ddp: Wrapper) -> GradientSource:
-        settings, are_rounds = self._settings, self._settings.local_steps is not None
-        if are_rounds and isinstance(ddp, ShardedModel):
-            return GradientSource()
-        parts = (self.pipeline, settings.schedule, self._step_worker, self.arrived, self._begin, self._end)
-        exchange = Exchange(ddp, *parts, settings.overlaps_backward, self.levels.in_step)
-        exchange.is_dense = are_rounds
-        return exchange
+    def _source_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> Exchange:
+        settings, parts = self._settings, (self._step_worker, self.arrived, self.levels.in_step)
+        is_sharded = isinstance(ddp, ShardedModel)
+        route = Route(self.pipeline, settings.schedule, *parts, settings.overlaps_backward, is_sharded, {})
+        return Exchange(ddp, route, begin, end, is_dense=settings.local_steps is not None)
 
     def _replicas_of(self, module: nn.Module, log: Callable[[str], None]) -> Replicas:
         settings = self._settings
@@ -205,7 +201,7 @@ class Engine(SharedOnCopy):
         self.densities.count_step(optimizer)
         if self.rounds is None:  # which sample when they exchange
             self.recorder.samples_deltas = False
-        if self._replicas_diverge:
+        if type(self.replicas) is not Replicas:  # which have nothing to count
             self.replicas.count_step(optimizer, agreed)
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
@@ -277,7 +273,7 @@ class Engine(SharedOnCopy):
         self.source.close()
         self._wrapper.process_group = self._whole_group
         # A worker that hangs in a collective still needs the process group that it hangs in.
-        has_ended = min(worker.close() for worker in (self._step_worker, self.worker))
+        has_ended = min(worker.close() for worker in {self._step_worker, self.worker})
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
@@ -336,4 +332,5 @@ def _memory_of(module: nn.Module, settings: Settings, levels: FlatRanks) -> Memo
     """Build what keeps residuals; of frozen parameters, too: they may be unfrozen."""
     dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
     share_of = levels.share_of if isinstance(levels, HierarchicalRanks) else None
-    return settings.memory_for(dtypes, levels.inter.ranks, share_of, levels.total_of)
+    total_of = (levels.total_of,) if isinstance(levels, Shards) else ()
+    return settings.memory_for(dtypes, levels.inter.ranks, share_of, *total_of)

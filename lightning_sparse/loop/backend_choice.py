@@ -93,6 +93,7 @@ class BackendChoice(SharedOnCopy):
 
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
         self.wants_plain = False  # for the next step
+        self._is_at_border = True  # no batch has begun since the last optimizer step
         self._engine = engine
         self._device = device
         self._log = log
@@ -114,8 +115,14 @@ class BackendChoice(SharedOnCopy):
         self._course = self._run(chosen)
         next(self._course)
 
+    def begin_batch(self, is_dense: bool) -> bool:
+        """Return whether a batch is left to plain DDP: within a step, if the batch before was."""
+        is_at_border, self._is_at_border = self._is_at_border, False
+        return self.wants_plain if is_at_border else is_dense
+
     def end_step(self) -> None:
         """End an optimizer's step; on every rank."""
+        self._is_at_border = True
         if self._is_comparing and self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
         border, self._border = self._border, perf_counter()

@@ -5,17 +5,18 @@ make a whole: on another number of ranks their means over ranks, or nodes, go on
 loop refuses. What is kept ``EVERYWHERE`` is the same on all ranks, or passed on as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
 from lightning_sparse.engine.step.levels import HierarchicalRanks
-from lightning_sparse.functional.elements import laid_flat, local_tensor, local_tensors
+from lightning_sparse.functional.elements import as_dtensor, laid_flat, local_tensor, local_tensors
 
 VERSION = 6  # of this form, and of checkpoints
 SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
@@ -164,3 +165,25 @@ def fitted_gradients(gradients: Mapping[str, Tensor], parameters: Mapping[str, P
             )
         fitted[parameter] = gradient.to(parameter.device, parameter.dtype)
     return fitted
+
+
+def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Return what this rank holds of the states of optimizers."""
+    return [_mapped(lambda tensor, _: local_tensor(tensor), each.state_dict()["state"]) for each in optimizers]
+
+
+def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
+    """Have optimizers go on from what :func:`states_of` returned."""
+    for optimizer, state in zip(optimizers, states):
+        present = optimizer.state_dict()
+        optimizer.load_state_dict({**present, "state": _mapped(as_dtensor, state, present["state"])})
+
+
+def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
+    """Return nested dictionaries with their tensors changed, each by what is in its place in others ``like`` them."""
+    if isinstance(state, Tensor):
+        return change(state, like)
+    if not isinstance(state, dict):
+        return state
+    others = like if isinstance(like, dict) else {}
+    return {key: _mapped(change, each, others.get(key)) for key, each in state.items()}

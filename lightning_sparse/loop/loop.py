@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, ErrorFeedback, layout_of
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.refusals import refuse
 from lightning_sparse.engine.replicas import Replicas
@@ -29,19 +28,17 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel
-from lightning_sparse.functional.elements import as_dtensor, local_tensor
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import in_one_order
-from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by
+from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by, load_states, states_of
 from lightning_sparse.loop.optimizers import (
+    CountedSteps,
     OptimizerView,
     TrainedParameters,
     UnfinishedStep,
     can_correct,
     chain_of,
     handled,
-    is_adaptive,
-    keeps_second_moment,
 )
 from lightning_sparse.loop.summary import (
     CHANGED,
@@ -56,7 +53,6 @@ from lightning_sparse.loop.summary import (
     takes_adam,
     tells_default_warm_up,
     tells_warm_up,
-    warning_for,
     warning_of_rounds,
     warning_of_validations,
 )
@@ -66,13 +62,6 @@ CLOSED = (
     "closed: to train on, sparsify the model anew, in a new DistributedDataParallel if it was in one; or"
     " train a copy of the model alone"
 )
-_UNCOUNTED = 8  # batches in a row, more than hooks change weights in while a step accumulates
-UNCOUNTED = (
-    f"{_UNCOUNTED} batches in a row have changed the weights, and no optimizer that is known has made a step. Steps are"
-    " counted, to exchange after so many of them: let the step() of an optimizer that configure_optimizers returns, or"
-    " that sparsify was given, make the updates; or end each round yourself, in a plain loop by handle.synchronize()"
-)
-
 _NEW = (
     "the model has parameters that it did not have when its forward began, or shards that it did not have: add and"
     " replace layers between two batches, such as in on_train_batch_start, and those of a sharded model before training"
@@ -81,6 +70,7 @@ _BROKEN = (
     "an optimizer steps before gradients are exchanged: the last backward has ended in an error on this rank, so that"
     " training has to end on all, or to go on with a model that is sparsified anew; or the step is made inside backward"
 )
+
 
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
@@ -93,7 +83,6 @@ class Loop:
         self._log = log
         self.engine: Optional[Engine] = None  # also on one process
         self.optimizers: Sequence[Optimizer] = ()  # that train the model
-        self._handles: list[Any] = []
         self._scaler: Any = None
         self.remember({}, None)
         self._forget()
@@ -103,17 +92,11 @@ class Loop:
         self.is_dense = False  # steps send everything, as DDP does
         self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
-        self.is_island = False  # the ranks of a node average gradients in each local step
         self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
         self.view = OptimizerView({}, (), self._settings.feedback)
-        self._is_round_behind = False  # other parameters are trained than the round that goes on has
-        self._is_at_border = True  # no batch has begun since the last optimizer step
-        self._stepping: Any = None  # who has begun a step: an optimizer, or this loop
+        self.steps = CountedSteps((), self._begin_step, self._end_step, warn_user)
         self._has_warned_of_validations = False
-        self._counts_steps = False  # what is exchanged, or decided, goes by the number of steps
-        self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
-        self._unknown: list[Optimizer] = []  # of which it is not known whether they are adaptive
 
     @property
     def settings(self) -> Settings:
@@ -148,50 +131,46 @@ class Loop:
         if dist.get_world_size(ddp.process_group) == 1 and not goes_alone:
             settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
             self._log(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
-            self._warn_of_optimizers()
+            self._watch_steps(optimizers)
             return
         self._log(f"{summary(settings)}.")
         if dist.get_world_size(ddp.process_group) == 1:
             self._log(RESUMES_ALONE)
         self._ddp: Wrapper = ddp
-        self._timeout = timeout
         self._scaler = scaler
-        self.engine = engine = self._engine_of(ddp, node_ranks)
+        self.engine = engine = self._engine_of(ddp, node_ranks, timeout)
         self.replicas = engine.replicas
-        self.is_island = engine.topology.are_islands
         self._look_at(optimizers)
-        self._trained = TrainedParameters(ddp.module)
+        self._trained = TrainedParameters(ddp.module, timeout)
         self._clipping = clipping
-        self._counts_steps = settings.replicas_diverge or isinstance(settings.schedule, Auto)
         self.view.adam.clip(clipping, parameters.values())
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._log)
         if self.view.takes_momentum:
             self._log(TAKES_MOMENTUM)
-        self._warn_of_optimizers()
+        self._watch_steps(optimizers)
 
-    def _engine_of(self, ddp: Wrapper, node_ranks: int) -> Engine:
+    def _engine_of(self, ddp: Wrapper, node_ranks: int, timeout: Optional[timedelta]) -> Engine:
         backend = backend_of(self._device, ddp.process_group)
         settings, told = in_one_order(self._settings, ddp.module, backend)
         for line in told:
             self._log(line)
-        around = (self._open, lambda: self.view.adam.note_arrived())
-        return Engine(ddp, settings, self._timeout, self._log, node_ranks, *around)
+        around = (self._open, lambda: self.view.note_arrived())
+        return Engine(ddp, settings, timeout, self._log, node_ranks, *around)
 
     def _look_at(self, optimizers: Sequence[Optimizer]) -> None:
-        """See what the optimizers are to do, and each of their steps."""
+        """See what the optimizers are to do."""
         assert self.engine is not None
         parameters = dict(self._ddp.module.named_parameters())
         feedback, target_of, memory = self._settings.feedback, self.engine.densities.target, self.engine.memory
         self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
         self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
-        self._handles = []
-        for optimizer in optimizers:
-            for each in chain_of(optimizer):
-                # Torch's all have hooks; wrappers of other packages may not.
-                if hasattr(each, "_optimizer_step_post_hooks"):
-                    self._handles.append(each.register_step_pre_hook(self._before_step))
-                    self._handles.append(each.register_step_post_hook(partial(self._after_step, optimizer)))
+
+    def _watch_steps(self, optimizers: Sequence[Optimizer]) -> None:
+        """Hear of each step of the optimizers, and warn of those that learn from sparse gradients."""
+        heard = () if self.engine is None else optimizers
+        self.steps = CountedSteps(heard, self._begin_step, self._end_step, warn_user)
+        self.steps.warn_of_adaptive(self._settings, optimizers)
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
@@ -203,7 +182,7 @@ class Loop:
 
     def _replace_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         assert self.engine is not None
-        if self.unfinished.is_begun and self.corrects_adam:
+        if self.unfinished.is_begun and self.view.corrects_adam:
             raise ValueError(
                 "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the"
                 " optimizer before: assign it after a step, such as in on_train_epoch_start"
@@ -213,35 +192,14 @@ class Loop:
         can_correct(self._settings, optimizers)  # it refuses what has to be corrected and cannot be
         total_steps = self.view.adam.total_steps
         self.view.close()
-        for handle in self._handles:
-            handle.remove()
+        self.steps.close()
         self.optimizers = optimizers
         self._look_at(optimizers)
         self.view.adam.total_steps = total_steps
         self.view.adam.clip(self._clipping, self._ddp.module.parameters())
-        self.view.adam.begin_anew()
-        self._warn_of_optimizers()
-
-    def _warn_of_optimizers(self) -> None:
-        """Warn of those that learn from sparse gradients; of some only what they keep after a step will tell."""
-        self._unknown = []
-        if not self._settings.is_sparse:
-            return
-        for optimizer in self.optimizers:
-            if self._settings.adam is not None and is_correctable(optimizer):
-                continue
-            if is_adaptive(optimizer):
-                warn_user(warning_for(optimizer))
-            else:
-                self._unknown.append(optimizer)
-
-    def _judge(self, optimizer: Optimizer) -> None:
-        """Warn of an optimizer that has turned out to keep a second moment, after its first step."""
-        if (keeps := keeps_second_moment(optimizer)) is None:
-            return
-        self._unknown = [each for each in self._unknown if each is not optimizer]
-        if keeps:
-            warn_user(warning_for(optimizer))
+        if self.view.corrects_adam:
+            self.view.adam.begin_anew()
+        self._watch_steps(optimizers)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
@@ -269,12 +227,7 @@ class Loop:
     @property
     def wants_length(self) -> bool:
         """Whether a warm-up depends on how many steps the whole training has."""
-        return self.corrects_adam or (self.engine is not None and self._settings.bounds_warm_up)
-
-    @property
-    def corrects_adam(self) -> bool:
-        """Whether the updates of Adam or AdamW are made before selection."""
-        return self.engine is not None and self.engine.memory.corrects_adam
+        return self.view.corrects_adam or (self.engine is not None and self._settings.bounds_warm_up)
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -286,18 +239,16 @@ class Loop:
     def _wants_dense(self) -> bool:
         """Tell whether the batch that begins is left to plain DDP; the same on all ranks."""
         assert self.engine is not None
-        is_at_border, self._is_at_border = self._is_at_border, False
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
+        is_chosen = False if self.choice is None else self.choice.begin_batch(self.is_dense)
+        if not self.view.corrects_adam:
+            return is_chosen
         is_resumed = self.view.adam.is_resumed
         warm_up = self.view.adam.look(self.engine.mean_over_ranks)
         if warm_up is not None and not is_resumed:
             self._log(tells_warm_up(warm_up, self._settings.density))
-        if self.view.adam.is_dense:
-            return True
-        if self.choice is None:
-            return False
-        return self.choice.wants_plain if is_at_border else self.is_dense
+        return self.view.adam.is_dense or is_chosen
 
     def _track_model(self, forgets: bool = False, between: bool = False) -> None:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
@@ -306,8 +257,8 @@ class Loop:
         """
         if self.engine is None:
             return
-        if between and self._is_round_behind:
-            self._is_round_behind = False
+        if between and self._trained.is_round_behind:
+            self._trained.is_round_behind = False
             self.engine.track(self._ddp.module, self._trained.parameters)
         if not self._trained.have_changed(self.optimizers, forgets):
             return
@@ -318,7 +269,7 @@ class Loop:
         known = trained.known_names
         # What is frozen between two batches of a step has gradients that are to be exchanged.
         keeps = self.unfinished.is_begun and not self.is_silent
-        changes = trained.agree(forgets, keeps, dist.get_rank(), self._timeout)
+        changes = trained.agree(forgets, keeps, dist.get_rank())
         if not (changes or has_new):
             return
         if has_new:
@@ -326,7 +277,7 @@ class Loop:
         self.view.know(dict(module.named_parameters()))
         if self.is_silent and not between:
             self.engine.source.track(module, trained.parameters)
-            self._is_round_behind = True
+            self._trained.is_round_behind = True
         else:
             self.engine.track(module, trained.parameters)
         self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
@@ -368,22 +319,13 @@ class Loop:
         if adopts:
             self.replicas.adopt()
         self._keep_silent()
-        if self._counts_steps:
-            self._watch_weights()
-
-    def _watch_weights(self) -> None:
-        """Warn where batch after batch changes the weights, and no step that is counted has."""
-        trained = (each for each in self._ddp.module.parameters() if each.requires_grad)
-        versions = sum(each._version for each in trained)
-        self._uncounted += versions != self._versions
-        self._versions = versions
-        if self._uncounted == _UNCOUNTED:
-            warn_user(UNCOUNTED)
+        if self.engine is not None and (self._settings.replicas_diverge or self.choice is not None):
+            self.steps.see_weights(self._ddp.module)
 
     def _keep_silent(self) -> None:
         if self.engine is None or not self.is_silent:
             return
-        if self.is_island:
+        if self.engine.topology.are_islands:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
             self._ddp.require_forward_param_sync = True
         else:
@@ -447,43 +389,19 @@ class Loop:
         """End a backward; raise what its exchange has raised."""
         if self.engine is not None:
             self.engine.source.finish()
-        self.view.adam.note_arrived()
-        if self.engine is not None:
+            self.view.note_arrived()
             self.engine.worker.raise_error()
 
-    @contextmanager
-    def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:
-        """Make an optimizer's step inside, which a scaler may skip, and end it if it ``counts``."""
-        self._stepping = self
-        try:
-            yield
-        finally:
-            self._stepping = None
-        if counts:
-            self._end_step(optimizer)
-
-    def _before_step(self, optimizer: Optimizer, *step: Any) -> None:
+    def _begin_step(self) -> None:
         if self.engine is not None and self.engine.source.is_open:
             raise RuntimeError(_BROKEN)
-        self._stepping = self._stepping or optimizer
-
-    def _after_step(self, own: Optimizer, stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """End a step, made outside of :meth:`step_of`, of an optimizer of ours, or of one inside it."""
-        if self._stepping is not stepped:
-            return
-        self._stepping = None
-        if not is_torchs_own(stepped, kwargs):
-            self._end_step(own)
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.unfinished.end(optimizer)
-        self.view.adam.end_step(optimizer)
-        self._is_at_border = True
-        self._uncounted = 0
+        if self.view.corrects_adam:
+            self.view.adam.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
-        if any(each is optimizer for each in self._unknown):
-            self._judge(optimizer)
         if self.engine is not None:
             if self.is_silent:
                 self._track_model(between=True)
@@ -534,8 +452,7 @@ class Loop:
         own = dict(kept[RANK])
         if self._settings.replicas_diverge:
             # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
-            states = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
-            own["optimizers"] = [_mapped(lambda tensor, _: local_tensor(tensor), state) for state in states]
+            own["optimizers"] = states_of(self.optimizers)
             if self._scaler is not None:
                 own["scaler"] = self._scaler.state_dict()
         return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": self.view.adam.clips()}}
@@ -546,11 +463,10 @@ class Loop:
         usable, unused = fitted(kept, self.engine, self._ddp.module)
         self.engine.load_state_dict(usable)
         own, everywhere = kept[RANK], kept[EVERYWHERE]
-        self.view.adam.restore_clips(everywhere["clips"])
+        if self.view.corrects_adam:
+            self.view.adam.restore_clips(everywhere["clips"])
         if self._settings.replicas_diverge:
-            for optimizer, state in zip(self.optimizers, own.get("optimizers", ())):
-                present = optimizer.state_dict()
-                optimizer.load_state_dict({**present, "state": _mapped(as_dtensor, state, present["state"])})
+            load_states(self.optimizers, own.get("optimizers", ()))
             if self._scaler is not None and "scaler" in own:
                 self._scaler.load_state_dict(own["scaler"])
         if "plan" in usable and not self.engine.restore_plan(usable["plan"], Topology(*kept["topology"])):
@@ -567,8 +483,7 @@ class Loop:
 
         ``has_failed`` says that training ends by an error of this rank, for which others may wait.
         """
-        for handle in self._handles:
-            handle.remove()
+        self.steps.close()
         engine, verdict = self.engine, None if self.choice is None else self.choice.verdict
         if engine is not None:
             # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
@@ -611,34 +526,6 @@ def _unscaling_changes(scaler: Any, device: torch.device) -> int:
     gradient, factor, found = torch.ones(1, device=device), torch.ones(1, device=device), torch.zeros(1, device=device)
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
     return gradient._version
-
-
-def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Tell the step of zeros that torch's sharded checkpoints make, to have states to load into, from a training's."""
-    if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
-        return False
-    gradients = (each.grad for each in handled(optimizer) if each.grad is not None)
-    return not any(local_tensor(each).any() for each in gradients)  # a device is asked only if all else speaks for it
-
-
-def before_step_of_training(act: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that acts before an optimizer's steps, but not before torch's own."""
-
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_torchs_own(optimizer, kwargs):
-            act()
-
-    return hook
-
-
-def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
-    """Return nested dictionaries with their tensors changed, each by what is in its place in others ``like`` them."""
-    if isinstance(state, Tensor):
-        return change(state, like)
-    if not isinstance(state, dict):
-        return state
-    others = like if isinstance(like, dict) else {}
-    return {key: _mapped(change, each, others.get(key)) for key, each in state.items()}
 
 
 def warn_user(message: str) -> None:

@@ -1,17 +1,18 @@
 """A view of the optimizers: their settings, the momentum that the memory takes over, and the step in progress."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from operator import gt
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
@@ -20,6 +21,8 @@ from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import StepContext
+from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
 
 _CURE = (
     "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
@@ -46,51 +49,6 @@ class _Taken(NamedTuple):
     scaled_decay: float
 
 
-class Uncorrected:
-    """What stands in the place of :class:`AdamSteps` where no optimizer is corrected."""
-
-    names: Mapping[Parameter, str] = {}
-    total_steps: Optional[int] = None
-    is_dense = is_resumed = False
-
-    def coming(self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
-        """Correct nothing."""
-        return StepContext()
-
-    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
-        """Warm nothing up."""
-        return None
-
-    def clip(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Leave clipping to those who clip what has arrived."""
-
-    def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
-        """Let users do with gradients what they like."""
-
-    def note_arrived(self) -> None:
-        """Watch nothing."""
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Have nothing to end."""
-
-    def clips(self) -> list[list[Any]]:
-        """Clip nothing."""
-        return []
-
-    def restore_clips(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Have no use for them."""
-
-    def begin_anew(self) -> None:
-        """Know nothing."""
-
-    def hidden(self) -> AbstractContextManager[None]:
-        """Hide nothing."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Have changed nothing."""
-
-
 class OptimizerView:
     """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
 
@@ -110,11 +68,13 @@ class OptimizerView:
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
-        self.adam: Union[AdamSteps, Uncorrected] = Uncorrected()
+        self.corrects_adam = isinstance(memory, AdamMemory)
+        corrected = list(filter(is_correctable, optimizers)) if self.corrects_adam else []
+        if not isinstance(memory, AdamMemory):  # nothing has to be warmed up
+            memory = AdamMemory(1, AdamCorrection())
+            memory.warm_up = WarmUp(0, 0)
+        self.adam = AdamSteps(corrected, {}, target_of, memory, feedback.clip_norm)
         self.know(parameters)
-        if isinstance(memory, AdamMemory):
-            corrected = list(filter(is_correctable, optimizers))
-            self.adam = AdamSteps(corrected, self._names, target_of, memory, feedback.clip_norm)
         self._taken: dict[tuple[Optimizer, int], _Taken] = {}  # by the number of the group
         self._handles: list[Any] = []
         if feedback.momentum is not None:
@@ -137,7 +97,7 @@ class OptimizerView:
 
     def coming_step(self, is_dense: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
-        coming = self.adam.coming(is_dense, continued)
+        coming = self.adam.coming(is_dense, continued) if self.corrects_adam else StepContext()
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
@@ -155,6 +115,11 @@ class OptimizerView:
                 if parameter in self._names
             )
         return found
+
+    def note_arrived(self) -> None:
+        """Know gradients that updates stand in, as the exchange has left them."""
+        if self.corrects_adam:
+            self.adam.note_arrived()
 
     def close(self) -> None:
         """Give back what a step that failed has left taken, and take nothing any more."""
@@ -201,6 +166,88 @@ class OptimizerView:
         return Hyperparameters(group["lr"], meant["momentum"], meant["nesterov"])
 
 
+class CountedSteps:
+    """Hear of each step of optimizers, whoever makes it, and of weights that change without one.
+
+    ``begin`` is called before a step, and ``end`` after one that counts, with the optimizer of those that are given.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        begin: Callable[[], None],
+        end: Callable[[Optimizer], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._begin = begin
+        self._end = end
+        self._warn = warn
+        self._stepping: Any = None  # who has begun a step: an optimizer, or this
+        self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
+        self._unknown: list[Optimizer] = []  # of which it is not known whether they are adaptive
+        self._handles: list[Any] = []
+        for optimizer in optimizers:
+            for each in chain_of(optimizer):
+                # Torch's all have hooks; wrappers of other packages may not.
+                if hasattr(each, "_optimizer_step_post_hooks"):
+                    self._handles.append(each.register_step_pre_hook(self._before))
+                    self._handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
+
+    @contextmanager
+    def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:
+        """Make an optimizer's step inside, which a scaler may skip, and end it if it ``counts``."""
+        self._stepping = self
+        try:
+            yield
+        finally:
+            self._stepping = None
+        if counts:
+            self._end_step(optimizer)
+
+    def _before(self, optimizer: Optimizer, *step: Any) -> None:
+        self._begin()
+        self._stepping = self._stepping or optimizer
+
+    def _after(self, own: Optimizer, stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """End a step, made outside of :meth:`step_of`, of an optimizer of ours, or of one inside it."""
+        if self._stepping is not stepped:
+            return
+        self._stepping = None
+        if not is_torchs_own(stepped, kwargs):
+            self._end_step(own)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        self._uncounted = 0
+        if any(each is optimizer for each in self._unknown) and (keeps := keeps_second_moment(optimizer)) is not None:
+            self._unknown = [each for each in self._unknown if each is not optimizer]
+            if keeps:
+                self._warn(warning_for(optimizer))
+        self._end(optimizer)
+
+    def warn_of_adaptive(self, settings: Settings, optimizers: Sequence[Optimizer]) -> None:
+        """Warn of those that learn from sparse gradients; of some only what they keep after a step will tell."""
+        for optimizer in optimizers if settings.is_sparse else ():
+            if settings.adam is not None and is_correctable(optimizer):
+                continue
+            if is_adaptive(optimizer):
+                self._warn(warning_for(optimizer))
+            else:
+                self._unknown.append(optimizer)
+
+    def see_weights(self, module: Module) -> None:
+        """Warn where batch after batch changes the weights, and no step that is counted has."""
+        versions = sum(each._version for each in module.parameters() if each.requires_grad)
+        self._uncounted += versions != self._versions
+        self._versions = versions
+        if self._uncounted == UNCOUNTED_BATCHES:
+            self._warn(UNCOUNTED)
+
+    def close(self) -> None:
+        """Hear no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
 class UnfinishedStep:
     """Follow which gradients wait for their optimizer, and put back those that a checkpoint was written with."""
 
@@ -208,7 +255,6 @@ class UnfinishedStep:
         self.is_begun = False  # there was a backward since the last step of an optimizer
         self._waiting: list[Optimizer] = []
         self._restored: dict[Parameter, Tensor] = {}
-        self._used: list[Parameter] = []
 
     def add_backward(self, optimizers: Sequence[Optimizer], is_automatic: bool) -> None:
         """Record a backward that begins, under automatic optimization or manual."""
@@ -240,22 +286,17 @@ class UnfinishedStep:
             state["used"] = [names[parameter] for parameter in engine.source.used if parameter in names]
         return state
 
-    def restore_gradients(
-        self, gradients: Mapping[Parameter, Tensor], is_begun: bool, used: Iterable[Parameter]
-    ) -> None:
+    def restore_gradients(self, gradients: Mapping[Parameter, Tensor], is_begun: bool) -> None:
         """Go on from a checkpoint, once :meth:`put_back` is called."""
         self._restored = dict(gradients)
         self.is_begun = is_begun
-        self._used = list(used)
 
-    def put_back(self, optimizers: Sequence[Optimizer]) -> list[Parameter]:
+    def put_back(self, optimizers: Sequence[Optimizer]) -> None:
         """Put restored gradients in their place; Lightning sets all to zero between the two."""
         for parameter, gradient in self._restored.items():
             parameter.grad = gradient
         self._waiting = [each for each in optimizers if not self._restored.keys().isdisjoint(handled(each))]
         self.is_begun = self.is_begun and bool(self._restored)
-        used, self._used = self._used, []
-        return used
 
 
 class TrainedParameters:
@@ -265,8 +306,10 @@ class TrainedParameters:
         parameters: whose gradients are exchanged, by name.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, timeout: Optional[timedelta]) -> None:
+        self.is_round_behind = False  # other parameters are trained than the round that goes on has
         self._module = module
+        self._timeout = timeout
         self._handled: list[int] = []  # identities of the parameters that optimizers train
         self.parameters: dict[str, Tensor] = {}
         self._know(self._present(forgets=True))
@@ -307,7 +350,7 @@ class TrainedParameters:
         """Tell whether the model has parameters that it did not have before."""
         return set(map(id, self._module.parameters())) != set(map(id, self._all))
 
-    def agree(self, forgets: bool, keeps: bool, rank: int, timeout: Optional[timedelta]) -> str:
+    def agree(self, forgets: bool, keeps: bool, rank: int) -> str:
         """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike.
 
         What is frozen stays known unless all ranks ``forget`` it, and none ``keeps`` it.
@@ -315,7 +358,7 @@ class TrainedParameters:
         present = self._present(forgets)
         changes = self._changes(present)
         try:
-            everywhere = gather_apart(f"{int(keeps)}{changes}", timeout)
+            everywhere = gather_apart(f"{int(keeps)}{changes}", self._timeout)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}. The"
@@ -397,6 +440,24 @@ def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
             " torch.optim.AdamW or torch.optim.Adam (not differentiable, and with their own step), or"
             " optimizer_correction='auto', which warns of optimizers that learn from sparse gradients"
         )
+
+
+def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Tell the step of zeros that torch's sharded checkpoints make, to have states to load into, from a training's."""
+    if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
+        return False
+    gradients = (each.grad for each in handled(optimizer) if each.grad is not None)
+    return not any(local_tensor(each).any() for each in gradients)  # a device is asked only if all else speaks for it
+
+
+def before_step_of_training(act: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that acts before an optimizer's steps, but not before torch's own."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_torchs_own(optimizer, kwargs):
+            act()
+
+    return hook
 
 
 def handled(optimizer: Optimizer) -> list[Tensor]:

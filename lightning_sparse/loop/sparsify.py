@@ -42,8 +42,8 @@ from lightning_sparse.loop.checks import (
     refuse_training,
 )
 from lightning_sparse.loop.kept import fitted, origin_of
-from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training, of_communication
-from lightning_sparse.loop.optimizers import handled, listed
+from lightning_sparse.loop.loop import CLOSED, Loop, of_communication
+from lightning_sparse.loop.optimizers import before_step_of_training, handled, listed
 from lightning_sparse.schedule import Auto, FixedSize
 
 _LOGGER = logging.getLogger(__name__)
@@ -154,16 +154,14 @@ class Sparsifier(Loop):
         self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
         self._parts = _trained_parts(module)
         # Before those by which Adam's updates are made.
-        before = [each.register_step_pre_hook(before_step_of_training(self.exchange_shards)) for each in optimizers]
+        exchange = before_step_of_training(self.exchange_shards)
+        self._handles: list[Any] = [each.register_step_pre_hook(exchange) for each in optimizers]
         if type(self._model) is BareModel:
             align(module)
         try:
             self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
-            self._handles += before
             self._attend(model, total_steps)
         except BaseException:  # such as a warning that is an error
-            for handle in before:
-                handle.remove()
             self._leave(has_failed=True)
             raise
 
@@ -183,6 +181,8 @@ class Sparsifier(Loop):
     def _leave(self, has_failed: bool) -> None:
         """Leave model and optimizers to others."""
         _ATTENDED.difference_update(self._parts)
+        for handle in self._handles:
+            handle.remove()
         self.end(has_failed)
 
     def _listen(self, inputs: Any, output: Any) -> None:
@@ -425,7 +425,7 @@ class Sparsifier(Loop):
             inside = _unwrapped(optimizer)
             if self.engine is None or not any(each is inside for each in self.optimizers):
                 return step(optimizer, *args, **kwargs)
-            with self.step_of(inside):
+            with self.steps.step_of(inside):
                 return step(optimizer, *args, **kwargs)
 
         scaler.step = counted  # type: ignore[method-assign]

@@ -159,7 +159,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         # Rounds count a step that a scaler leaves out, too.
         handles = self._handles.values() if self.settings.local_steps is not None else ()
         own = next((handle for handle in handles if any(each is optimizer for each in handle.optimizers)), None)
-        with nullcontext() if own is None else own.step_of(optimizer):
+        with nullcontext() if own is None else own.steps.step_of(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
 
     @override
@@ -204,7 +204,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         handle = self._handles.get(module)
         if handle is not None:
             handle.exchange_shards()
-        if handle is None or not handle.corrects_adam:
+        if handle is None or not handle.view.corrects_adam:
             return clip()
         if norm_type != 2:
             raise ValueError(

@@ -163,7 +163,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         if self.settings.replicas_diverge or self.holds_shards:
             self._surround(trainer)
-        if self._loop.corrects_adam:
+        if self._loop.view.corrects_adam:
             self._clip_gradients = self.precision_plugin.clip_gradients
             self._replace(self.precision_plugin, "clip_gradients", self._clip)
 
@@ -319,7 +319,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # Under automatic optimization training_step comes inside the step, too late for the hooks of another optimizer.
         self._loop.track_optimizers(self.optimizers)
-        with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
+        with self._loop.steps.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.rounds is not None:
             skip_steps(self._trainer, self.rounds.meeting.skipped())
@@ -552,9 +552,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().on_train_start()
         post_status("")  # a search for a learning rate has come to an end of its own
         self._reader = Reader.of(self._trainer)
-        used = self._loop.unfinished.put_back(self.optimizers)
-        if self.engine is not None:
-            self.engine.source.use(used)
+        self._loop.unfinished.put_back(self.optimizers)
         self._begin_steps()
 
     @override
@@ -630,9 +628,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self.engine.arrived.restore_means(arrived, begun)
         self.engine.memory.restore_undecayed(own.get("undecayed", ()))
         used = own.get("used", own.get("gradients", ()) if is_begun else ())
-        self._loop.unfinished.restore_gradients(
-            gradients, is_begun, [parameters[name] for name in used if name in parameters]
-        )
+        self.engine.source.use([parameters[name] for name in used if name in parameters])
+        self._loop.unfinished.restore_gradients(gradients, is_begun)
         self._has_own_position = ranks == self.world_size
         if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(

@@ -18,7 +18,7 @@ import lightning_sparse.schedule.plan as plan_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.step.exchange import Exchange
+from lightning_sparse.engine.step.exchange import Backward
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
@@ -44,7 +44,7 @@ _ANYWHERE = r"waited in vain in \w+.*: another rank has died.*longer timeout=.*c
 _SAVING = r"stays as it was: another rank could not write its part, or has died: .*waited in vain.*ckpt_path"
 POINTS = {
     "forward": Point(Numbered, "training_step"),
-    "hook": Point(Exchange, "_hand_over", 1),
+    "hook": Point(Backward, "_hand_over", 1),
     "selection": Point(TopK, "select"),
     "between two collectives": Point(
         Collectives, "run", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"

@@ -51,13 +51,13 @@ def recording(seconds=0.0):
     issued = []
 
     class Recorded(ExchangeWorker):
-        def submit(self, run, done=None):
+        def submit(self, run, *others, **named):
             def recorded():
                 time.sleep(seconds)
                 with Recording(issued):
                     run()
 
-            super().submit(recorded, done)
+            super().submit(recorded, *others, **named)
 
     with mock.patch.object(engine_module, "ExchangeWorker", Recorded), Recording(issued):
         yield issued

@@ -39,7 +39,9 @@ class Topology(NamedTuple):
 class FlatRanks:
     """All ranks exchange with all, each the whole of every gradient.
 
-    The channel ``inter`` joins ranks that exchange selections, ``world`` all; ``node_ranks`` share each gradient.
+    The channel ``inter`` joins ranks that exchange selections, ``world`` all, and ``same_shard`` those that hold the
+    same tensors of a model, replica by replica. The steps of the ranks ``in_step`` are of one mean of gradients.
+    ``node_ranks`` share each gradient.
     """
 
     node_ranks = 1
@@ -47,17 +49,8 @@ class FlatRanks:
 
     def __init__(self, inter: Channel, world: Optional[Channel] = None) -> None:
         self.inter = inter
-        self.world = inter if world is None else world
-
-    @property
-    def in_step(self) -> Collectives:
-        """The ranks whose steps are of one mean of gradients."""
-        return self.same_shard.collectives
-
-    @property
-    def same_shard(self) -> Channel:
-        """The ranks that hold the same tensors of a model, replica by replica: all of them."""
-        return self.world
+        self.world = self.same_shard = inter if world is None else world
+        self.in_step = self.world.collectives
 
     def share_numel(self, numel: int) -> int:
         """Return how many elements each rank's share of so many has."""
@@ -86,10 +79,6 @@ class FlatRanks:
         """Combine norms of shares, a vector, into those of the whole."""
         return norms
 
-    def total_of(self, numbers: Tensor) -> Tensor:
-        """Add up numbers about the shards that ranks hold of one replica; they are whole where a rank holds all."""
-        return numbers
-
     def write_back(self, names: Sequence[str]) -> None:
         """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
 
@@ -110,7 +99,8 @@ class FlatRanks:
 
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
-        self.world.collectives.close(has_failed)
+        for each in (self.inter.collectives, self.world.collectives, self.in_step):
+            each.close(has_failed)
 
 
 class DividedRanks(FlatRanks):
@@ -132,8 +122,8 @@ class DividedRanks(FlatRanks):
 
     @override
     def close(self, has_failed: bool) -> None:
-        for channel in (self.inter, self._intra, self.world):
-            channel.collectives.close(has_failed)
+        super().close(has_failed)
+        self._intra.collectives.close(has_failed)
 
 
 class Shards(DividedRanks):
@@ -141,13 +131,12 @@ class Shards(DividedRanks):
 
     are_in_step = True
 
-    @property
-    @override
-    def same_shard(self) -> Channel:
-        return self.inter
+    def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
+        super().__init__(intra, inter, world)
+        self.same_shard, self.in_step = inter, inter.collectives
 
-    @override
     def total_of(self, numbers: Tensor) -> Tensor:
+        """Add up numbers about the shards that ranks hold of one replica."""
         return self._intra.call(Payload("all_gather", numbers), ["squared norms"]).sum(dim=0)
 
 
@@ -271,17 +260,7 @@ class Islands(HierarchicalRanks):
 
     def __init__(self, intra: Channel, inter: Channel, world: Channel, in_step: Collectives) -> None:
         super().__init__(intra, inter, world)
-        self._in_step = in_step  # beside a round that is on its way between islands
-
-    @property
-    @override
-    def in_step(self) -> Collectives:
-        return self._in_step
-
-    @override
-    def close(self, has_failed: bool) -> None:
-        super().close(has_failed)
-        self._in_step.close(has_failed)
+        self.in_step = in_step  # beside a round that is on its way between islands
 
     @override
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:

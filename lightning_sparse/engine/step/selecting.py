@@ -32,20 +32,37 @@ class Part(NamedTuple):
     selection: Sequence[Selection]  # of each parameter, or one of all of them laid end to end
     counts: Sequence[float]  # by parameter, elements that its density asks for; its share of them where merged
     tensors: list[Tensor]  # one of each parameter: gradient plus residual
-    merged: Optional["MergedParameters"] = None  # what lies end to end
+    laid: Sequence[Tensor] = ()  # where one selection is of all: they, end to end, and room for as many elements
+    are_used: Sequence[Optional[bool]] = ()  # each, by this rank; ``None`` where that is not tracked
 
     def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
         """Send what is selected, and return the mean of each parameter."""
         channel.recorder.see_selection(self.selection, self.counts)
-        inputs = self.tensors if self.merged is None else [self.merged.flat]
-        result = channel.run(self.wire.exchange(self.selection, inputs, used), names)
-        if self.merged is not None:
+        result = channel.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used), names)
+        if self.laid:
             with channel.recorder.span("encode"):
-                result = self.merged.apart(result)
+                result = self._split(result)
         if (samples := channel.recorder.samples) is not None:
-            # The host waits for what is sent of each parameter where several are merged.
-            samples.add_sent(names, self.selection if self.merged is None else self.merged.sent(self.selection[0]))
+            samples.add_sent(names, self._sent() if self.laid else self.selection)
         return result
+
+    def _split(self, result: ExchangeResult) -> ExchangeResult:
+        """Return what has been received and what stays here of each parameter, all of it where it was not used."""
+        numels = list(map(Tensor.numel, self.tensors))
+        flat, mean = self.laid
+        scatter([mean], result.means)
+        overwrite([flat], result.kept)
+        pieces = zip(flat.split(numels), self.tensors, self.are_used)
+        kept = [tensor if is_used is False else piece for piece, tensor, is_used in pieces]
+        return result._replace(means=whole(mean.split(numels)), kept=whole(kept))
+
+    def _sent(self) -> Sequence[Selection]:
+        """Return what one selection of all holds of each parameter; the host waits for it."""
+        values, indices, _, filled = self.selection[0]
+        if indices is None:
+            return whole(self.tensors)
+        numels = tuple(map(Tensor.numel, self.tensors))
+        return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
 
 
 class GroupSelector:
@@ -149,49 +166,16 @@ class GroupSelector:
         """Select from parameters laid end to end."""
         names, densities = [names[each] for each in positions], [densities[each] for each in positions]
         tensors = [accumulated[each] for each in positions]
-        merged = self._merge(tensors, [are_used[each] for each in positions])
-        count, numel = _merged_count(tensors, densities), merged.flat.numel()
-        selection = grouped(self._compressor.select(names, [merged.flat], [count]))
-        shares = [count * tensor.numel() / numel for tensor in tensors]
-        return Part(self._ways_of(selection)[0], positions, selection, shares, tensors, merged)
-
-    def _merge(self, tensors: Sequence[Tensor], are_used: Sequence[Optional[bool]]) -> "MergedParameters":
-        numel = sum(tensor.numel() for tensor in tensors)
-        flat, mean = (self._workspace.take(numel, tensors[0]) for _ in range(2))
-        merged = MergedParameters(torch.cat(list(tensors), out=flat), mean, tensors, are_used)
-        for piece, is_used in zip(merged.split(flat), are_used):
+        numels, are_used = list(map(Tensor.numel, tensors)), [are_used[each] for each in positions]
+        flat, mean = (self._workspace.take(sum(numels), tensors[0]) for _ in range(2))
+        torch.cat(tensors, out=flat)
+        for piece, is_used in zip(flat.split(numels), are_used):
             if is_used is False:  # where nobody used it, its residual would win the places in every step
                 piece.zero_()
-        return merged
-
-
-class MergedParameters(NamedTuple):
-    """Several parameters as one flat tensor."""
-
-    flat: Tensor  # ``tensors``, gradients plus residuals, laid end to end
-    mean: Tensor  # room for as many elements
-    tensors: Sequence[Tensor]
-    are_used: Sequence[Optional[bool]]  # by this rank; ``None`` where that is not tracked
-
-    def sent(self, selection: Selection) -> Sequence[Selection]:
-        """Return what a selection from ``flat`` holds of each parameter; the host waits for it."""
-        values, indices, _, filled = selection
-        if indices is None:
-            return whole(self.tensors)
-        numels = tuple(tensor.numel() for tensor in self.tensors)
-        return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
-
-    def apart(self, result: ExchangeResult) -> ExchangeResult:
-        """Return what arrived and what stays here of each parameter, all of it where it was not used; once."""
-        scatter([self.mean], result.means)
-        overwrite([self.flat], result.kept)
-        pieces = zip(self.split(self.flat), self.tensors, self.are_used)
-        kept = [tensor if is_used is False else piece for piece, tensor, is_used in pieces]
-        return result._replace(means=whole(self.split(self.mean)), kept=whole(kept))
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """Take apart what lies end to end."""
-        return list(flat.split([tensor.numel() for tensor in self.tensors]))
+        count = _merged_count(tensors, densities)
+        selection = grouped(self._compressor.select(names, [flat], [count]))
+        shares = [count * numel / sum(numels) for numel in numels]
+        return Part(self._ways_of(selection)[0], positions, selection, shares, tensors, (flat, mean), are_used)
 
 
 class Workspace:

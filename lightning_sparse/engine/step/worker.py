@@ -15,7 +15,7 @@ from lightning_sparse.engine.wire.base import Payload
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-_Task = tuple[Callable[[], None], Optional[threading.Event], Sequence[Any]]  # run, done, events of its inputs
+_Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]  # as submitted; events of inputs
 
 
 class Channel:
@@ -93,12 +93,15 @@ class ExchangeWorker:
         if self._device_module:
             self._updated.add(self._device_module.current_stream(self._device))
 
-    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
-        """Queue a task, after what the caller's stream holds now; ``done`` is set after it, also if it is skipped."""
+    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None, always: bool = False) -> None:
+        """Queue a task, after what the caller's stream holds now; ``done`` is set after it.
+
+        After an error a task is skipped, unless it is to run ``always``.
+        """
         self.wait_for_caller()
         ready = [stream.record_event() for stream in self._updated]
         self._updated.clear()
-        self._tasks.put((run, done, ready))
+        self._tasks.put((run, done, always, ready))
 
     def run(self, task: Callable[[], Result]) -> Result:
         """Return the result of a task, run after those that are queued; raise what it or one before it has raised."""
@@ -145,15 +148,17 @@ class ExchangeWorker:
                 self._perform(*task)
                 del task  # a task holds gradients; do not keep them while waiting for the next one
 
-    def _perform(self, run: Callable[[], None], done: Optional[threading.Event], ready: Sequence[Any]) -> None:
+    def _perform(
+        self, run: Callable[[], None], done: Optional[threading.Event], always: bool, ready: Sequence[Any]
+    ) -> None:
         try:
-            if self.error is None:
+            if self.error is None or always:
                 if self._stream is not None:
                     for event in ready:
                         self._stream.wait_event(event)
                 run()
         except BaseException as error:  # whatever it is, it belongs to the user's thread
-            self.error = error
+            self.error = self.error or error
         finally:
             if done is not None:
                 done.set()

@@ -74,7 +74,7 @@ def assert_close(ranks: list[tuple[Tensors, Tensors]]) -> None:
 class Sluggish(ExchangeWorker):
     """An exchange worker that dawdles before every task, differently on every rank."""
 
-    def submit(self, run: Any, done: Any = None) -> None:
+    def submit(self, run: Any, *others: Any, **named: Any) -> None:
         """Queue a task behind a short sleep."""
         chance = random.Random(f"{dist.get_rank()} {time.perf_counter_ns()}")
 
@@ -82,7 +82,7 @@ class Sluggish(ExchangeWorker):
             time.sleep(chance.random() * 0.005)
             run()
 
-        super().submit(run_late, done)
+        super().submit(run_late, *others, **named)
 
 
 def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observed: bool) -> list[Tensors]:
