@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral
 from typing import Any, Optional, TypedDict, Union
 
@@ -231,7 +232,7 @@ class Settings:
         refuse(unmet(settings, {"density": density, **chosen, **by_objects, **decay}, chosen))
         return settings
 
-    @property
+    @cached_property  # asked in every step
     def replicas_diverge(self) -> bool:
         """Whether the replicas are different models between two steps."""
         return self.compressor.replicas_diverge or self.local_steps is not None
