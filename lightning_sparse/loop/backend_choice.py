@@ -92,7 +92,7 @@ class BackendChoice(SharedOnCopy):
     """Choose between the engine and plain DDP."""
 
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
-        self.wants_plain = False  # for the next step
+        self.wants_dense = False  # for the next step
         self._is_at_border = True  # no batch has begun since the last optimizer step
         self._engine = engine
         self._device = device
@@ -110,7 +110,7 @@ class BackendChoice(SharedOnCopy):
 
     def restore_choice(self, chosen: bool) -> None:
         """Stay with what a run before has chosen, until a step no longer takes what it did; on every rank."""
-        self.wants_plain = chosen
+        self.wants_dense = chosen
         self.verdict = f"stayed with {'plain DDP' if chosen else 'compression'}, which the run before had chosen"
         self._course = self._run(chosen)
         next(self._course)
@@ -118,7 +118,7 @@ class BackendChoice(SharedOnCopy):
     def begin_batch(self, is_dense: bool) -> bool:
         """Return whether a batch is left to plain DDP: within a step, if the batch before was."""
         is_at_border, self._is_at_border = self._is_at_border, False
-        return self.wants_plain if is_at_border else is_dense
+        return self.wants_dense if is_at_border else is_dense
 
     def end_step(self) -> None:
         """End an optimizer's step; on every rank."""
@@ -191,7 +191,7 @@ class BackendChoice(SharedOnCopy):
 
     def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
         """Return the seconds of steps, on which ranks agree; of a single one, if that is hopeless."""
-        self.wants_plain = is_dense
+        self.wants_dense = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):
             yield
@@ -210,12 +210,12 @@ class BackendChoice(SharedOnCopy):
     def _decide(self, is_dense: bool) -> Steps:
         """Stay with the winner; the residual is sent before DDP takes over."""
         if is_dense:
-            self.wants_plain = False
+            self.wants_dense = False
             self._engine.densities.sends_all = True
             for _ in range(_SETTLING_STEPS):
                 yield
             self._engine.densities.sends_all = False
-        self.wants_plain = is_dense
+        self.wants_dense = is_dense
         for _ in range(_SETTLING_STEPS):
             yield
 

@@ -1,5 +1,7 @@
 """OMGS-SGD against a slow reference, and what selecting across a group must not lose or waste."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -183,12 +185,15 @@ class Everything(Compressor):
 def test_a_selection_without_indices_is_taken_apart_again():
     compressor = Everything()
     tensors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
-    [part] = GroupSelector(compressor, WAYS).select(["weight", "bias"], tensors, [0.5, 0.5], [None, False])
-    assert compressor.names == ["weight", "bias"]
+    names = ["weight", "bias"]
+    [part] = GroupSelector(compressor, WAYS).select(names, tensors, [0.5, 0.5], [None, False])
+    assert compressor.names == names
     assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
     means, kept = ([Selection(values, None, 4)] for values in (padded, padded / 2))
-    result = part.merged.apart(ExchangeResult(torch.tensor(True), None, means, kept))
+    channel = mock.MagicMock(**{"recorder.samples": None})
+    channel.run.return_value = ExchangeResult(torch.tensor(True), None, means, kept)
+    result = part.exchange(channel, names, None)
     assert [mean.values.tolist() for mean in result.means] == [[1.0, 2.0, 3.0], [0.0]]
     # The bias was not used: all of it stays.
     assert [left.values.tolist() for left in result.kept] == [[0.5, 1.0, 1.5], [4.0]]

@@ -47,9 +47,9 @@ def live(theirs, ours, steps, density=0.01, exposed=0.0):
     with mock.patch.object(backend_choice, "perf_counter", return_value=0.0) as clock:
         choice = BackendChoice(engine, torch.device("cpu"), said.append)
         for step in range(steps):
-            were_plain.append(choice.wants_plain)
-            clock.return_value += (theirs if choice.wants_plain else ours)(step)
-            if not choice.wants_plain:
+            were_plain.append(choice.wants_dense)
+            clock.return_value += (theirs if choice.wants_dense else ours)(step)
+            if not choice.wants_dense:
                 engine.make_step()
             choice.end_step()
     return were_plain, said

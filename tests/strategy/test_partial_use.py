@@ -404,13 +404,13 @@ def test_one_process_freezes_and_unfreezes_too(forked):
 
 def replace(rank):
     model = Parts()
-    trained = TrainedParameters(model)
+    trained = TrainedParameters(model, None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert not trained.have_changed([optimizer])
     model.head.weight = nn.Parameter(torch.zeros(32, 64))
     optimizer.add_param_group({"params": [model.head.weight]})
     assert trained.have_changed([optimizer])
-    assert trained.agree(True, False, rank, None) == "frozen: 'head.weight'; unfrozen: 'head.weight'"
+    assert trained.agree(True, False, rank) == "frozen: 'head.weight'; unfrozen: 'head.weight'"
     assert not trained.have_changed([optimizer])
     return True
 
