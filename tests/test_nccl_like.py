@@ -102,7 +102,7 @@ def fit(rank, module, settings, arguments):
     model = module()
     more = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 0, **arguments}
     with taken_for_nccl() as made:
-        fit_numbered(rank, kind(**settings, **shards), model, **more)
+        fit_numbered(rank, kind(**settings, **shards, timeout=TIMEOUT), model, **more)
         return {name: local_tensor(each).detach().clone() for name, each in model.named_parameters()}, used(made)
 
 
@@ -114,10 +114,11 @@ CASES = {
     "ExDyna": (2, Logging, {"compressor": "exdyna", "density": 0.1}, 2),
     "16 bits": (2, Logging, {**TOPK, "wire": "bfloat16"}, 2),
     "owners": (4, Logging, {**TOPK, "exchange": "owners"}, 2),
-    "two levels": (4, Logging, {**TOPK, "levels": 2}, 3),
-    "two levels, AdamW": (4, partial(Logging, "AdamW"), {**TOPK, "levels": 2, "optimizer_correction": CORRECTION}, 3),
-    "two levels, a sparse layout": (4, partial(Logging, is_sparse=True), {**TOPK, "levels": 2}, 3),
-    "rounds of islands": (4, Logging, {**TOPK, "levels": 2, "local_steps": LocalSteps(2, synchronous_steps=2)}, 3),
+    "two levels": (4, Logging, {**TOPK, "levels": 2}, 4),
+    "two levels, AdamW": (4, partial(Logging, "AdamW"), {**TOPK, "levels": 2, "optimizer_correction": CORRECTION}, 4),
+    "two levels, a sparse layout": (4, partial(Logging, is_sparse=True), {**TOPK, "levels": 2}, 4),
+    "two levels, after backward": (4, Logging, {**TOPK, "levels": 2, "overlaps_backward": False}, 3),
+    "rounds of islands": (4, Logging, {**TOPK, "levels": 2, "local_steps": LocalSteps(2, synchronous_steps=2)}, 4),
     "shards": (4, Sharded, {**TOPK}, 3),
     "rounds of shards": (4, Sharded, {**TOPK, "local_steps": 2}, 3),
 }

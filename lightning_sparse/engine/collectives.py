@@ -70,11 +70,12 @@ class Collectives(SharedOnCopy):
         parts: Optional[Sequence[list[int]]] = None,
         shared: Optional[dist.ProcessGroup] = None,
     ) -> None:
-        timeout = _timeout_of_job(device) if timeout is None else timeout
+        timeout = timeout_of_job(device) if timeout is None else timeout
         self._is_shared = shared is not None
         self.group = shared
         if shared is not None and timeout is not None:
-            shared._get_backend(device)._set_default_timeout(timeout)  # meshes give their groups torch's own
+            with suppress(AttributeError):  # of a backend that TORCH_DISTRIBUTED_DEBUG has wrapped
+                shared._get_backend(device)._set_default_timeout(timeout)  # meshes give their groups torch's own
         elif shared is None:
             # A group is set up by all ranks of the job. Set up by its own alone (use_local_synchronization), it would
             # get the name of one that was given back before, and find the addresses of that one's ranks in the store.
@@ -224,7 +225,7 @@ def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) 
     return by_kind.get(device.type, "")
 
 
-def _timeout_of_job(device: torch.device) -> Optional[timedelta]:
+def timeout_of_job(device: torch.device) -> Optional[timedelta]:
     """Return how long the collectives of the job's own group may wait; ``None`` where its backend does not tell."""
     with suppress(RuntimeError, AttributeError):
         timeout: timedelta = dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
-from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backend_of
+from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backend_of, timeout_of_job
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.memory.residual import Memory
@@ -56,9 +56,12 @@ class Engine(SharedOnCopy):
             # It refuses what cannot be averaged, before a thread runs.
             averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module)
-        shared = dist.group.WORLD if node_ranks > 1 and backend_of(device) == "nccl" else None
+        # NCCL takes memory for each group. Those of others serve where nothing travels while others may send, too.
+        is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
+        shares_groups = is_nccl and node_ranks > 1 and has_their_timeout and not settings.overlaps_backward
+        shared = dist.group.WORLD if shares_groups else None
         collectives = Collectives(list(range(dist.get_world_size())), device, timeout, shared=shared)
-        levels = _levels_between(collectives, ddp, settings, node_ranks, timeout)
+        levels = _levels_between(collectives, ddp, settings, node_ranks, timeout, shares_groups)
         wires = _wires_between(levels, settings, log)
         memory = _memory_of(module, settings, levels)
 
@@ -287,7 +290,12 @@ def _with_names(state: Any, renamed: Mapping[str, str]) -> Any:
 
 
 def _levels_between(
-    collectives: Collectives, wrapper: Wrapper, settings: Settings, node_ranks: int, timeout: Optional[timedelta]
+    collectives: Collectives,
+    wrapper: Wrapper,
+    settings: Settings,
+    node_ranks: int,
+    timeout: Optional[timedelta],
+    shares_groups: bool,
 ) -> FlatRanks:
     """Build which ranks this one exchanges what with, and the record of it."""
     device, ranks, is_sharded = collectives.device, collectives.ranks, isinstance(wrapper, ShardedModel)
@@ -299,8 +307,7 @@ def _levels_between(
     nodes = [list(range(first, first + node_ranks)) for first in range(0, ranks, node_ranks)]
     rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
     number, place = divmod(collectives.rank, node_ranks)
-    is_nccl = collectives.backend == "nccl"
-    shards, replicas = wrapper.groups if is_nccl and isinstance(wrapper, ShardedModel) else (None, None)
+    shards, replicas = wrapper.groups if shares_groups and isinstance(wrapper, ShardedModel) else (None, None)
     intra = Collectives(nodes[number], device, timeout, nodes, shards)
     intra.check(("all_to_all", "all_gather"))
     inter = Collectives(rows[place], device, timeout, rows, replicas)
@@ -308,7 +315,8 @@ def _levels_between(
     if is_sharded:
         return Shards(*channels)
     if settings.asks_for_islands:
-        return Islands(*channels, intra if is_nccl else Collectives(nodes[number], device, timeout, nodes))
+        is_alone = intra.backend == "nccl"  # where no round goes on beside steps
+        return Islands(*channels, intra if is_alone else Collectives(nodes[number], device, timeout, nodes))
     return HierarchicalRanks(*channels)
 
 

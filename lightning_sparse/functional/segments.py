@@ -67,7 +67,8 @@ def _heads(tensors: Sequence[Tensor], counts: Counts, starts: Sequence[int]) -> 
         of_piece = counts[piece.first : piece.stop]
         blocks = piece.read().view(-1, _BLOCK)
         numbers = tuple(body.numel() // _BLOCK for body in bodies[piece.first : piece.stop])
-        chosen = _largest_blocks(blocks, numbers, of_piece)
+        # In the order of places, so that which of equal magnitudes are taken is told by places alone.
+        chosen = _largest_blocks(blocks, numbers, of_piece).sort().values
         heads.append(blocks.index_select(0, chosen))
         shifts = tuple(
             start - _BLOCK * number for start, number in zip(starts[piece.first : piece.stop], starts_of(numbers))
@@ -80,7 +81,7 @@ def _narrowed(heads: Tensor, places: Tensor, counts: Counts) -> tuple[Tensor, Te
     """Return the same of smaller blocks within those."""
     ratio = _BLOCK // _SUBBLOCK
     blocks = heads.view(-1, _SUBBLOCK)
-    chosen = _largest_blocks(blocks, tuple(count * ratio for count in counts), counts)
+    chosen = _largest_blocks(blocks, tuple(count * ratio for count in counts), counts).sort().values
     return blocks.index_select(0, chosen), places[chosen // ratio].add_((chosen % ratio).mul_(_SUBBLOCK))
 
 

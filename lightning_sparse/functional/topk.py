@@ -13,7 +13,7 @@ The answer depends on the tensor alone; tensors of equal size share their calls,
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Optional, Union
 
 import torch
@@ -27,6 +27,7 @@ _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discar
 _FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
+_SORTED = 1 << 22  # elements of tensors of which none is ruled out that are sorted at once; some 60 bytes for each
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
@@ -70,10 +71,12 @@ def top_k_of_all(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tens
     are_sparse = [_is_sparse(tensor.numel(), count) for tensor, count in zip(tensors, counts)]
     few = [place for place, tensor in enumerate(tensors) if are_sparse[place] or tensor.numel() <= _SMALL]
     found: list[tuple[Tensor, Tensor]] = []
-    if few:
-        their_starts, their_counts = [starts[place] for place in few], tuple(counts[place] for place in few)
-        are_blocked = [are_sparse[place] for place in few]
-        found.append(largest_of_few([tensors[place] for place in few], their_starts, their_counts, are_blocked))
+    looked_at = accumulate(0 if are_sparse[place] else tensors[place].numel() for place in few)
+    for _, some in groupby(zip(few, looked_at), key=lambda each: each[1] // _SORTED):
+        members = [place for place, _ in some]
+        their_starts, their_counts = [starts[place] for place in members], tuple(counts[place] for place in members)
+        are_blocked = [are_sparse[place] for place in members]
+        found.append(largest_of_few([tensors[place] for place in members], their_starts, their_counts, are_blocked))
     many = sorted(set(range(len(tensors))).difference(few))
     for batch in batches_alike([(tensors[place].numel(), counts[place]) for place in many]):
         members = [many[each] for each in batch]

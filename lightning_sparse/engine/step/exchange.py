@@ -41,6 +41,12 @@ _INSIDE = (
 )
 
 
+_FAILED = (
+    "a backward begins, and the one before has ended in an error on this rank, with gradients half exchanged: training"
+    " has to end on all ranks, or to go on with a model that is sparsified anew"
+)
+
+
 class SilentReducer:
     """What stands in the place of DDP's reducer, and of its logger, which holds on to that and so to its buckets.
 
@@ -645,6 +651,8 @@ class Exchange(SharedOnCopy):
 
     def expect(self) -> None:
         """Know that a backward begins."""
+        if self._backward is not None and not is_in_backward():
+            raise RuntimeError(_FAILED)
         self._is_due = self._wrapper.require_backward_grad_sync
         self.hear()
 

@@ -51,9 +51,9 @@ class ShardedModel(BareModel):
 
     @property
     def groups(self) -> tuple[Any, Any]:
-        """Those of FSDP's mesh: the ranks of this replica, and those that hold the same shards."""
+        """Those of FSDP's mesh, if it has one: the ranks of this replica, and those that hold the same shards."""
         mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
-        return mesh.get_group(), self._same_shards
+        return mesh.get_group() if mesh.ndim == 1 else None, self._same_shards
 
     @override
     @contextmanager

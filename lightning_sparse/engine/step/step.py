@@ -249,10 +249,12 @@ class Pipeline:
         narrow = [
             (local.gradient, tensor) for local, tensor in zip(exchanged.group, means) if tensor is not local.gradient
         ]
-        for piece in pieces([tensor for _, tensor in narrow]):
-            gradients = [gradient for gradient, _ in narrow[piece.first : piece.stop]]
-            rounded = round_to(piece.read(), gradients[0].dtype)
-            torch._foreach_copy_(gradients, list(rounded.split(list(map(Tensor.numel, gradients)))))
+        for dtype in dict.fromkeys(gradient.dtype for gradient, _ in narrow):
+            alike = [pair for pair in narrow if pair[0].dtype is dtype]
+            for piece in pieces([tensor for _, tensor in alike]):
+                gradients = [gradient for gradient, _ in alike[piece.first : piece.stop]]
+                rounded = round_to(piece.read(), dtype)
+                torch._foreach_copy_(gradients, list(rounded.split(list(map(Tensor.numel, gradients)))))
 
     @contextmanager
     def _deltas_sampled(self, exchanged: Exchanged, mean: Sequence[Selection]) -> Iterator[None]:

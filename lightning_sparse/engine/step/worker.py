@@ -47,11 +47,11 @@ class Channel:
             return self.collectives.run(*payload)
 
 
-class LaunchQueue:
+class LaunchQueue(threading.local):
     """What the current stream of a device has been told to do and has not done yet, in parts.
 
     With some 1000 launches in it CUDA has the launching thread wait, and then other threads that launch, too. So a new
-    part begins when the one before the last has been done.
+    part begins when the one before the last has been done. Each thread has a stream, and so a queue, of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,8 @@ class LaunchQueue:
         if self._device.type == "cpu":
             return
         module = torch.get_device_module(self._device)
-        border, self._border = self._border, module.Event(blocking=True)
+        asleep = {"blocking": True} if self._device.type == "cuda" else {}
+        border, self._border = self._border, module.Event(**asleep)
         self._border.record(module.current_stream(self._device))
         if border is not None:
             border.synchronize()
