@@ -127,7 +127,7 @@ class FlatSelection(Sequence[Selection]):
         return zip(found, indices.split(counts, -1), self.values.split(counts, -1))
 
 
-class Shards(Sequence[Selection]):
+class CutSelection(Sequence[Selection]):
     """All elements of each tensor of a group, each cut among ranks: the columns ``[ranks, shard]`` of one tensor.
 
     A tensor's last shards may end in padding, and so may the columns. ``are_zero`` says that all elements are.
@@ -152,9 +152,9 @@ class Shards(Sequence[Selection]):
         pieces = self.values[:, : sum(self._widths)].split(self._widths, dim=1)
         return [Selection(piece, None, numel) for piece, numel in zip(pieces, self._numels)]
 
-    def head(self, tensors: int) -> "Shards":
+    def head(self, tensors: int) -> "CutSelection":
         """Return those of the first tensors."""
-        return Shards(self.values, self._widths[:tensors], self._numels[:tensors], self._are_zero)
+        return CutSelection(self.values, self._widths[:tensors], self._numels[:tensors], self._are_zero)
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Copy all elements to flat tensors."""
@@ -200,7 +200,7 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
 
 def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
     """Return selections that travel together as they are if all are whole, and else laid end to end."""
-    is_one = isinstance(selections, (FlatSelection, Shards))
+    is_one = isinstance(selections, (FlatSelection, CutSelection))
     if is_one or all(selection.indices is None for selection in selections):
         return selections
     return end_to_end(selections)
@@ -211,7 +211,7 @@ def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> Non
     if isinstance(selections, FlatSelection):
         for piece, indices, values in selections.pieces(tensors):
             piece.write(piece.read().index_copy_(0, indices, values))
-    elif isinstance(selections, Shards):
+    elif isinstance(selections, CutSelection):
         selections.write(tensors)
     elif all(selection.values.dim() == 1 for selection in selections):
         torch._foreach_copy_(list(tensors), [selection.values for selection in selections])

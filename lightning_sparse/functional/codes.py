@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.elements import add_rows, read_as, round_to
+from lightning_sparse.functional.elements import Counts, add_rows, copied_to, read_as, repeat_each, round_to
 
 BLOCK = 64  # elements that share a scale, which adds a quarter of a bit to each
 _SCALE = torch.bfloat16  # it has the range of fp32; a value above the rounded scale is written as the scale
@@ -138,11 +138,10 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
         ([1, 1, 3, 2, 2], [-3.5, -3.5, 0.0, 4.0, 4.0])
     """
     bins = 1 << bits
-    numbers = _on(values.device, counts)
-    wide, tensor = values.double(), _tensor_of_each(numbers, len(values))
+    wide, tensor = values.double(), _tensor_of_each(tuple(counts), values.device)
     is_zero = wide == 0
     sizes = _sums(is_zero.logical_not().double(), tensor, len(counts))
-    has_zeros = sizes < numbers
+    has_zeros = sizes < copied_to(tuple(counts), sizes.device)
     sizes.clamp_(min=1.0)
     centred = wide - (_sums(wide, tensor, len(counts)) / sizes)[tensor]
     width = (
@@ -158,17 +157,12 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
 
 def values_of_bins(codes: Tensor, means: Tensor, counts: Sequence[int], bits: int) -> Tensor:
     """Read what :func:`bin_values` wrote, on one rank or on several, as fp32 of the shape of ``codes``."""
-    places = codes.long().add_(_tensor_of_each(_on(codes.device, counts), codes.shape[-1]), alpha=1 << bits)
+    places = codes.long().add_(_tensor_of_each(tuple(counts), codes.device), alpha=1 << bits)
     return means.float().gather(-1, places)
 
 
-def _on(device: torch.device, counts: Sequence[int]) -> Tensor:
-    return torch.tensor(counts).to(device, non_blocking=True)  # from memory that is not pinned it has been read by now
-
-
-def _tensor_of_each(counts: Tensor, total: int) -> Tensor:
-    numbers = torch.arange(len(counts), device=counts.device)
-    return numbers.repeat_interleave(counts, output_size=total)  # the size is known: a GPU need not be asked for it
+def _tensor_of_each(counts: Counts, device: torch.device) -> Tensor:
+    return repeat_each(tuple(range(len(counts))), counts, device)
 
 
 def _sums(values: Tensor, places: Tensor, number: int) -> Tensor:

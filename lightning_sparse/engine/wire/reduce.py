@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, Shards, overwrite, whole
+from lightning_sparse.compressors.selection import (
+    CutSelection,
+    FlatSelection,
+    Selection,
+    SelectionSize,
+    overwrite,
+    whole,
+)
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import aligned, message_of, round_to
@@ -154,8 +161,8 @@ class ReduceFormat(WireFormat):
             held = self._workspace[name] = likes[0].new_empty(numel)
         return held[:numel].view(self.ranks, -1)
 
-    def _split(self, shards: Tensor, numels: Sequence[int], are_zero: bool = False) -> Shards:
-        return Shards(shards, tuple(map(self._shard_numel, numels)), tuple(numels), are_zero)
+    def _split(self, shards: Tensor, numels: Sequence[int], are_zero: bool = False) -> CutSelection:
+        return CutSelection(shards, tuple(map(self._shard_numel, numels)), tuple(numels), are_zero)
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         if parts.dtype is dtype:  # then all at once: of many ranks every call counts
