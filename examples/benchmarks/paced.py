@@ -181,6 +181,38 @@ def _sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.perf_counter()))
 
 
+def pace(network: nn.Module, forward_seconds: float, backward_seconds: float) -> None:
+    """Have a network that trains for real wait in forward and backward until they have taken as long as told.
+
+    Backward's seconds are shared out by the elements of parameters, from the last to the first. In evaluation nothing
+    waits.
+
+    Args:
+        network: whose forward and parameters get hooks.
+        forward_seconds: of a batch.
+        backward_seconds: likewise.
+    """
+    layers = [Layer.used(1, *parameter.shape) for parameter in network.parameters()]
+    ready = PacedModel(forward_seconds, backward_seconds, layers).ready_seconds()
+    end_of_forward = 0.0
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        nonlocal end_of_forward
+        end_of_forward = time.perf_counter() + forward_seconds
+
+    def end(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if module.training:
+            _sleep_until(end_of_forward)
+
+    def wait_for(seconds: float) -> Callable[[Tensor], None]:
+        return lambda gradient: _sleep_until(end_of_forward + seconds)
+
+    network.register_forward_pre_hook(begin)
+    network.register_forward_hook(end)
+    for parameter, seconds in zip(reversed(list(network.parameters())), ready):
+        parameter.register_hook(wait_for(seconds))
+
+
 class PacedSGD(torch.optim.SGD):
     """Update nothing: what a step takes is in the published times."""
 

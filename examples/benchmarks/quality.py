@@ -320,7 +320,7 @@ def train(run: Run) -> dict[str, Any]:
         ranks.step(losses, step // task.epoch_steps)
         if (step + 1) % max(1, run.steps // _CURVE_POINTS) == 0 or step + 1 == run.steps:
             with ranks.ranks[0].shared_model() as network:
-                curve.append([step + 1, ranks.wire_bytes, _scored(learnable, network)])
+                curve.append([step + 1, ranks.wire_bytes, scored(learnable, network)])
     ranks.close()
     elements = sum(parameter.numel() for parameter in ranks.ranks[0].network.parameters())
     seconds = round(time.perf_counter() - start)
@@ -339,7 +339,8 @@ def _loss_of(learnable: Learnable, first: int, step: int, run: Run) -> Callable[
 
 
 @torch.no_grad()
-def _scored(learnable: Learnable, network: nn.Module) -> float:
+def scored(learnable: Learnable, network: nn.Module) -> float:
+    """Return the score of a network that is being trained."""
     network.eval()
     score = learnable.score(network)
     network.train()

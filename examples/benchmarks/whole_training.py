@@ -1,21 +1,22 @@
 """One rank of a whole training over a network. Started by time_to_quality.py on every host; not to be called by hand.
 
 It trains what ``quality.py`` trains, the same batches on the same number of ranks, but for real: with Lightning, in a
-process of its own, over a network that takes its time.
+process of its own, over a network that takes its time. Forward and backward wait as those of a GPU take.
 """
 
 import argparse
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning import LightningModule
-from pytorch_lightning.callbacks import Timer
-from pytorch_lightning.strategies import DDPStrategy, Strategy
-from quality import OPTIMIZERS, TASKS, Run
-from rows import Row
+from paced import PACED, pace
+from pytorch_lightning import Callback, LightningModule, Trainer
+from quality import OPTIMIZERS, TASKS, Run, scored
+from rows import ROWS, Row
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -51,42 +52,81 @@ class Learner(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def strategy_of(run: Run) -> Strategy:
+class Progress(Callback):
+    """Take the time, and at a tenth of the training each the validation loss, which takes none.
+
+    Args:
+        learner: that is trained.
+        steps: of the whole training.
+
+    Attributes:
+        seconds: since training began.
+        curve: steps and validation loss; of rank 0 alone.
+    """
+
+    def __init__(self, learner: Learner, steps: int) -> None:
+        self.curve: list[tuple[int, float]] = []
+        self.seconds = 0.0
+        self._learner, self._every = learner, max(1, steps // 10)
+        self._resumed = 0.0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._resumed = time.perf_counter()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        self.seconds += time.perf_counter() - self._resumed
+        if trainer.is_global_zero and trainer.global_step % self._every == 0:
+            learner = self._learner
+            self.curve.append((trainer.global_step, scored(learner.learnable, learner.network)))
+            print(f"whole training  {trainer.global_step} {self.seconds:.0f} s {self.curve[-1][1]:.4f}", flush=True)
+        self._resumed = time.perf_counter()
+
+
+def row_of(run: Run, arguments: Mapping[str, Any]) -> Row:
     """Return what a user would give the Trainer."""
-    if run.system == "ddp":
-        return DDPStrategy()
-    arguments: dict[str, Any] = {"compressor": run.system, "wire": run.wire, "warmup_epochs": 0}
+    if run.system in ROWS:
+        return ROWS[run.system]
+    settings: dict[str, Any] = {"compressor": run.system, "wire": run.wire, "warmup_epochs": 0, **arguments}
     if run.density is not None:
-        arguments["density"] = run.density
+        settings["density"] = run.density
     if run.local:
         steps, rate, momentum, decay, synchronous = run.local_numbers()
         before = int(synchronous)
         rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before)
-        arguments["local_steps"] = rounds
-    return SparseDDPStrategy(**arguments)
+        settings["local_steps"] = rounds
+    return Row(lambda hosts: {"strategy": SparseDDPStrategy(**settings), "num_nodes": hosts})
 
 
 def main() -> None:
     """Train, and have rank 0 write down how long it took and how good the model is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", required=True)
+    parser.add_argument("--arguments", type=json.loads, required=True)
+    parser.add_argument("--slower", type=float, required=True)
+    parser.add_argument("--stop-after", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     run = Run(**json.loads(options.run))
 
     begin_rank(run.ranks)
-    learner, timer = Learner(run, dist.get_rank()), Timer()
-    row = Row(lambda hosts: {"strategy": strategy_of(run), "num_nodes": hosts})
-    clip_norm = learner.task.clip_norm
-    trainer = trainer_of(row, run.ranks, max_steps=run.steps, gradient_clip_val=clip_norm, callbacks=[timer])
+    learner = Learner(run, dist.get_rank())
+    paced = PACED["gpt_characters"]
+    pace(learner.network, options.slower * paced.forward_seconds, options.slower * paced.backward_seconds)
+    progress = Progress(learner, run.steps)
+    trainer = trainer_of(
+        row_of(run, options.arguments),
+        run.ranks,
+        max_steps=options.stop_after,
+        gradient_clip_val=learner.task.clip_norm,
+        callbacks=[progress],
+    )
     trainer.fit(learner, DataLoader(range(run.steps), batch_size=None))  # type: ignore[arg-type]  # numbers of steps
     if dist.get_rank() == 0:
-        learner.eval()
-        with torch.no_grad():
-            score = learner.learnable.score(learner.network)
-        seconds = timer.time_elapsed()
-        options.output.write_text(json.dumps({"seconds": seconds, "score": score}))
-        print(f"whole training  {seconds:.0f} s, {score:.4f}", flush=True)
+        seconds = progress.seconds / options.slower * run.steps / options.stop_after
+        seen = {"steps": run.steps, "ran": options.stop_after, "seconds": seconds, "curve": progress.curve}
+        options.output.write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
 
