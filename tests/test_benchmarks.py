@@ -1,20 +1,22 @@
 """The benchmarks: the arithmetic behind published figures, and, where root may, the network they run on."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
 import time
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.helpers.examples import BENCHMARKS, load
 
-MODULES = ["shape", "network", "results", "rows", "worker", "training", "paced"]
-shape, network, results, rows, worker, training, paced = map(load, MODULES)
+MODULES = ["shape", "network", "results", "rows", "worker", "training", "paced", "time_to_quality"]
+shape, network, results, rows, worker, training, paced, time_to_quality = map(load, MODULES)
 BACKPROP = Path(__file__).parent / "schedule" / "resnet50_backprop.csv"
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
@@ -54,7 +56,7 @@ def test_every_script_begins(script):
         "memory.py --large 2 --rows ddp",
         "checkpoint.py --elements 1 --repeats 1",
         "quality.py --systems ddp --steps 2 --seeds 1 --ranks 2",
-        "time_to_quality.py --quality --ways ddp --seeds 1 --ddp-steps 1 --budgets 1",
+        pytest.param("time_to_quality.py --task gpt --ways ddp --steps 2 --stop-after 1", marks=needs_network),
         pytest.param(
             "step.py --workloads deep_narrow --hosts 2 --rounds 1 --steps 1 --warm-up 0 --rows ddp", marks=needs_network
         ),
@@ -152,6 +154,41 @@ def test_a_paced_model_hands_each_gradient_over_when_it_is_due():
     # A busy machine may be late, and never early: the first gradient waits for the layer without a parameter, too.
     assert [moment - begin >= due for (_, moment), due in zip(arrived, (0.04 + 0.06, 0.04 + 0.08))] == [True, True]
     assert all(weight.grad.abs().sum() > 0 for weight in model.weights)
+
+
+def test_a_paced_network_trains_for_real_and_waits_in_training_alone(monkeypatch):
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(paced, "time", clock)
+    network, arrived = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 1, bias=False)), []
+    paced.pace(network, forward_seconds=1.0, backward_seconds=4.0)
+    for weight in network.parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: arrived.append((weight.numel(), clock.now)))
+    expected = torch.autograd.grad(network.eval()(torch.ones(1, 3)).sum(), list(network.parameters()))
+    assert clock.now == 105.0, "a gradient was asked for; forward alone waits in training only"
+    with torch.no_grad():
+        network(torch.ones(1, 3))
+    assert clock.now == 105.0
+    network.train()(torch.ones(1, 3)).sum().backward()
+    assert arrived == [(3, 107.0), (9, 110.0)]
+    assert all(map(torch.equal, [weight.grad for weight in network.parameters()], expected))
+
+
+def test_a_stopped_training_counts_as_all_of_its_steps(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "r=3, 10 steps, seed 1"
+    folder.mkdir()
+    ddp = {"steps": 10, "ran": 10, "seconds": 2.0, "curve": [[5, 3.0], [10, 2.5]]}
+    ours = {"steps": 10, "ran": 5, "seconds": 1.0, "curve": [[5, 2.875]]}
+    for name, seen in {"ddp": ddp, "sparse_lags 0.01": ours}.items():
+        (folder / f"{name}.json").write_text(json.dumps(seen))
+    command = ["time_to_quality.py", "--networks", "r = 3", "--steps", "10", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--ways", "ddp", "sparse_lags 0.01"])
+    time_to_quality.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "| ddp | 1 | 200.0, 2.5000, 1.00 |",
+        "| sparse_lags 0.01 | 1 | 100.0, 5 of 10 steps, 0.50 |",
+    ]
 
 
 @needs_network

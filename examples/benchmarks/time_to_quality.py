@@ -1,16 +1,20 @@
 """How long until the model is as good as DDP's? Whole trainings between four hosts, over networks of several rates.
 
-A GPT of 10.7 million parameters learns the characters of the Bible for 300 steps (``quality.py``, task ``large``). Each
-way makes as many steps as it needs to end at DDP's loss or below, with the whole of its learning rate's schedule: the
-table has the loss beside the time. Gradients, optimizers and messages are real; forward and backward wait until they
-have taken as long as on an A100 (``paced.py``), and everything, the network included, is slower by a factor, so that a
-processor can follow. Networks go by r: the seconds of DDP's exchange over those of a step without it.
+Each way makes as many steps as it needs to end at DDP's loss or below, with the whole of its learning rate's schedule;
+the table has the loss beside the time. Trainings are those of ``quality.py``, in processes, with Lightning:
+
+* ``--task large``: a GPT of 10.7 million parameters, the characters of the Bible, 300 steps. Gradients, optimizers and
+  messages are real; forward and backward wait until they have taken as long as on an A100 (``paced.py``), and
+  everything, the network included, is 32 times as slow, so that processors can follow. Networks go by r: the seconds of
+  DDP's exchange over those of a step without it.
+* ``--task gpt``: one of 0.36 million, 800 steps that take as long as they take, over slow and far networks.
 
 A training that is in ``--output`` is not made again. One that takes too long can be stopped after some of its steps:
 its time is then that of those steps, as a mean, times all. Root::
 
     sudo python examples/benchmarks/time_to_quality.py --networks "r = 3"
     sudo python examples/benchmarks/time_to_quality.py --networks "r = 10" --ways ddp --stop-after 40
+    sudo python examples/benchmarks/time_to_quality.py --task gpt
     python examples/benchmarks/time_to_quality.py --picture time_to_quality.png     # of what is there
 """
 
@@ -34,17 +38,36 @@ from lightning_sparse.schedule.network import dense_bytes
 
 _FOLDER = Path(__file__).parent
 _PATIENCE_SECONDS = 3 * 3600.0  # that a training may take
-_TASK, _RANKS, _DELAY = "large", 4, "100us"
-_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+_RANKS = 4
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def _rate_for(r: float) -> str:
-    model = PACED["gpt_characters"]
+def _rate_for(r: float, workload: str = "gpt_characters") -> str:
+    model = PACED[workload]
     exchanged = dense_bytes(sum(map(math.prod, model.shapes())), _RANKS)
     return f"{round(8 * exchanged / (r * (model.forward_seconds + model.backward_seconds)) / 1e6)}mbit"
 
 
-NETWORKS = {f"r = {r:g}": _rate_for(r) for r in (1, 3, 10)}
+class Study(NamedTuple):
+    """A task, and where it is trained.
+
+    Attributes:
+        steps: of DDP's training.
+        networks: rate and one-way delay, by name.
+        paced: whose times of forward and backward it takes; ``""`` for its own.
+        slower: factor of all times.
+    """
+
+    steps: int
+    networks: Mapping[str, tuple[str, str]]
+    paced: str = ""
+    slower: int = 1
+
+
+STUDIES = {
+    "large": Study(300, {f"r = {r:g}": (_rate_for(r), "100us") for r in (1, 3, 10, 30)}, "gpt_characters", 32),
+    "gpt": Study(800, {"100 Mbit/s, 10 ms": ("100mbit", "10ms"), "20 Mbit/s, 50 ms": ("20mbit", "50ms")}),
+}
 
 
 class Way(NamedTuple):
@@ -52,54 +75,56 @@ class Way(NamedTuple):
 
     Attributes:
         run: fields of its training in ``quality.py``.
-        steps: times DDP's that it makes; fewer were not tried.
+        steps: times DDP's that it makes, where that is not 1, by task; fewer do not reach DDP's loss or were not tried.
         arguments: of the strategy, beside those that follow from the run.
         is_ours: whether it is this package's.
     """
 
     run: Mapping[str, Any]
-    steps: float = 1.0
-    arguments: Mapping[str, Any] = _NO_ARGUMENTS
+    steps: Mapping[str, float] = _NOTHING
+    arguments: Mapping[str, Any] = _NOTHING
     is_ours: bool = True
 
 
 _LAGS = {"system": "lags", "density": 0.01, "wire": "bfloat16"}
+_LOCAL = {"system": "topk", "density": 0.05, "wire": "bfloat16", "local": "5:1:0:1:0"}
 WAYS = {
     "ddp": Way({"system": "ddp"}, is_ours=False),
     "ddp + bf16 hook": Way({"system": "ddp + bf16 hook"}, is_ours=False),
     "ddp + PowerSGD rank 4": Way({"system": "ddp + PowerSGD rank 4"}, is_ours=False),
-    "sparse_lags 0.01": Way(_LAGS),
-    "sparse_lags 0.01 in 4 bits": Way({**_LAGS, "wire": "4bit"}),
-    "sparse_auto 0.01": Way(_LAGS, arguments={"schedule": "auto"}),
-    "5 local steps, a 20th sent": Way(
-        {"system": "topk", "density": 0.05, "wire": "bfloat16", "local": "5:1:0:1:0"}, steps=1.5
-    ),
+    "sparse_lags 0.01": Way(_LAGS, {"gpt": 1.1}),
+    "sparse_lags 0.01 in 4 bits": Way({**_LAGS, "wire": "4bit"}, {"gpt": 1.1}),
+    "sparse_auto 0.01": Way(_LAGS, {"gpt": 1.1}, {"schedule": "auto"}),
+    "5 local steps, a 20th sent": Way(_LOCAL, {"large": 1.5, "gpt": 1.5}),
 }
 
 
-def run_of(way: Way, options: argparse.Namespace) -> Run:
-    """Return the training of a way."""
-    fields = {"density": None, "wire": "float32", **way.run}
-    rate, steps = TASKS[_TASK].rates["adamw95"], round(way.steps * options.steps)
-    return Run(_TASK, "adamw95", seed=options.seed, rate=rate, steps=steps, ranks=_RANKS, **fields)
+def steps_of(name: str, options: argparse.Namespace) -> float:
+    """Return the steps that a way makes, relative to DDP's."""
+    return WAYS[name].steps.get(options.task, 1.0)
 
 
 def train(network_name: str, name: str, options: argparse.Namespace) -> None:
     """Make one training over one network; write down time, loss, and the loss by step."""
-    run, path = run_of(WAYS[name], options), _path(network_name, name, options)
+    study, fields = STUDIES[options.task], {"density": None, "wire": "float32", **WAYS[name].run}
+    rate, steps = TASKS[options.task].rates["adamw95"], round(steps_of(name, options) * options.steps)
+    run = Run(options.task, "adamw95", seed=options.seed, rate=rate, steps=steps, ranks=_RANKS, **fields)
+    path = _path(network_name, name, options)
     logs = path.parent / "logs" / path.stem
     logs.mkdir(parents=True, exist_ok=True)
     command = [str(_FOLDER / "whole_training.py"), "--run", json.dumps(run._asdict()), "--output", str(path)]
-    command += ["--arguments", json.dumps(dict(WAYS[name].arguments)), "--slower", str(options.slower)]
-    command += ["--stop-after", str(min(run.steps, options.stop_after or run.steps))]
-    rate, delay = slower_rate(NETWORKS[network_name], options.slower), slower_delay(_DELAY, options.slower)
-    with ShapedNetwork(run.ranks, rate, delay) as network:
-        print(f"{network_name}, {name}, {run.steps} steps: {network.description}", flush=True)
+    command += ["--arguments", json.dumps(dict(WAYS[name].arguments)), "--paced", study.paced]
+    command += ["--slower", str(study.slower), "--stop-after", str(min(steps, options.stop_after or steps))]
+    bandwidth, delay = study.networks[network_name]
+    shape = slower_rate(bandwidth, study.slower), slower_delay(delay, study.slower)
+    with ShapedNetwork(_RANKS, *shape) as network:
+        print(f"{network_name}, {name}, {steps} steps: {network.description}", flush=True)
         run_on_all_hosts(network, command, logs, time.monotonic() + _PATIENCE_SECONDS, show="whole training")
 
 
 def _path(network: str, name: str, options: argparse.Namespace) -> Path:
-    folder: Path = options.output / f"{network.replace(' ', '')}, {options.steps} steps, seed {options.seed}"
+    where = network.replace("/", "").replace(" ", "")
+    folder: Path = options.output / f"{where}, {options.steps} steps, seed {options.seed}"
     return folder / f"{name}.json"
 
 
@@ -109,7 +134,7 @@ class Seen(NamedTuple):
     Attributes:
         steps: of the whole training.
         ran: how many of them were made.
-        seconds: for the whole training, on an A100.
+        seconds: of the whole training, as if it had not been slower.
         curve: validation loss by step.
     """
 
@@ -136,7 +161,7 @@ def table(options: argparse.Namespace) -> Iterator[str]:
     yield f"| --- | ---: | {' | '.join('---:' for _ in options.networks)} |"
     for name in options.ways:
         cells = [_cell(network, name, options) for network in options.networks]
-        yield f"| {name} | {WAYS[name].steps:g} | {' | '.join(cells)} |"
+        yield f"| {name} | {steps_of(name, options):g} | {' | '.join(cells)} |"
 
 
 def _cell(network: str, name: str, options: argparse.Namespace) -> str:
@@ -169,22 +194,28 @@ def draw(options: argparse.Namespace) -> None:
 
 def _curve(name: str, seen: Seen, options: argparse.Namespace) -> list[tuple[int, float]]:
     """Return loss by step, which no network changes: where a training was stopped, that over another one."""
-    others = (seen_of(network, name, options) for network in NETWORKS)
+    others = (seen_of(network, name, options) for network in options.networks)
     return max((each.curve for each in (seen, *others) if each is not None), key=len)
 
 
 def main() -> None:
     """Make the trainings that are missing, and print the table of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    networks = [name for study in STUDIES.values() for name in study.networks]
+    parser.add_argument("--task", choices=STUDIES, default="large")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"{list(WAYS)}")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NETWORK")
-    parser.add_argument("--steps", type=int, default=300, help="of DDP's training")
+    parser.add_argument("--networks", nargs="+", choices=networks, metavar="NETWORK", help="else all of the task")
+    parser.add_argument("--steps", type=int, help="of DDP's training; without it, the task's")
     parser.add_argument("--stop-after", type=int, metavar="STEPS", help="make so many of a training's steps")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--slower", type=int, default=32, help="factor of all times")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="make no training, draw loss against time")
     parser.add_argument("--output", type=Path, default=Path(".benchmarks/time_to_quality"))
     options = parser.parse_args()
+    study = STUDIES[options.task]
+    options.networks = options.networks or list(study.networks)
+    options.steps = options.steps or study.steps
+    if not study.networks.keys() >= set(options.networks):
+        parser.error(f"--networks of --task {options.task}: {', '.join(study.networks)}")
     if options.picture is not None:
         draw(options)
         return

@@ -1,7 +1,7 @@
 """One rank of a whole training over a network. Started by time_to_quality.py on every host; not to be called by hand.
 
 It trains what ``quality.py`` trains, the same batches on the same number of ranks, but for real: with Lightning, in a
-process of its own, over a network that takes its time. Forward and backward wait as those of a GPU take.
+process of its own, over a network that takes its time. Forward and backward may wait as long as a GPU takes.
 """
 
 import argparse
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from paced import PACED, pace
 from pytorch_lightning import Callback, LightningModule, Trainer
@@ -104,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", required=True)
     parser.add_argument("--arguments", type=json.loads, required=True)
+    parser.add_argument("--paced", choices=("", *PACED), required=True)
     parser.add_argument("--slower", type=float, required=True)
     parser.add_argument("--stop-after", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -112,8 +112,9 @@ def main() -> None:
 
     begin_rank(run.ranks)
     learner = Learner(run, dist.get_rank())
-    paced = PACED["gpt_characters"]
-    pace(learner.network, options.slower * paced.forward_seconds, options.slower * paced.backward_seconds)
+    if options.paced:
+        paced = PACED[options.paced]
+        pace(learner.network, options.slower * paced.forward_seconds, options.slower * paced.backward_seconds)
     progress = Progress(learner, run.steps)
     trainer = trainer_of(
         row_of(run, options.arguments),
