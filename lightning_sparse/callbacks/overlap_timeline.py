@@ -24,7 +24,8 @@ _ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # of the pictu
 class OverlapTimeline(StepObserver):
     """Profile some steps of rank 0 with torch, and write the last as a trace and a picture: backward beside exchange.
 
-    The trace is for https://ui.perfetto.dev. On a GPU a span, ``sparse.backward`` as well, is when work is queued.
+    The trace is for https://ui.perfetto.dev. ``sparse.exposed`` is the end of ``sparse.backward``, in which it waits for
+    the exchange. On a GPU a span is when work is queued.
 
     Args:
         steps: numbers of the steps to profile, from 0, as loggers count them; ``schedule="merged"`` tries first ones.
@@ -106,13 +107,12 @@ def _draw(profiled: profile, step: int, path: Path) -> None:
             continue  # the same spans once more, as a device has them
         start, end = event.time_range.start / 1e3, event.time_range.end / 1e3
         spans.get(event.name.partition("sparse.")[2], []).append((start, end - start))
-    end, last = max(map(sum, spans["backward"])), max(sum(span) for each in spans.values() for span in each)
-    spans["exposed"] = [(end, last - end)]
+    exposed = sum(duration for _, duration in spans["exposed"])
     figure = Figure(figsize=(9, 3), dpi=160, layout="constrained")
     axes = figure.subplots()
     for place, stage, colour in ((place, *each) for place, row in enumerate(_ROWS) for each in row.items()):
         axes.broken_barh(spans[stage], (place - 0.35, 0.7), color=colour, label=stage)
-    axes.set(title=f"step {step}: {last - end:.0f} ms exposed", xlabel="ms", ylim=(1.5, -0.5))
+    axes.set(title=f"step {step}: {exposed:.0f} ms exposed", xlabel="ms", ylim=(1.5, -0.5))
     axes.set_yticks([0, 1], ["backward", "exchange"])
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path)

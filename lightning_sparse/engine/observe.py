@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain
 from statistics import fmean
@@ -16,6 +16,11 @@ from torch.autograd import profiler
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, sent_count
 from lightning_sparse.schedule.network import dense_bytes
+
+
+def shown(stage: str) -> AbstractContextManager[Any]:
+    """Return what shows a stage to a profiler of torch that is on, as ``sparse.<stage>``."""
+    return profiler.record_function(f"sparse.{stage}") if profiler._is_profiler_enabled else nullcontext()
 
 
 class ParameterFacts(NamedTuple):
@@ -357,8 +362,7 @@ class Recorder:
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
         """Time what is done inside, as part of a stage; to a profiler of torch that is on it is ``sparse.<stage>``."""
-        is_profiled = profiler._is_profiler_enabled
-        with profiler.record_function(f"sparse.{stage}") if is_profiled else nullcontext():
+        with shown(stage):
             start = self.clock.mark()
             yield
         record = self.current if self._group is None else self._group

@@ -15,7 +15,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
 from tests.helpers.trainers import Small, run_fit
 
-STAGES = {"sparse.backward", "sparse.select", "sparse.encode", "sparse.exchange", "sparse.commit"}
+STAGES = {f"sparse.{stage}" for stage in ("backward", "exposed", "select", "encode", "exchange", "commit")}
 LAYERS = 5
 PAUSE = 0.02
 
@@ -59,19 +59,22 @@ def test_exchange_is_seen_to_overlap_backward_where_it_does(pair, tmp_path):
     seen = spans(path)
     assert set(seen) == STAGES
     assert len(seen["sparse.exchange"]) == LAYERS
-    ((begin, end),) = seen["sparse.backward"]
-    assert end - begin > 0.9 * LAYERS * PAUSE
+    ((begin, end),), ((waits, goes_on),) = seen["sparse.backward"], seen["sparse.exposed"]
+    assert begin < waits < goes_on <= end
+    assert waits - begin > 0.9 * LAYERS * PAUSE
     # The first exchange begins in the pause of the second layer; the last, and the commit, when there is no other.
-    assert seen["sparse.exchange"][0][0] < end - 0.9 * PAUSE
-    assert min(seen["sparse.exchange"][-1][0], seen["sparse.commit"][0][0]) > end - 0.5 * PAUSE
+    assert seen["sparse.exchange"][0][0] < waits - 0.9 * PAUSE
+    assert min(seen["sparse.exchange"][-1][0], seen["sparse.commit"][0][0]) > waits - 0.5 * PAUSE
 
 
-@pytest.mark.exhaustive
 @pytest.mark.clock
 def test_one_message_after_backward_is_seen_not_to_overlap(pair, tmp_path):
     pair.run(fit_recorded, str(tmp_path / "overlap.json"), [5], Slow, "single")
     seen = spans(tmp_path / "overlap.json")
-    assert all(begin >= seen["sparse.backward"][0][1] - 0.5 * PAUSE for begin, _ in seen["sparse.exchange"])
+    ((waits, goes_on),) = seen["sparse.exposed"]
+    assert waits - seen["sparse.backward"][0][0] > 0.9 * LAYERS * PAUSE
+    assert all(waits - 0.5 * PAUSE < begin < end < goes_on for begin, end in seen["sparse.exchange"])
+    assert seen["sparse.commit"][0][1] < goes_on
 
 
 def fit_accumulating(rank, path):
@@ -81,7 +84,7 @@ def fit_accumulating(rank, path):
 def test_a_step_of_several_batches_is_one_step(pair, tmp_path):
     pair.run(fit_accumulating, str(tmp_path / "overlap.json"))
     seen = spans(tmp_path / "overlap.json")
-    assert [len(seen[name]) for name in ("sparse.backward", "sparse.commit")] == [4, 1]
+    assert [len(seen[name]) for name in ("sparse.backward", "sparse.exposed", "sparse.commit")] == [4, 1, 1]
 
 
 @pytest.mark.exhaustive

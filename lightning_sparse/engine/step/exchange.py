@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, ignored_by
 from lightning_sparse.engine.memory.residual import widened
-from lightning_sparse.engine.observe import Mark
+from lightning_sparse.engine.observe import Mark, shown
 from lightning_sparse.engine.step.shards import BareModel, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
@@ -706,7 +706,8 @@ class Exchange(SharedOnCopy):
             return
         if not self._order.members:
             self._order = Order(self._agreed_order(backward), self._order.all_used.device)
-        backward.finish(self._order)
+        with shown("exposed"):
+            backward.finish(self._order)
         self._used, self._backward = set(), None
         self._end()
 
