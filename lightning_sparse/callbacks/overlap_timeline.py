@@ -24,8 +24,8 @@ _ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # of the pictu
 class OverlapTimeline(StepObserver):
     """Profile some steps of rank 0 with torch, and write the last as a trace and a picture: backward beside exchange.
 
-    The trace is for https://ui.perfetto.dev. ``sparse.exposed`` is the end of ``sparse.backward``, in which it waits for
-    the exchange. On a GPU a span is when work is queued.
+    The trace is for https://ui.perfetto.dev. ``sparse.exposed`` is the end of ``sparse.backward``, which waits for the
+    exchange there. On a GPU a span is when work is queued.
 
     Args:
         steps: numbers of the steps to profile, from 0, as loggers count them; ``schedule="merged"`` tries first ones.
