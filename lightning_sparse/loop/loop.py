@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -140,10 +140,9 @@ class Loop:
         self._scaler = scaler
         self.engine = engine = self._engine_of(ddp, node_ranks, timeout)
         self.replicas = engine.replicas
+        self._clipping = clipping
         self._look_at(optimizers)
         self._trained = TrainedParameters(ddp.module, timeout)
-        self._clipping = clipping
-        self.view.adam.clip(clipping, parameters.values())
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._log)
         if self.view.takes_momentum:
@@ -164,7 +163,9 @@ class Loop:
         parameters = dict(self._ddp.module.named_parameters())
         feedback, target_of, memory = self._settings.feedback, self.engine.densities.target, self.engine.memory
         self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
-        self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
+        if self.view.adam is not None:
+            self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
+            self.view.adam.clip(self._clipping, parameters.values())
 
     def _watch_steps(self, optimizers: Sequence[Optimizer]) -> None:
         """Hear of each step of the optimizers, and warn of those that learn from sparse gradients."""
@@ -182,7 +183,8 @@ class Loop:
 
     def _replace_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         assert self.engine is not None
-        if self.unfinished.is_begun and self.view.corrects_adam:
+        before = self.view.adam
+        if self.unfinished.is_begun and before is not None:
             raise ValueError(
                 "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the"
                 " optimizer before: assign it after a step, such as in on_train_epoch_start"
@@ -190,14 +192,11 @@ class Loop:
         if self._settings.replicas_diverge:
             refuse(chain.from_iterable(map(of_communication, optimizers)))
         can_correct(self._settings, optimizers)  # it refuses what has to be corrected and cannot be
-        total_steps = self.view.adam.total_steps
         self.view.close()
         self.steps.close()
-        self.optimizers = optimizers
         self._look_at(optimizers)
-        self.view.adam.total_steps = total_steps
-        self.view.adam.clip(self._clipping, self._ddp.module.parameters())
-        if self.view.corrects_adam:
+        if before is not None and self.view.adam is not None:
+            self.view.adam.total_steps = before.total_steps
             self.view.adam.begin_anew()
         self._watch_steps(optimizers)
 
@@ -209,8 +208,9 @@ class Loop:
             if self.engine.densities.warm_up_steps is not None:
                 self._log(tells_default_warm_up(self._settings, self.engine.densities.warm_up_steps))
         adam = self.view.adam
-        adam.total_steps = total_steps
-        if adam.is_dense:
+        if adam is not None:
+            adam.total_steps = total_steps
+        if adam is not None and adam.is_dense:
             self._log(takes_adam(self._settings, self.optimizers, total_steps, adam.is_resumed))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
@@ -227,13 +227,15 @@ class Loop:
     @property
     def wants_length(self) -> bool:
         """Whether a warm-up depends on how many steps the whole training has."""
-        return self.view.corrects_adam or (self.engine is not None and self._settings.bounds_warm_up)
+        return self.view.adam is not None or (self.engine is not None and self._settings.bounds_warm_up)
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Have the next gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
-        self.view.adam.clip(clipping, parameters)
-        with self.view.adam.hidden():
+        adam = self.view.adam
+        if adam is not None:
+            adam.clip(clipping, parameters)
+        with nullcontext() if adam is None else adam.hidden():
             yield
 
     def _wants_dense(self) -> bool:
@@ -242,13 +244,12 @@ class Loop:
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
         is_chosen = False if self.choice is None else self.choice.begin_batch(self.is_dense)
-        if not self.view.corrects_adam:
+        if (adam := self.view.adam) is None:
             return is_chosen
-        is_resumed = self.view.adam.is_resumed
-        warm_up = self.view.adam.look(self.engine.mean_over_ranks)
+        is_resumed, warm_up = adam.is_resumed, adam.look(self.engine.mean_over_ranks)
         if warm_up is not None and not is_resumed:
             self._log(tells_warm_up(warm_up, self._settings.density))
-        return self.view.adam.is_dense or is_chosen
+        return adam.is_dense or is_chosen
 
     def _track_model(self, forgets: bool = False, between: bool = False) -> None:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
@@ -398,7 +399,7 @@ class Loop:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.unfinished.end(optimizer)
-        if self.view.corrects_adam:
+        if self.view.adam is not None:
             self.view.adam.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
@@ -455,7 +456,8 @@ class Loop:
             own["optimizers"] = states_of(self.optimizers)
             if self._scaler is not None:
                 own["scaler"] = self._scaler.state_dict()
-        return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": self.view.adam.clips()}}
+        clips = [] if self.view.adam is None else self.view.adam.clips()
+        return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": clips}}
 
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
@@ -463,7 +465,7 @@ class Loop:
         usable, unused = fitted(kept, self.engine, self._ddp.module)
         self.engine.load_state_dict(usable)
         own, everywhere = kept[RANK], kept[EVERYWHERE]
-        if self.view.corrects_adam:
+        if self.view.adam is not None:
             self.view.adam.restore_clips(everywhere["clips"])
         if self._settings.replicas_diverge:
             load_states(self.optimizers, own.get("optimizers", ()))

@@ -163,7 +163,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         if self.settings.replicas_diverge or self.holds_shards:
             self._surround(trainer)
-        if self._loop.view.corrects_adam:
+        if self._loop.view.adam is not None:
             self._clip_gradients = self.precision_plugin.clip_gradients
             self._replace(self.precision_plugin, "clip_gradients", self._clip)
 
@@ -354,11 +354,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
         super().on_exception(exception)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        return self._loop.view.complete(getattr(optimizer, "_optimizer", optimizer), state)
 
     @override
     def save_checkpoint(
