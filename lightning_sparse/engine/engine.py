@@ -197,15 +197,15 @@ class Engine(SharedOnCopy):
         """Begin a backward whose gradients plain DDP exchanges."""
         self.recorder.add_dense_step(self._layout.numel)
 
-    def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
-        """End a step; where a round ends with it, ``agreed`` have to be the same on all ranks."""
+    def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
+        """End a step."""
         self.recorder.totals.end_step()
         self._epoch = epoch
         self.densities.count_step(optimizer)
         if self.rounds is None:  # which sample when they exchange
             self.recorder.samples_deltas = False
         if type(self.replicas) is not Replicas:  # which have nothing to count
-            self.replicas.count_step(optimizer, agreed)
+            self.replicas.count_step(optimizer)
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""

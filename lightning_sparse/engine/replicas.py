@@ -44,10 +44,10 @@ class Replicas(SharedOnCopy):
         """Seconds that training has waited for exchanges; ``None`` where each step's own marks tell."""
         return None
 
-    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
-        """Count a step of an optimizer; ``agreed`` are numbers that have to be the same on all ranks in an exchange."""
+    def count_step(self, optimizer: int) -> None:
+        """Count a step of an optimizer."""
 
-    def meet(self, place: str, agreed: Sequence[float] = ()) -> bool:
+    def meet(self, place: str) -> bool:
         """Return when all ranks have come to a place, taking part in exchanges of those that still train.
 
         ``False`` if some will not come, as they are past it.
@@ -82,7 +82,7 @@ class AveragedReplicas(Replicas):
         self._steps = 0
 
     @override
-    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
+    def count_step(self, optimizer: int) -> None:
         self._steps += 1
         if self._every is not None and self._steps >= self._every:
             self.synchronize()

@@ -90,7 +90,6 @@ class Loop:
     def _forget(self) -> None:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
-        self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
         self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
@@ -413,13 +412,7 @@ class Loop:
                     f"{type(optimizer).__name__} makes a step in a batch that began without it: assign"
                     " trainer.optimizers = [...] between two batches, such as in on_train_batch_start"
                 )
-            self.engine.end_step(number, self.epoch or 0, self.rates())
-
-    def rates(self) -> list[float]:
-        """Return learning rates that have to be the same on all ranks where a round ends."""
-        if not (self.agrees_on_rates and self.replicas.are_apart):
-            return []
-        return [float(group["lr"]) for each in self.optimizers for group in each.param_groups]
+            self.engine.end_step(number, self.epoch or 0)
 
     def resume(self) -> None:
         """Count time from here on, after a validation."""

@@ -98,7 +98,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         check_rounds(self.settings.local_steps, module)
         if self.engine is not None:  # users have them set up anew; the next batch follows them
             super().setup_optimizers(trainer)
-            self._agree_on_rates()
             return
         self._let_go()
         self._has_failed = False

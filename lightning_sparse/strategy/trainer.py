@@ -53,6 +53,7 @@ from lightning_sparse.strategy.uneven import (
     check_batches,
     check_logged,
     check_ranks_apart,
+    check_rates,
     samples_of,
     skip_steps,
     step_ratio_of,
@@ -235,7 +236,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
-        have_met = self._loop.replicas.meet(place, self._loop.rates())
+        have_met = self._loop.replicas.meet(place)
         if have_met and self.rounds is not None and self.rounds.meeting.are_uneven:
             sync_schedulers(
                 self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -265,7 +266,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._seen_batch = self._validated_batch = 0
         if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
             sync_schedulers(trainer, self.optimizers, trainer.num_training_batches)
-        self._agree_on_rates()
         if self._loop.wants_length:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             self._loop.expect_steps(total_steps_of(trainer))
@@ -280,10 +280,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def _has_one_pace(self) -> bool:
         """Whether no rank is ahead of others until all meet."""
         return self.rounds is None or self.rounds.meeting.step_ratio[1] == 1
-
-    def _agree_on_rates(self) -> None:
-        plateaus = (each.reduce_on_plateau for each in self.lr_scheduler_configs)
-        self._loop.agrees_on_rates = self._has_one_pace and any(plateaus)
 
     @property
     def _has_ended_steps(self) -> bool:
@@ -300,6 +296,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self.rounds is not None and batch != self._seen_batch:  # or a closure has asked once more
             self._seen_batch = batch
             self.rounds.meeting.see_batch(samples_of(args[0] if args else None))
+            if self._trainer.fit_loop.batch_idx == 0 and self._has_one_pace and self._loop.replicas.are_apart:
+                check_rates(self._trainer, self.optimizers)
         output = super().training_step(*args, **kwargs)
         if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
             check_logged(self._trainer)
@@ -522,7 +520,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.engine is not None:  # users have them set up anew; the next batch follows them
-            self._agree_on_rates()
             return
         self._let_go()
         self._has_failed = False
