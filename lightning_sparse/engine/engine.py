@@ -1,7 +1,7 @@
 """The engine: builds the nouns for one model, starts the worker, and takes the gradients."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Optional
@@ -71,7 +71,7 @@ class Engine(SharedOnCopy):
         self.densities = settings.densities()
         self._settings = settings
         self._collectives = collectives
-        self._wrapper, self._whole_group = ddp, ddp.process_group
+        self._wrapper, self._whole_group, self._has_buffers = ddp, ddp.process_group, ddp.broadcast_buffers
         self._layout = layout_of(module, collectives.rank, collectives.ranks, device, trained)
         self._names: dict[nn.Parameter, str] = {each: name for name, each in module.named_parameters()}
         self._numels: dict[str, int] = {}
@@ -162,6 +162,9 @@ class Engine(SharedOnCopy):
             self.source.average_among(in_step)
             # Of those whose buffers are one.
             self._wrapper.process_group = self._whole_group if is_dense else in_step.group
+        else:
+            self.source.is_silent = not is_dense
+            self._wrapper.broadcast_buffers = self._has_buffers and is_dense
 
     def target_densities(self) -> dict[str, float]:
         """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
@@ -274,7 +277,7 @@ class Engine(SharedOnCopy):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.source.close()
-        self._wrapper.process_group = self._whole_group
+        self._wrapper.process_group, self._wrapper.broadcast_buffers = self._whole_group, self._has_buffers
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = min(worker.close() for worker in {self._step_worker, self.worker})
         if has_ended:

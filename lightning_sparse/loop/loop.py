@@ -72,6 +72,7 @@ _BROKEN = (
 )
 
 
+_ONE = Replicas()
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
 
@@ -91,7 +92,6 @@ class Loop:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
-        self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
         self.view = OptimizerView({}, (), self._settings.feedback)
         self.steps = CountedSteps((), self._begin_step, self._end_step, warn_user)
@@ -138,7 +138,6 @@ class Loop:
         self._ddp: Wrapper = ddp
         self._scaler = scaler
         self.engine = engine = self._engine_of(ddp, node_ranks, timeout)
-        self.replicas = engine.replicas
         self._clipping = clipping
         self._look_at(optimizers)
         self._trained = TrainedParameters(ddp.module, timeout)
@@ -297,8 +296,12 @@ class Loop:
         assert self.engine is not None
         self.is_dense = is_dense
         self.engine.leave_to_ddp(is_dense)
-        # The model is one after every step that comes before rounds.
-        self.replicas = Replicas() if is_dense and self.engine.rounds is not None else self.engine.replicas
+
+    @property
+    def replicas(self) -> Replicas:
+        """Those of the engine; the model is one, without anything done for it, after steps that come before rounds."""
+        is_one = self.is_dense and self._settings.local_steps is not None
+        return _ONE if self.engine is None or is_one else self.engine.replicas
 
     @property
     def is_silent(self) -> bool:
@@ -318,18 +321,11 @@ class Loop:
             self.replicas.begin_round()
         if adopts:
             self.replicas.adopt()
-        self._keep_silent()
-        if self.engine is not None and (self._settings.replicas_diverge or self.choice is not None):
-            self.steps.see_weights(self._ddp.module)
-
-    def _keep_silent(self) -> None:
-        if self.engine is None or not self.is_silent:
-            return
-        if self.engine.topology.are_islands:
+        if self.engine is not None and self.is_silent and self.engine.topology.are_islands:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
             self._ddp.require_forward_param_sync = True
-        else:
-            self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
+        if self.engine is not None and (self._settings.replicas_diverge or self.choice is not None):
+            self.steps.see_weights(self._ddp.module)
 
     def end_round(self, is_trial: bool = False) -> None:
         """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""
@@ -346,7 +342,6 @@ class Loop:
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self.unfinished.add_backward(self.optimizers, is_automatic)
-        self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
         if self.engine is None:
             return
         self._track_model()

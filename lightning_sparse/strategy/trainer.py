@@ -1,5 +1,6 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -148,10 +149,23 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def _trainer(self) -> Trainer:
         return self._module.trainer
 
-    def _start(self, model: Wrapper, trainer: Trainer) -> None:
-        """Begin the exchange of a wrapped model, unless there is nobody to exchange with."""
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.engine is None:  # else users have them set up anew, and the next batch follows them
+            self._let_go()
+            self._has_failed = False
+            self._start(trainer)
+
+    @property
+    @abstractmethod
+    def _wrapper(self) -> Wrapper:
+        """The model whose gradients are exchanged."""
+
+    def _start(self, trainer: Trainer) -> None:
+        """Begin the exchange, unless there is nobody to exchange with."""
         self._loop.start(
-            model,
+            self._wrapper,
             self.optimizers,
             self._timeout,
             getattr(self.precision_plugin, "scaler", None),
@@ -451,7 +465,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
 
     @property
-    def _ddp(self) -> DistributedDataParallel:
+    @override
+    def _wrapper(self) -> Wrapper:
         assert isinstance(self.model, DistributedDataParallel)
         return self.model
 
@@ -515,15 +530,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word. What is done with gradients
         # depends on the optimizers, which Lightning sets up next.
         return
-
-    @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if self.engine is not None:  # users have them set up anew; the next batch follows them
-            return
-        self._let_go()
-        self._has_failed = False
-        self._start(self._ddp, trainer)
 
     def _ranks_of_node(self) -> int:
         """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
@@ -610,8 +616,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         assert self.engine is not None
-        # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
-        self._ddp.require_backward_grad_sync = True
         unused, parameters = super()._restore_models(models), dict(self._module.named_parameters())
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
         is_begun = bool(own.get("is_accumulating"))

@@ -588,6 +588,7 @@ class Exchange(SharedOnCopy):
         self, wrapper: Wrapper, route: Route, begin: Callable[[bool], None], end: Callable[[], None], is_dense: bool
     ) -> None:
         self.is_dense = is_dense
+        self.is_silent = False  # gradients stay this rank's own, as with local steps
         self._wrapper = wrapper
         self._route = route
         self._begin = begin
@@ -653,8 +654,12 @@ class Exchange(SharedOnCopy):
         """Know that a backward begins."""
         if self._backward is not None and not is_in_backward():
             raise RuntimeError(_FAILED)
-        self._is_due = self._wrapper.require_backward_grad_sync
+        self._is_due = self._exchanges
         self.hear()
+
+    @property
+    def _exchanges(self) -> bool:
+        return bool(self._wrapper.require_backward_grad_sync) and not self.is_silent
 
     def hear(self, gradient: Optional[Tensor] = None) -> None:
         """Know of the backward that goes on, before any of its gradients."""
@@ -674,7 +679,7 @@ class Exchange(SharedOnCopy):
 
     def _opened(self) -> Optional[Backward]:
         """Begin an exchange with a backward's first gradient, unless it stays this rank's own."""
-        if not self._wrapper.require_backward_grad_sync:
+        if not self._exchanges:
             return None
         if self._route.is_sharded:  # whoever tells of a backward tells of its end: FSDP hands shards over until then
             return self._open() if self._is_due and self._route.overlaps_backward else None
