@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -19,7 +20,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, ErrorFeedback, layout_of
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.refusals import refuse
@@ -80,7 +81,7 @@ class Loop:
     """What a training does around the exchange of one wrapped model; nothing on one process, and until it starts."""
 
     def __init__(self, settings: Settings, log: Callable[[str], None]) -> None:
-        self._settings = settings
+        self.settings = settings  # what the user chose, checked, and what it asks of the memory in this training
         self._log = log
         self.engine: Optional[Engine] = None  # also on one process
         self.optimizers: Sequence[Optimizer] = ()  # that train the model
@@ -93,18 +94,9 @@ class Loop:
         self.is_dense = False  # steps send everything, as DDP does
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
         self.unfinished = UnfinishedStep()
-        self.view = OptimizerView({}, (), self._settings.feedback)
+        self.view = OptimizerView({}, (), self.settings.feedback)
         self.steps = CountedSteps((), self._begin_step, self._end_step, warn_user)
         self._has_warned_of_validations = False
-
-    @property
-    def settings(self) -> Settings:
-        """What the user chose, checked, and what it asks of the memory in this training."""
-        return self._settings
-
-    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Accumulate momentum, mask and clip as ``correction`` says in each training that starts from now on."""
-        self._settings = self._settings.correcting_momentum(correction)
 
     def start(
         self,
@@ -119,8 +111,8 @@ class Loop:
         """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
         self.end()
         self.remember({}, None)
-        corrects, chosen = can_correct(self._settings, optimizers), self._settings
-        self._settings = settings = chosen.correcting_adam() if corrects else chosen.leaving_optimizers()
+        settings = replace(self.settings, adam=None)
+        self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
         if settings.replicas_diverge:
             refuse(chain.from_iterable(map(of_communication, optimizers)))
         parameters = dict(ddp.module.named_parameters())
@@ -149,7 +141,7 @@ class Loop:
 
     def _engine_of(self, ddp: Wrapper, node_ranks: int, timeout: Optional[timedelta]) -> Engine:
         backend = backend_of(self._device, ddp.process_group)
-        settings, told = in_one_order(self._settings, ddp.module, backend)
+        settings, told = in_one_order(self.settings, ddp.module, backend)
         for line in told:
             self._log(line)
         around = (self._open, lambda: self.view.note_arrived())
@@ -159,7 +151,7 @@ class Loop:
         """See what the optimizers are to do."""
         assert self.engine is not None
         parameters = dict(self._ddp.module.named_parameters())
-        feedback, target_of, memory = self._settings.feedback, self.engine.densities.target, self.engine.memory
+        feedback, target_of, memory = self.settings.feedback, self.engine.densities.target, self.engine.memory
         self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
@@ -169,7 +161,7 @@ class Loop:
         """Hear of each step of the optimizers, and warn of those that learn from sparse gradients."""
         heard = () if self.engine is None else optimizers
         self.steps = CountedSteps(heard, self._begin_step, self._end_step, warn_user)
-        self.steps.warn_of_adaptive(self._settings, optimizers)
+        self.steps.warn_of_adaptive(self.settings, optimizers)
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
@@ -187,9 +179,9 @@ class Loop:
                 "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the"
                 " optimizer before: assign it after a step, such as in on_train_epoch_start"
             )
-        if self._settings.replicas_diverge:
+        if self.settings.replicas_diverge:
             refuse(chain.from_iterable(map(of_communication, optimizers)))
-        can_correct(self._settings, optimizers)  # it refuses what has to be corrected and cannot be
+        can_correct(self.settings, optimizers)  # it refuses what has to be corrected and cannot be
         self.view.close()
         self.steps.close()
         self._look_at(optimizers)
@@ -204,16 +196,16 @@ class Loop:
         if self.engine is not None:
             self.engine.densities.expect_steps(total_steps)
             if self.engine.densities.warm_up_steps is not None:
-                self._log(tells_default_warm_up(self._settings, self.engine.densities.warm_up_steps))
+                self._log(tells_default_warm_up(self.settings, self.engine.densities.warm_up_steps))
         adam = self.view.adam
         if adam is not None:
             adam.total_steps = total_steps
         if adam is not None and adam.is_dense:
-            self._log(takes_adam(self._settings, self.optimizers, total_steps, adam.is_resumed))
+            self._log(takes_adam(self.settings, self.optimizers, total_steps, adam.is_resumed))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
         """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
-        local = self._settings.local_steps
+        local = self.settings.local_steps
         if self.engine is None or local is None or total_steps is None or not isinstance(local.every, int):
             return
         count = -(-max(0, total_steps - local.synchronous_steps) // local.every)
@@ -225,7 +217,7 @@ class Loop:
     @property
     def wants_length(self) -> bool:
         """Whether a warm-up depends on how many steps the whole training has."""
-        return self.view.adam is not None or (self.engine is not None and self._settings.bounds_warm_up)
+        return self.view.adam is not None or (self.engine is not None and self.settings.bounds_warm_up)
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -246,7 +238,7 @@ class Loop:
             return is_chosen
         is_resumed, warm_up = adam.is_resumed, adam.look(self.engine.mean_over_ranks)
         if warm_up is not None and not is_resumed:
-            self._log(tells_warm_up(warm_up, self._settings.density))
+            self._log(tells_warm_up(warm_up, self.settings.density))
         return adam.is_dense or is_chosen
 
     def _track_model(self, forgets: bool = False, between: bool = False) -> None:
@@ -300,13 +292,13 @@ class Loop:
     @property
     def replicas(self) -> Replicas:
         """Those of the engine; the model is one, without anything done for it, after steps that come before rounds."""
-        is_one = self.is_dense and self._settings.local_steps is not None
+        is_one = self.is_dense and self.settings.local_steps is not None
         return _ONE if self.engine is None or is_one else self.engine.replicas
 
     @property
     def is_silent(self) -> bool:
         """Whether exchanges are left to rounds of local steps."""
-        return self._settings.local_steps is not None and not self.is_dense
+        return self.settings.local_steps is not None and not self.is_dense
 
     def begin_batch(self, adopts: bool = False, forgets: bool = False) -> None:
         """Begin a batch, before its forward.
@@ -324,12 +316,12 @@ class Loop:
         if self.engine is not None and self.is_silent and self.engine.topology.are_islands:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
             self._ddp.require_forward_param_sync = True
-        if self.engine is not None and (self._settings.replicas_diverge or self.choice is not None):
+        if self.engine is not None and (self.settings.replicas_diverge or self.choice is not None):
             self.steps.see_weights(self._ddp.module)
 
     def end_round(self, is_trial: bool = False) -> None:
         """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""
-        rounds, local = None if self.engine is None else self.engine.rounds, self._settings.local_steps
+        rounds, local = None if self.engine is None else self.engine.rounds, self.settings.local_steps
         if rounds is None or local is None:
             return
         steps = rounds.steps_since_ended
@@ -358,7 +350,7 @@ class Loop:
             self.unfinished.add_backward(self.optimizers, False)
         if self.is_dense:
             self.engine.begin_dense_backward()
-        if self._settings.local_steps is None:
+        if self.settings.local_steps is None:
             context = self.view.coming_step(self.is_dense, self.engine.arrived.state().keys())
             # Scaling a one gives the scale without asking the device for its value.
             scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
@@ -373,11 +365,11 @@ class Loop:
         """Raise what an exchange has raised, and where nobody has told of the epoch."""
         assert self.engine is not None
         self.engine.worker.raise_error()
-        if self.epoch is None and self._settings.warmup_epochs and self.engine.densities.warm_up_steps is None:
+        if self.epoch is None and self.settings.warmup_epochs and self.engine.densities.warm_up_steps is None:
             raise RuntimeError(
-                f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
+                f"warmup_epochs={self.settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
                 " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
-                f" warmup_epochs=0{' or total_steps' if self._settings.bounds_warm_up else ''}"
+                f" warmup_epochs=0{' or total_steps' if self.settings.bounds_warm_up else ''}"
             )
 
     def end_backward(self) -> None:
@@ -439,13 +431,13 @@ class Loop:
         if kept is None:
             return None
         own = dict(kept[RANK])
-        if self._settings.replicas_diverge:
+        if self.settings.replicas_diverge:
             # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
             own["optimizers"] = states_of(self.optimizers)
             if self._scaler is not None:
                 own["scaler"] = self._scaler.state_dict()
         clips = [] if self.view.adam is None else self.view.adam.clips()
-        return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": clips}}
+        return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": clips}, "epoch": self.epoch}
 
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
@@ -455,7 +447,7 @@ class Loop:
         own, everywhere = kept[RANK], kept[EVERYWHERE]
         if self.view.adam is not None:
             self.view.adam.restore_clips(everywhere["clips"])
-        if self._settings.replicas_diverge:
+        if self.settings.replicas_diverge:
             load_states(self.optimizers, own.get("optimizers", ()))
             if self._scaler is not None and "scaler" in own:
                 self._scaler.load_state_dict(own["scaler"])

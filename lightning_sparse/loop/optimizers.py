@@ -23,6 +23,7 @@ from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.loop.kept import fitted_gradients
 from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
 
 _CURE = (
@@ -240,23 +241,29 @@ class UnfinishedStep:
 
     def state(self, module: Module, engine: Optional[Engine]) -> dict[str, Any]:
         """Return what a checkpoint has to hold; empty between two steps."""
-        if not self._waiting:
+        if not self._waiting or engine is None:
             return {}
-        # Also those that an optimizer has stepped with: where another one's turn comes next, its backward adds to them.
-        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-        state: dict[str, Any] = {"gradients": gradients, "is_accumulating": self.is_begun}
-        if engine is not None:
-            names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-            state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
-            state["begun"] = [names[parameter] for parameter in engine.arrived.begun if parameter in names]
-            state["undecayed"] = engine.memory.undecayed()
-            state["used"] = [names[parameter] for parameter in engine.source.used if parameter in names]
-        return state
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        return {
+            "is_accumulating": self.is_begun,
+            # Also those that an optimizer has stepped with: another one's backward, which comes next, adds to them.
+            "gradients": {name: each.grad for each, name in names.items() if each.grad is not None},
+            "arrived": {names[each]: arrived for each, arrived in engine.arrived.state().items()},
+            "begun": [names[each] for each in engine.arrived.begun if each in names],
+            "undecayed": engine.memory.undecayed(),
+            "used": [names[each] for each in engine.source.used if each in names],
+        }
 
-    def restore_gradients(self, gradients: Mapping[Parameter, Tensor], is_begun: bool) -> None:
-        """Go on from a checkpoint, once :meth:`put_back` is called."""
-        self._restored = dict(gradients)
-        self.is_begun = is_begun
+    def restore(self, kept: Mapping[str, Any], module: Module, engine: Engine) -> None:
+        """Go on from what :meth:`state` returned, once :meth:`put_back` is called."""
+        parameters, self.is_begun = dict(module.named_parameters()), bool(kept.get("is_accumulating"))
+        self._restored = fitted_gradients(kept.get("gradients", {}), parameters)
+        begun, used = (
+            [parameters[each] for each in kept.get(of, ()) if each in parameters] for of in ("begun", "used")
+        )
+        engine.arrived.restore_means(fitted_gradients(kept.get("arrived", {}), parameters), begun)
+        engine.memory.restore_undecayed(kept.get("undecayed", ()))
+        engine.source.use(used)
 
     def put_back(self, optimizers: Sequence[Optimizer]) -> None:
         """Put restored gradients in their place; Lightning sets all to zero between the two."""
@@ -393,7 +400,7 @@ def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
     if isinstance(settings.optimizer_correction, AdamCorrection):
         _check_correctable(optimizers)
     are_correctable = list(map(is_correctable, optimizers))
-    corrects = all(are_correctable) if settings.takes_momentum else any(are_correctable)
+    corrects = any(are_correctable) if settings.asked.momentum is None else all(are_correctable)
     return corrects and bool(optimizers) and settings.can_correct_adam
 
 

@@ -139,14 +139,13 @@ class Sparsifier(Loop):
         elif any(cut_modules(model)):
             self._model = ShardedModel(model)
             replica_ranks = _check_shards(model, optimizers, settings, scaler)
-            self._settings = settings = replace(settings, schedule=FixedSize())
+            self.settings = settings = replace(settings, schedule=FixedSize())
         else:
             _check_bare(model)
             self._model = BareModel(model)
         module = self._model.module
         _check_optimizers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
-        self._has_exchanged = False  # the shards of this step
         self._is_closed = False
         self._is_shared = True  # the model is that of all ranks, as far as this rank knows
         self._is_shown = False  # inside of shared_model
@@ -251,14 +250,13 @@ class Sparsifier(Loop):
 
     def exchange_shards(self) -> None:
         """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
-        is_ours = isinstance(self._model, ShardedModel) and self._settings.local_steps is None
-        if self.engine is None or not is_ours or self._has_exchanged:
+        is_ours = isinstance(self._model, ShardedModel) and self.settings.local_steps is None
+        if self.engine is None or not is_ours or self.unfinished.is_begun:
             return
         self.check_epoch()
         self._turn()
         self.begin()
         self.end_backward()
-        self._has_exchanged = True
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -307,11 +305,6 @@ class Sparsifier(Loop):
             return {}
         return {**state, "number": dist.get_rank(), "shared model": self._print_of_shared()}
 
-    @override
-    def state(self) -> Optional[dict[str, Any]]:
-        state = super().state()
-        return None if state is None else {**state, "epoch": self.epoch}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned; load model and optimizers as ever, in any order with this.
 
@@ -357,14 +350,14 @@ class Sparsifier(Loop):
     @override
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         unused = super().load(kept)
-        self._is_shared = self._settings.local_steps is None
+        self._is_shared = self.settings.local_steps is None
         if self.engine is not None and self.engine.rounds is not None:
             self.leave_to_ddp(self.engine.rounds.is_synchronous)
         return unused
 
     def _print_of_shared(self) -> Optional[list[int]]:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
-        if self._settings.local_steps is None:
+        if self.settings.local_steps is None:
             return None
         with self.replicas.shared_model():
             held = map(local_tensor, self._model.module.parameters())
@@ -406,7 +399,7 @@ class Sparsifier(Loop):
         """Begin a batch; none of the gradients of a new layer would tell of it."""
         is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
         if has_grad and (is_training or self._waiting is not None) and not is_in_backward():  # by a checkpoint
-            if self._settings.local_steps is None:
+            if self.settings.local_steps is None:
                 self._track_model(between=True)
             else:
                 self._begin_rounds()
@@ -435,7 +428,6 @@ class Sparsifier(Loop):
     @override
     def _end_step(self, optimizer: Optimizer) -> None:
         super()._end_step(optimizer)
-        self._has_exchanged = False
         if self.engine is None or self.engine.rounds is None:
             return
         self._is_shared = self.is_dense

@@ -120,11 +120,9 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self.engine is not None:
-            self._checkpointer.restore_models(self._restore_models)
-        elif self._checkpointer.has_loaded_save:
+        if self.engine is None and self._checkpointer.has_loaded_save:
             self._log("one replica: what several had kept for later steps is not used.")
-        self._checkpointer.loaded = None
+        self._restore()
         self._begin_steps()
 
     @override

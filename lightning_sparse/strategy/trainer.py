@@ -37,7 +37,7 @@ from lightning_sparse.jobs.position import POSITION, Position, Reader
 from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds
-from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted_gradients
+from lightning_sparse.loop.kept import EVERYWHERE, RANK
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
@@ -390,6 +390,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             kept[EVERYWHERE]["is_before_validation"] = is_before
         return kept
 
+    def _restore(self) -> None:
+        """Go on from the checkpoint that was read, if one was."""
+        if self.engine is not None:
+            self._checkpointer.restore_models(self._restore_models)
+        self._checkpointer.loaded = None
+
     def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         """Give the engine and the optimizers what this rank had kept; return what they cannot use."""
         self._is_before_validation = bool(models[_MODEL][EVERYWHERE].get("is_before_validation"))
@@ -496,7 +502,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         """
         if correction is not None and self.engine is not None:
             raise RuntimeError("momentum can only be corrected from the start of fit: call it in a callback's setup")
-        self._loop.correct_momentum(correction)
+        self._loop.settings = self.settings.correcting_momentum(correction)
 
     @override
     def _configure_launcher(self) -> None:
@@ -596,9 +602,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self.engine is not None:
-            self._checkpointer.restore_models(self._restore_models)
-        self._checkpointer.loaded = None
+        self._restore()
         trainer = self._trainer
         if POSITION in checkpoint and trainer.fit_loop.restarting:
             trainer.fit_loop.setup_data()
@@ -616,16 +620,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         assert self.engine is not None
-        unused, parameters = super()._restore_models(models), dict(self._module.named_parameters())
+        unused, unfinished = super()._restore_models(models), self._loop.unfinished
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
-        is_begun = bool(own.get("is_accumulating"))
-        gradients, arrived = (fitted_gradients(own.get(kind, {}), parameters) for kind in ("gradients", "arrived"))
-        begun = (parameters[name] for name in own.get("begun", ()) if name in parameters)
-        self.engine.arrived.restore_means(arrived, begun)
-        self.engine.memory.restore_undecayed(own.get("undecayed", ()))
-        used = own.get("used", own.get("gradients", ()) if is_begun else ())
-        self.engine.source.use([parameters[name] for name in used if name in parameters])
-        self._loop.unfinished.restore_gradients(gradients, is_begun)
+        unfinished.restore(own, self._module, self.engine)
         self._has_own_position = ranks == self.world_size
         if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(
@@ -634,7 +631,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             )
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
-            if self._loop.choice is not None and "is_dense" in everywhere and not is_begun:
+            if self._loop.choice is not None and "is_dense" in everywhere and not unfinished.is_begun:
                 self._loop.choice.restore_choice(bool(everywhere["is_dense"]))
         return unused
 
