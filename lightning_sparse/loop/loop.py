@@ -122,7 +122,7 @@ class Loop:
         if dist.get_world_size(ddp.process_group) == 1 and not goes_alone:
             settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
             self._log(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
-            self._watch_steps(optimizers)
+            self._attend_to(optimizers)
             return
         self._log(f"{summary(settings)}.")
         if dist.get_world_size(ddp.process_group) == 1:
@@ -131,13 +131,12 @@ class Loop:
         self._scaler = scaler
         self.engine = engine = self._engine_of(ddp, node_ranks, timeout)
         self._clipping = clipping
-        self._look_at(optimizers)
         self._trained = TrainedParameters(ddp.module, timeout)
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._log)
+        self._attend_to(optimizers)
         if self.view.takes_momentum:
             self._log(TAKES_MOMENTUM)
-        self._watch_steps(optimizers)
 
     def _engine_of(self, ddp: Wrapper, node_ranks: int, timeout: Optional[timedelta]) -> Engine:
         backend = backend_of(self._device, ddp.process_group)
@@ -147,32 +146,27 @@ class Loop:
         around = (self._open, lambda: self.view.note_arrived())
         return Engine(ddp, settings, timeout, self._log, node_ranks, *around)
 
-    def _look_at(self, optimizers: Sequence[Optimizer]) -> None:
-        """See what the optimizers are to do."""
-        assert self.engine is not None
-        parameters = dict(self._ddp.module.named_parameters())
-        feedback, target_of, memory = self.settings.feedback, self.engine.densities.target, self.engine.memory
-        self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
-        if self.view.adam is not None:
-            self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
-            self.view.adam.clip(self._clipping, parameters.values())
-
-    def _watch_steps(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hear of each step of the optimizers, and warn of those that learn from sparse gradients."""
-        heard = () if self.engine is None else optimizers
-        self.steps = CountedSteps(heard, self._begin_step, self._end_step, warn_user)
+    def _attend_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """See what the optimizers are to do, hear of each step, and warn of those that learn from sparse gradients."""
+        self.view.close()
+        self.steps.close()
+        if self.engine is not None:
+            parameters = dict(self._ddp.module.named_parameters())
+            feedback, target_of, memory = self.settings.feedback, self.engine.densities.target, self.engine.memory
+            self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
+            if self.view.adam is not None:
+                self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
+                self.view.adam.clip(self._clipping, parameters.values())
+            self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
         self.steps.warn_of_adaptive(self.settings, optimizers)
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
         if len(optimizers) == len(self.optimizers) and all(map(is_, optimizers, self.optimizers)):
             return
-        if self.engine is not None:
-            self._replace_optimizers(optimizers)
-        self.optimizers = optimizers
-
-    def _replace_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        assert self.engine is not None
+        if self.engine is None:
+            self.optimizers = optimizers
+            return
         before = self.view.adam
         if self.unfinished.is_begun and before is not None:
             raise ValueError(
@@ -182,13 +176,11 @@ class Loop:
         if self.settings.replicas_diverge:
             refuse(chain.from_iterable(map(of_communication, optimizers)))
         can_correct(self.settings, optimizers)  # it refuses what has to be corrected and cannot be
-        self.view.close()
-        self.steps.close()
-        self._look_at(optimizers)
+        self.optimizers = optimizers
+        self._attend_to(optimizers)
         if before is not None and self.view.adam is not None:
             self.view.adam.total_steps = before.total_steps
             self.view.adam.begin_anew()
-        self._watch_steps(optimizers)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
@@ -306,17 +298,18 @@ class Loop:
         Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
         ``forgets`` that: where models are toggled within a step, it is frozen for a moment.
         """
+        if self.engine is None:
+            return
         self._track_model(forgets, between=True)
-        if self.engine is not None:
-            self._turn()
+        self._turn()
         if self.replicas.are_apart:
             self.replicas.begin_round()
         if adopts:
             self.replicas.adopt()
-        if self.engine is not None and self.is_silent and self.engine.topology.are_islands:
+        if self.is_silent and self.engine.topology.are_islands:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
             self._ddp.require_forward_param_sync = True
-        if self.engine is not None and (self.settings.replicas_diverge or self.choice is not None):
+        if self.settings.replicas_diverge or self.choice is not None:
             self.steps.see_weights(self._ddp.module)
 
     def end_round(self, is_trial: bool = False) -> None:
