@@ -19,7 +19,6 @@ from operator import or_
 from typing import Any, Optional, Union
 
 import torch
-from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.engine.meeting import MEETING_POINTS, Meeting, RankStatus
@@ -146,10 +145,10 @@ class Rounds(Replicas):
         return not self._has_begun and made < self._local.synchronous_steps
 
     @override
-    def track(self, module: Module, names: Sequence[str]) -> None:
+    def track(self, names: Sequence[str]) -> None:
         if not (self._is_resumed and self.shared.trained == frozenset(names)):  # the round that was resumed has these
             self.synchronize()
-            self.shared.track(module, names)
+            self.shared.track(names)
             self._begun, self._is_stale = self._step, False
 
     @override
@@ -157,7 +156,7 @@ class Rounds(Replicas):
         if self._is_resumed and self.shared.trained != set(trained := self.shared.trained_now()):
             # As without a stop, where they are followed before their first step.
             self._is_resumed = False
-            self.track(self.shared.module, trained)
+            self.track(trained)
         if self._has_begun:
             return
         self._has_begun, self._steps_of = True, {}

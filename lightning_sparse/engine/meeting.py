@@ -33,7 +33,7 @@ class Meeting:
 
     def __init__(self, collectives: Collectives, ranks_in_step: int = 1) -> None:
         self.collectives = collectives
-        self._ranks_in_step = ranks_in_step
+        self.ranks_in_step = ranks_in_step
         # What a rank may set at any time (``is_noted``), and all ranks hear of (``heard()``) at an exchange; one that
         # waits for others does then what there is to do (``answer()``).
         self.flags: list[Any] = []
@@ -90,7 +90,7 @@ class Meeting:
     def weight(self, everywhere: Sequence[RankStatus]) -> float:
         """Return how much the change of this rank counts."""
         counts = [(told.samples, told.batches) for told in everywhere]
-        return _weight(counts, self.collectives.rank, self._ranks_in_step)
+        return _weight(counts, self.collectives.rank, self.ranks_in_step)
 
     def polls(self, flag: Any) -> bool:
         """Return whether an exchange that was applied brought a flag; ``False`` once it has been asked."""

@@ -57,8 +57,8 @@ class Replicas(SharedOnCopy):
     def synchronize(self) -> None:
         """Make all replicas one; all ranks must call."""
 
-    def track(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Know a model whose parameters of these names are trained from now on, between two backwards; all call."""
+    def track(self, names: Sequence[str]) -> None:
+        """Know that the model's parameters of these names are trained from now on, between two backwards; all call."""
 
     def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
         """Return the statistics of the last exchange with those of the replicas."""

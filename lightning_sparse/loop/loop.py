@@ -127,7 +127,6 @@ class Loop:
         self._log(f"{summary(settings)}.")
         if dist.get_world_size(ddp.process_group) == 1:
             self._log(RESUMES_ALONE)
-        self._ddp: Wrapper = ddp
         self._scaler = scaler
         self.engine = engine = self._engine_of(ddp, node_ranks, timeout)
         self._clipping = clipping
@@ -151,7 +150,7 @@ class Loop:
         self.view.close()
         self.steps.close()
         if self.engine is not None:
-            parameters = dict(self._ddp.module.named_parameters())
+            parameters = dict(self.engine.wrapper.module.named_parameters())
             feedback, target_of, memory = self.settings.feedback, self.engine.densities.target, self.engine.memory
             self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
             if self.view.adam is not None:
@@ -242,12 +241,12 @@ class Loop:
             return
         if between and self._trained.is_round_behind:
             self._trained.is_round_behind = False
-            self.engine.track(self._ddp.module, self._trained.parameters)
+            self.engine.track(self._trained.parameters)
         if not self._trained.have_changed(self.optimizers, forgets):
             return
-        trained, module = self._trained, self._ddp.module
+        trained, module = self._trained, self.engine.wrapper.module
         has_new = trained.has_new()
-        if has_new and (not between or isinstance(self._ddp, ShardedModel)):
+        if has_new and (not between or isinstance(self.engine.wrapper, ShardedModel)):
             raise RuntimeError(_NEW)
         known = trained.known_names
         # What is frozen between two batches of a step has gradients that are to be exchanged.
@@ -259,10 +258,10 @@ class Loop:
             align(module, known)
         self.view.know(dict(module.named_parameters()))
         if self.is_silent and not between:
-            self.engine.source.track(module, trained.parameters)
+            self.engine.source.track(trained.parameters)
             self._trained.is_round_behind = True
         else:
-            self.engine.track(module, trained.parameters)
+            self.engine.track(trained.parameters)
         self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
 
     def _turn(self) -> None:
@@ -272,7 +271,7 @@ class Loop:
         if is_dense == self.is_dense:
             return
         if rounds is not None and not is_dense:  # they begin with one model
-            align(self._ddp.module)
+            align(self.engine.wrapper.module)
         self.leave_to_ddp(is_dense)
 
     def leave_to_ddp(self, is_dense: bool) -> None:
@@ -308,9 +307,9 @@ class Loop:
             self.replicas.adopt()
         if self.is_silent and self.engine.topology.are_islands:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
-            self._ddp.require_forward_param_sync = True
+            self.engine.wrapper.require_forward_param_sync = True
         if self.settings.replicas_diverge or self.choice is not None:
-            self.steps.see_weights(self._ddp.module)
+            self.steps.see_weights(self.engine.wrapper.module)
 
     def end_round(self, is_trial: bool = False) -> None:
         """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""
@@ -420,7 +419,7 @@ class Loop:
         kept = self.final_state
         if self.engine is not None:
             self.engine.worker.drain()
-            kept = kept_by(self.engine, self._ddp.module, together=True)
+            kept = kept_by(self.engine, together=True)
         if kept is None:
             return None
         own = dict(kept[RANK])
@@ -435,7 +434,7 @@ class Loop:
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         assert self.engine is not None
-        usable, unused = fitted(kept, self.engine, self._ddp.module)
+        usable, unused = fitted(kept, self.engine)
         self.engine.load_state_dict(usable)
         own, everywhere = kept[RANK], kept[EVERYWHERE]
         if self.view.adam is not None:
@@ -465,14 +464,13 @@ class Loop:
             can_ask = not has_failed or self._device.type == "cpu"
             stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
             if stats.get("total_steps") and not has_failed and engine.topology.ranks > 1:
-                self._log(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
+                self._log(closing(stats, verdict, "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"))
             self.remember(stats, plan)
             if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
-                kept = kept_by(engine, self._ddp.module)
+                kept = kept_by(engine)
                 self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), kept)
             self.engine = None
-        for name in ("_ddp", "_trained"):
-            vars(self).pop(name, None)
+        vars(self).pop("_trained", None)
         self.view.close()
         self._forget()
 

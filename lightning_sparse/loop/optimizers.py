@@ -239,11 +239,11 @@ class UnfinishedStep:
         self._waiting = [each for each in self._waiting if each is not optimizer]
         self._restored = {}
 
-    def state(self, module: Module, engine: Optional[Engine]) -> dict[str, Any]:
+    def state(self, engine: Optional[Engine]) -> dict[str, Any]:
         """Return what a checkpoint has to hold; empty between two steps."""
         if not self._waiting or engine is None:
             return {}
-        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {each: name for name, each in engine.wrapper.module.named_parameters()}
         return {
             "is_accumulating": self.is_begun,
             # Also those that an optimizer has stepped with: another one's backward, which comes next, adds to them.
@@ -254,9 +254,10 @@ class UnfinishedStep:
             "used": [names[each] for each in engine.source.used if each in names],
         }
 
-    def restore(self, kept: Mapping[str, Any], module: Module, engine: Engine) -> None:
+    def restore(self, kept: Mapping[str, Any], engine: Engine) -> None:
         """Go on from what :meth:`state` returned, once :meth:`put_back` is called."""
-        parameters, self.is_begun = dict(module.named_parameters()), bool(kept.get("is_accumulating"))
+        parameters = dict(engine.wrapper.module.named_parameters())
+        self.is_begun = bool(kept.get("is_accumulating"))
         self._restored = fitted_gradients(kept.get("gradients", {}), parameters)
         begun, used = (
             [parameters[each] for each in kept.get(of, ()) if each in parameters] for of in ("begun", "used")

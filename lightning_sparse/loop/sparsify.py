@@ -324,7 +324,7 @@ class Sparsifier(Loop):
         for kind, cure in _ALIKE.items():
             if (before := state.get(kind)) != (now := present.get(kind)):
                 raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
-        _, unused = fitted(state, self.engine, self._model.module)
+        _, unused = fitted(state, self.engine)
         if unused:
             raise ValueError(
                 f"this state holds what is of no use here, {'; '.join(unused)}: build the same model and optimizers,"

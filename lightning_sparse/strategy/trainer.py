@@ -194,12 +194,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
         return None if self.engine is None else self.engine.rounds
 
-    @property
-    def _ranks_in_step(self) -> int:
-        """How many ranks, one after the other, make each step together."""
-        kept = self._checkpointer
-        return kept.node_ranks if kept.are_islands or kept.same_shards is not None else 1
-
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -209,12 +203,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
 
         def run_to_one() -> None:
-            if self.settings.local_steps is not None:
+            local, meeting = self.settings.local_steps, None if self.rounds is None else self.rounds.meeting
+            if local is not None and meeting is not None:
                 fit_loop.setup_data()
-                batches = check_batches(trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step)
+                batches = check_batches(trainer, local, self._has_own_position, meeting.ranks_in_step)
                 self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
-                if self.rounds is not None:
-                    self.rounds.meeting.step_ratio = step_ratio_of(trainer, batches)
+                meeting.step_ratio = step_ratio_of(trainer, batches)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -586,7 +580,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if kept is None:
             return None
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        kept[RANK] |= {**self._loop.unfinished.state(self._module, self.engine), "batches": progress.state_dict()}
+        kept[RANK] |= {**self._loop.unfinished.state(self.engine), "batches": progress.state_dict()}
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
         if self._loop.choice is not None and self._loop.choice.chosen is not None:
@@ -622,7 +616,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         assert self.engine is not None
         unused, unfinished = super()._restore_models(models), self._loop.unfinished
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
-        unfinished.restore(own, self._module, self.engine)
+        unfinished.restore(own, self.engine)
         self._has_own_position = ranks == self.world_size
         if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(

@@ -603,9 +603,10 @@ class Exchange(SharedOnCopy):
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
 
-    def track(self, module: Module, trained: Mapping[str, Tensor]) -> None:
-        """Take the gradients of these parameters of a model from now on, before any of a backward has come."""
+    def track(self, trained: Mapping[str, Tensor]) -> None:
+        """Take the gradients of these parameters of the model from now on, before any of a backward has come."""
         self._route.arrived.unwatch()  # others are to be watched
+        module = self._wrapper.module
         ignored = ignored_by(module)
         sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
         named = {each: name for name, each in module.named_parameters() if name not in ignored}
