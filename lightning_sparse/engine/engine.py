@@ -70,7 +70,7 @@ class Engine(SharedOnCopy):
         self.densities = settings.densities()
         self._settings = settings
         self._collectives = collectives
-        self.wrapper, self._whole_group, self._has_buffers = ddp, ddp.process_group, ddp.broadcast_buffers
+        self.wrapper, self._whole_group, self._broadcasts_buffers = ddp, ddp.process_group, ddp.broadcast_buffers
         self._layout = self._layout_of(trained)
         self._names: dict[nn.Parameter, str] = {each: name for name, each in module.named_parameters()}
         self._numels: dict[str, int] = {}
@@ -166,7 +166,7 @@ class Engine(SharedOnCopy):
             self.wrapper.process_group = self._whole_group if is_dense else in_step.group
         else:
             self.source.is_silent = not is_dense
-            self.wrapper.broadcast_buffers = self._has_buffers and is_dense
+            self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense
 
     def target_densities(self) -> dict[str, float]:
         """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
@@ -276,7 +276,7 @@ class Engine(SharedOnCopy):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.source.close()
-        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._whole_group, self._has_buffers
+        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._whole_group, self._broadcasts_buffers
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = min(worker.close() for worker in {self._step_worker, self.worker})
         if has_ended:
