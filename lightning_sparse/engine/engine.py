@@ -231,7 +231,7 @@ class Engine(SharedOnCopy):
             return {}
         totals = recorder.totals.as_stats(recorder.has_levels, self.replicas.waited_seconds)
         stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
-        return stats if recorder.last.is_dense else self.replicas.in_stats(stats)
+        return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         """Return what is kept and learned, as plain tensors and numbers, not copied; all ranks call if ``together``."""

@@ -131,7 +131,6 @@ class Rounds(Replicas):
         self._is_stale = False  # whether a step has been made since the last exchange began
         self._is_resumed = False
         self._pending: Optional[Change] = None
-        self._covered_steps = self._length.steps  # local steps that the last exchange was about
 
     @property
     def steps_since_ended(self) -> int:
@@ -263,7 +262,6 @@ class Rounds(Replicas):
             told = self.meeting.tell(status) if everywhere is None else everywhere
             change.flags = reduce(or_, (int(each.flags) for each in told))
             self.shared.exchange(change, self.meeting.weight(told), prepare)
-            self._covered_steps = change.steps
 
         self._worker.submit(exchange, change.done)
         self._apply_until(self._step)
@@ -302,8 +300,8 @@ class Rounds(Replicas):
         return self._length.total_wait
 
     @override
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
-        return {**stats, "exposed_seconds": self._length.last_wait, "local_steps": float(self._covered_steps)}
+    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
+        return {**stats, "exposed_seconds": self._length.last_wait, "local_steps": float(steps)}
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class Replicas(SharedOnCopy):
     def track(self, names: Sequence[str]) -> None:
         """Know that the model's parameters of these names are trained from now on, between two backwards; all call."""
 
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
-        """Return the statistics of the last exchange with those of the replicas."""
+    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
+        """Return the statistics of the last exchange, which was about so many steps, with those of the replicas."""
         return stats
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class AveragedReplicas(Replicas):
         self._steps = 0
 
     @override
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
+    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
         return {**stats, "replica_divergence": float(self._averager.divergence)}
 
     @override
