@@ -464,7 +464,7 @@ class Loop:
             can_ask = not has_failed or self._device.type == "cpu"
             stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
             if stats.get("total_steps") and not has_failed and engine.topology.ranks > 1:
-                self._log(closing(stats, verdict, "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"))
+                self._log(closing(stats, verdict, "HSDP" if isinstance(engine.wrapper, ShardedModel) else "DDP"))
             self.remember(stats, plan)
             if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
                 kept = kept_by(engine)
