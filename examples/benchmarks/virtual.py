@@ -7,7 +7,7 @@ What is sent, kept and applied is what the engine sends, keeps and applies, to t
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Optional
 
 import torch
@@ -233,8 +233,9 @@ class VirtualRank:
 
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
-        self._view.adam.total_steps = total_steps
-        self._view.adam.clip(Clipping(norm=self._clip_norm), parameters.values())  # from which no step takes it
+        if (adam := self._view.adam) is not None:
+            adam.total_steps = total_steps
+            adam.clip(Clipping(norm=self._clip_norm), parameters.values())  # from which no step takes it
 
     def step(self, loss: Tensor, epoch: int = 0) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
@@ -289,7 +290,9 @@ class VirtualRank:
             tensor.copy_(mean.view_as(tensor))
 
     def _exchange(self, epoch: int) -> None:
-        self._view.adam.look(lambda number: number)  # replicas are the same here to the bit
+        adam = self._view.adam
+        if adam is not None:
+            adam.look(lambda number: number)  # replicas are the same here to the bit
         context = self._view.coming_step()
         self._pipeline.begin_step(context)
         self._densities.begin_step(epoch, context.warm_up_progress)
@@ -303,7 +306,7 @@ class VirtualRank:
             self._pipeline.measure_norms(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step, used=used))
         self.recorder.end_step()
-        with self._view.adam.hidden():
+        with nullcontext() if adam is None else adam.hidden():
             self._clip()
 
     def _clip(self) -> None:

@@ -1,7 +1,7 @@
 """The engine: builds the nouns for one model, starts the worker, and takes the gradients."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Optional
@@ -25,7 +25,6 @@ from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires
-from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.schedule import Merged
 
 _LOGGER = logging.getLogger(__name__)
@@ -71,8 +70,8 @@ class Engine(SharedOnCopy):
         self.densities = settings.densities()
         self._settings = settings
         self._collectives = collectives
-        self._wrapper, self._whole_group = ddp, ddp.process_group
-        self._layout = layout_of(module, collectives.rank, collectives.ranks, device, trained)
+        self.wrapper, self._whole_group, self._broadcasts_buffers = ddp, ddp.process_group, ddp.broadcast_buffers
+        self._layout = self._layout_of(trained)
         self._names: dict[nn.Parameter, str] = {each: name for name, each in module.named_parameters()}
         self._numels: dict[str, int] = {}
         self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
@@ -85,7 +84,7 @@ class Engine(SharedOnCopy):
         self._step_worker = ExchangeWorker(device) if isinstance(levels, Islands) else self.worker
         self.source = self._source_from(ddp, begin, end)
         self.replicas = self._replicas_of(module, log)
-        self.source.track(module, trained)
+        self.source.track(trained)
         self.leave_to_ddp(False)
 
     @property
@@ -97,6 +96,10 @@ class Engine(SharedOnCopy):
     def topology(self) -> Topology:
         """Who keeps what."""
         return Topology(self._collectives.ranks, self.levels.node_ranks, isinstance(self.levels, Islands))
+
+    def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
+        collectives = self._collectives
+        return layout_of(self.wrapper.module, collectives.rank, collectives.ranks, collectives.device, trained)
 
     def _begin_compressor(self) -> None:
         """Tell the compressor what is exchanged, and between whom."""
@@ -127,18 +130,17 @@ class Engine(SharedOnCopy):
         """Rounds of local steps; ``None`` where gradients are exchanged in every step."""
         return self.replicas if isinstance(self.replicas, Rounds) else None
 
-    def track(self, module: nn.Module, trained: Optional[Mapping[str, Tensor]] = None) -> None:
-        """Exchange what is trained of the model from now on, between two backwards; what is kept stays."""
-        trained = trained_in(module) if trained is None else trained
-        layout = layout_of(module, self._layout.rank, self._layout.ranks, self._layout.device, trained)
-        self.replicas.track(module, layout.names)
-        names: dict[nn.Parameter, str] = {parameter: name for name, parameter in module.named_parameters()}
+    def track(self, trained: Mapping[str, Tensor]) -> None:
+        """Exchange these parameters of the model from now on, between two backwards; what is kept stays."""
+        layout = self._layout_of(trained)
+        self.replicas.track(layout.names)
+        names: dict[nn.Parameter, str] = {each: name for name, each in self.wrapper.module.named_parameters()}
         renamed = {old: names[each] for each, old in self._names.items() if names.get(each, old) != old}
         self._names = names
         if layout != self._layout:
             self.worker.run(lambda: self._train_others(layout, renamed))
         self.planner.expect_other_order()
-        self.source.track(module, trained)
+        self.source.track(trained)
 
     def _train_others(self, layout: ModelLayout, renamed: Mapping[str, str]) -> None:
         compressor = self.compressor
@@ -161,7 +163,10 @@ class Engine(SharedOnCopy):
             in_step = self.levels.world.collectives if is_dense else self.levels.in_step
             self.source.average_among(in_step)
             # Of those whose buffers are one.
-            self._wrapper.process_group = self._whole_group if is_dense else in_step.group
+            self.wrapper.process_group = self._whole_group if is_dense else in_step.group
+        else:
+            self.source.is_silent = not is_dense
+            self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense
 
     def target_densities(self) -> dict[str, float]:
         """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
@@ -197,15 +202,15 @@ class Engine(SharedOnCopy):
         """Begin a backward whose gradients plain DDP exchanges."""
         self.recorder.add_dense_step(self._layout.numel)
 
-    def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
-        """End a step; where a round ends with it, ``agreed`` have to be the same on all ranks."""
+    def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
+        """End a step."""
         self.recorder.totals.end_step()
         self._epoch = epoch
         self.densities.count_step(optimizer)
         if self.rounds is None:  # which sample when they exchange
             self.recorder.samples_deltas = False
         if type(self.replicas) is not Replicas:  # which have nothing to count
-            self.replicas.count_step(optimizer, agreed)
+            self.replicas.count_step(optimizer)
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
@@ -226,7 +231,7 @@ class Engine(SharedOnCopy):
             return {}
         totals = recorder.totals.as_stats(recorder.has_levels, self.replicas.waited_seconds)
         stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
-        return stats if recorder.last.is_dense else self.replicas.in_stats(stats)
+        return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         """Return what is kept and learned, as plain tensors and numbers, not copied; all ranks call if ``together``."""
@@ -259,11 +264,8 @@ class Engine(SharedOnCopy):
         """Have the compressor know the parameters of a round that goes on, some of which may be frozen here so far."""
         if self.rounds is None or self.rounds.shared.trained == set(self._layout.names):
             return
-        numels = {
-            name: local_tensor(each).numel() for each, name in self._names.items() if name in self.rounds.shared.trained
-        }
-        frozen = tuple(name for name in self._names.values() if name not in numels)
-        self._layout = self._layout._replace(names=tuple(numels), numels=tuple(numels.values()), frozen=frozen)
+        trained = {name: each for each, name in self._names.items() if name in self.rounds.shared.trained}
+        self._layout = self._layout_of(trained)
         self._begin_compressor()
 
     def restore_plan(self, state: Mapping[str, Any], topology: Topology) -> bool:
@@ -274,7 +276,7 @@ class Engine(SharedOnCopy):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.source.close()
-        self._wrapper.process_group = self._whole_group
+        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._whole_group, self._broadcasts_buffers
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = min(worker.close() for worker in {self._step_worker, self.worker})
         if has_ended:

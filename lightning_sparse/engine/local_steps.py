@@ -19,7 +19,6 @@ from operator import or_
 from typing import Any, Optional, Union
 
 import torch
-from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.engine.meeting import MEETING_POINTS, Meeting, RankStatus
@@ -132,7 +131,6 @@ class Rounds(Replicas):
         self._is_stale = False  # whether a step has been made since the last exchange began
         self._is_resumed = False
         self._pending: Optional[Change] = None
-        self._covered_steps = self._length.steps  # local steps that the last exchange was about
 
     @property
     def steps_since_ended(self) -> int:
@@ -146,10 +144,10 @@ class Rounds(Replicas):
         return not self._has_begun and made < self._local.synchronous_steps
 
     @override
-    def track(self, module: Module, names: Sequence[str]) -> None:
+    def track(self, names: Sequence[str]) -> None:
         if not (self._is_resumed and self.shared.trained == frozenset(names)):  # the round that was resumed has these
             self.synchronize()
-            self.shared.track(module, names)
+            self.shared.track(names)
             self._begun, self._is_stale = self._step, False
 
     @override
@@ -157,7 +155,7 @@ class Rounds(Replicas):
         if self._is_resumed and self.shared.trained != set(trained := self.shared.trained_now()):
             # As without a stop, where they are followed before their first step.
             self._is_resumed = False
-            self.track(self.shared.module, trained)
+            self.track(trained)
         if self._has_begun:
             return
         self._has_begun, self._steps_of = True, {}
@@ -172,7 +170,7 @@ class Rounds(Replicas):
         self._pending, self._is_stale = None, False
 
     @override
-    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
+    def count_step(self, optimizer: int) -> None:
         """Count a step of an optimizer; apply the exchange that is due, and begin one at the end of a round.
 
         A round counts those of the optimizer with the most, skipped or not.
@@ -191,7 +189,7 @@ class Rounds(Replicas):
             self._apply_until(self._step)
             if self.steps_since_ended % self._length.steps == 0:
                 self.shared.check_followed()
-                self._submit(self._local.overlap_steps, agreed)
+                self._submit(self._local.overlap_steps)
 
     def _skip_steps(self, steps: int) -> None:
         """Count steps of other ranks, for which this one has no batch, as if it had made them."""
@@ -203,23 +201,23 @@ class Rounds(Replicas):
         """End the round early, and go on from the shared model; all ranks must call."""
         if not self._has_begun:
             return
-        numbers = self.meeting.status(self._step, self._has_moved())
+        status = self.meeting.status(self._step, self._has_moved())
         self._apply_until(self._step + self._length.steps)
-        everywhere = self._tell(numbers)
+        everywhere = self._tell(status)
         if any(told.is_stale for told in everywhere):
-            self._submit(0, everywhere=everywhere)
+            self._submit(0, everywhere)
         self.shared.unify_rest()
         self._origin = self._step
 
-    def _tell(self, numbers: Sequence[float]) -> Sequence[RankStatus]:
-        return self._worker.run(lambda: self.meeting.tell(numbers))
+    def _tell(self, status: RankStatus) -> Sequence[RankStatus]:
+        return self._worker.run(lambda: self.meeting.tell(status))
 
     def _has_moved(self) -> bool:
         """Tell whether this rank's model is not the shared one; a late exchange leaves it apart by what it rounds."""
         return self._is_stale or self._pending is not None or self.shared.has_moved()
 
     @override
-    def meet(self, place: str, agreed: Sequence[float] = ()) -> bool:
+    def meet(self, place: str) -> bool:
         if not self._has_begun and (self._steps_of or self.is_synchronous):
             return True
         self.begin_round()  # a rank may have had no batch yet
@@ -229,13 +227,12 @@ class Rounds(Replicas):
                 self._hear(self._pending)
             self.meeting.answer()
             # What is late on a rank that trains has been applied by those that wait: all have to end that round.
-            numbers = self.meeting.status(self._step, self._has_moved(), own, agreed)
-            everywhere = self._tell(numbers)
+            everywhere = self._tell(self.meeting.status(self._step, self._has_moved(), own))
             self._make_up(int(max(told.step for told in everywhere)) - self._step)
             first, last = (choose(told.place for told in everywhere) for choose in (min, max))
             if not first:
                 self._apply_until(self._step + self._length.steps)
-                self._submit(0, agreed, everywhere)
+                self._submit(0, everywhere)
             elif own < last:
                 return False
             elif first == last:
@@ -252,11 +249,9 @@ class Rounds(Replicas):
         if self._pending is not None:
             self._pending.due += missed
 
-    def _submit(
-        self, overlap: int, agreed: Sequence[float] = (), everywhere: Optional[Sequence[RankStatus]] = None
-    ) -> None:
+    def _submit(self, overlap: int, everywhere: Optional[Sequence[RankStatus]] = None) -> None:
         """Begin an exchange, to be applied now or some steps later; ranks may have told ``everywhere`` before it."""
-        numbers = self.meeting.status(self._step, agreed=agreed)
+        status = self.meeting.status(self._step)
         change = self._pending = self.shared.change(is_late=overlap > 0)
         change.steps, change.due = self._step - self._begun, self._step + overlap
         self._begun, self._is_stale = self._step, False
@@ -264,10 +259,9 @@ class Rounds(Replicas):
         self.meeting.begin_exchange()
 
         def exchange() -> None:
-            told = self.meeting.tell(numbers) if everywhere is None else everywhere
+            told = self.meeting.tell(status) if everywhere is None else everywhere
             change.flags = reduce(or_, (int(each.flags) for each in told))
             self.shared.exchange(change, self.meeting.weight(told), prepare)
-            self._covered_steps = change.steps
 
         self._worker.submit(exchange, change.done)
         self._apply_until(self._step)
@@ -306,8 +300,8 @@ class Rounds(Replicas):
         return self._length.total_wait
 
     @override
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
-        return {**stats, "exposed_seconds": self._length.last_wait, "local_steps": float(self._covered_steps)}
+    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
+        return {**stats, "exposed_seconds": self._length.last_wait, "local_steps": float(steps)}
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Meeting:
 
     def __init__(self, collectives: Collectives, ranks_in_step: int = 1) -> None:
         self.collectives = collectives
-        self._ranks_in_step = ranks_in_step
+        self.ranks_in_step = ranks_in_step
         # What a rank may set at any time (``is_noted``), and all ranks hear of (``heard()``) at an exchange; one that
         # waits for others does then what there is to do (``answer()``).
         self.flags: list[Any] = []
@@ -73,27 +73,24 @@ class Meeting:
         """Count this rank's steps of an epoch from here on."""
         self._epoch = (step, 0)
 
-    def status(self, step: int, is_stale: bool = True, place: int = 0, agreed: Sequence[float] = ()) -> list[float]:
-        """Return what this rank tells before an exchange that begins now; ``agreed`` are to be the same on all."""
+    def status(self, step: int, is_stale: bool = True, place: int = 0) -> RankStatus:
+        """Return what this rank tells before an exchange that begins now."""
         flags = sum(flag.is_noted << bit for bit, flag in enumerate(self.flags))
         counts = (self._samples, self._batches, step, self.missed_steps)
-        return [*RankStatus(place, *counts, is_stale, flags), *agreed]
+        return RankStatus(place, *counts, is_stale, flags)
 
     def begin_exchange(self) -> None:
         """Count batches for the next exchange."""
         self._samples = self._batches = 0.0
 
-    def tell(self, numbers: Sequence[float]) -> list[RankStatus]:
-        """Tell all ranks and return what each tells, where those that train agree on learning rates; on the worker."""
-        count = len(RankStatus._fields)
-        rows = self.collectives.gather_numbers(numbers).tolist()
-        _check_agreed([row[count:] for row in rows if not row[0]])
-        return [RankStatus(*row[:count]) for row in rows]
+    def tell(self, status: RankStatus) -> list[RankStatus]:
+        """Tell all ranks and return what each tells; on the worker."""
+        return [RankStatus(*row) for row in self.collectives.gather_numbers(status).tolist()]
 
     def weight(self, everywhere: Sequence[RankStatus]) -> float:
         """Return how much the change of this rank counts."""
         counts = [(told.samples, told.batches) for told in everywhere]
-        return _weight(counts, self.collectives.rank, self._ranks_in_step)
+        return _weight(counts, self.collectives.rank, self.ranks_in_step)
 
     def polls(self, flag: Any) -> bool:
         """Return whether an exchange that was applied brought a flag; ``False`` once it has been asked."""
@@ -124,14 +121,6 @@ class Meeting:
         (self._samples, self._batches), self._epoch = state["seen"], state["epoch"]
         self.missed_steps = self._skipped = 0
         self.are_uneven = False
-
-
-def _check_agreed(everywhere: Sequence[Sequence[float]]) -> None:
-    if any(each != everywhere[0] for each in everywhere):
-        raise RuntimeError(
-            f"learning rates differ between ranks, {everywhere[0][0]} is that of one: a schedule went by a number"
-            " that is each rank's own. Log what it monitors with self.log(..., sync_dist=True)"
-        )
 
 
 def _weight(everywhere: Sequence[tuple[float, float]], rank: int, in_step: int = 1) -> float:

@@ -44,10 +44,10 @@ class Replicas(SharedOnCopy):
         """Seconds that training has waited for exchanges; ``None`` where each step's own marks tell."""
         return None
 
-    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
-        """Count a step of an optimizer; ``agreed`` are numbers that have to be the same on all ranks in an exchange."""
+    def count_step(self, optimizer: int) -> None:
+        """Count a step of an optimizer."""
 
-    def meet(self, place: str, agreed: Sequence[float] = ()) -> bool:
+    def meet(self, place: str) -> bool:
         """Return when all ranks have come to a place, taking part in exchanges of those that still train.
 
         ``False`` if some will not come, as they are past it.
@@ -57,11 +57,11 @@ class Replicas(SharedOnCopy):
     def synchronize(self) -> None:
         """Make all replicas one; all ranks must call."""
 
-    def track(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Know a model whose parameters of these names are trained from now on, between two backwards; all call."""
+    def track(self, names: Sequence[str]) -> None:
+        """Know that the model's parameters of these names are trained from now on, between two backwards; all call."""
 
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
-        """Return the statistics of the last exchange with those of the replicas."""
+    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
+        """Return the statistics of the last exchange, which was about so many steps, with those of the replicas."""
         return stats
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class AveragedReplicas(Replicas):
         self._steps = 0
 
     @override
-    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
+    def count_step(self, optimizer: int) -> None:
         self._steps += 1
         if self._every is not None and self._steps >= self._every:
             self.synchronize()
@@ -94,7 +94,7 @@ class AveragedReplicas(Replicas):
         self._steps = 0
 
     @override
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
+    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
         return {**stats, "replica_divergence": float(self._averager.divergence)}
 
     @override

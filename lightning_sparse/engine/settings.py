@@ -175,7 +175,7 @@ class Settings:
     """A training's choices, checked and with names turned into objects.
 
     ``asked`` is what is asked of the memory, and ``feedback`` what it does: they differ where Adam's updates are made
-    before selection, as ``adam`` says.
+    before selection, in place of momentum, as ``adam`` says.
     """
 
     compressor: Compressor
@@ -191,7 +191,6 @@ class Settings:
     local_steps: Optional[LocalSteps]
     levels: Union[str, int]
     asked: ErrorFeedback
-    feedback: ErrorFeedback
     adam: Optional[AdamCorrection] = None
 
     @classmethod
@@ -209,7 +208,6 @@ class Settings:
         refuse(_of_values(chosen))
         epochs = chosen["warmup_epochs"]
         warmup_epochs = own.default_warmup_epochs if epochs is None else int(epochs)
-        feedback = own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay)
         settings = cls(
             compressor=own,
             density=own.default_density or 1.0 if density is None else checked_density("density", density),
@@ -224,13 +222,19 @@ class Settings:
             overlaps_backward=chosen["overlaps_backward"],
             local_steps=rounds,
             levels=chosen["levels"],
-            asked=feedback,
-            feedback=feedback,
+            asked=own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay),
         )
         by_objects = {"schedule": schedule, "local_steps": rounds, "adapts_density": own.adapts_density}
         decay = {} if rounds is None else {"residual_decay": rounds.residual_decay}
         refuse(unmet(settings, {"density": density, **chosen, **by_objects, **decay}, chosen))
         return settings
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """What the memory does."""
+        if self.adam is None:
+            return self.asked
+        return ErrorFeedback(follows_learning_rate=self.asked.follows_learning_rate, clip_norm=self.asked.clip_norm)
 
     @cached_property  # asked in every step
     def replicas_diverge(self) -> bool:
@@ -259,14 +263,9 @@ class Settings:
         return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None
 
     def correcting_adam(self) -> Self:
-        """Return those by which Adam's updates are made before selection, in place of momentum."""
-        asked, own = self.asked, self.optimizer_correction
-        feedback = ErrorFeedback(follows_learning_rate=asked.follows_learning_rate, clip_norm=asked.clip_norm)
-        return replace(self, feedback=feedback, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
-
-    def leaving_optimizers(self) -> Self:
-        """Return those by which gradients are accumulated, or the momentum that was asked for."""
-        return replace(self, feedback=self.asked, adam=None)
+        """Return those by which Adam's updates are made before selection."""
+        own = self.optimizer_correction
+        return replace(self, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
 
     @property
     def can_correct_adam(self) -> bool:
@@ -274,11 +273,6 @@ class Settings:
         is_wanted = self.optimizer_correction is not None and self.is_sparse
         leaves_room = self.asked.momentum in (None, FROM_OPTIMIZER)
         return is_wanted and leaves_room and not self.compressor.replicas_diverge
-
-    @property
-    def takes_momentum(self) -> bool:
-        """Whether momentum was asked for that only the one kind of optimizer has."""
-        return self.asked.momentum is not None
 
     def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
         """Return those that accumulate momentum, mask and clip as ``correction`` says; ``None`` as the compressor."""
@@ -290,7 +284,7 @@ class Settings:
             if correction.masks_momentum:
                 refuse(lacking("masks_momentum=True", self))
             asked = correction._replace(follows_learning_rate=own.follows_learning_rate)
-        return replace(self, asked=asked, feedback=asked, adam=None)
+        return replace(self, asked=asked, adam=None)
 
     def densities(self) -> Densities:
         """Build how much is sent of each parameter, step by step."""

@@ -61,6 +61,7 @@ class SharedModel:
         schedule: Schedule,
         worker: ExchangeWorker,
     ) -> None:
+        self.module = module
         self._local = local
         self._pipeline = pipeline
         self._schedule = schedule
@@ -71,16 +72,16 @@ class SharedModel:
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
-        self.track(module, names)
+        self.track(names)
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._averager.device
 
-    def track(self, module: Module, names: Sequence[str]) -> None:
+    def track(self, names: Sequence[str]) -> None:
         """Know what is exchanged, where replicas are the same."""
-        self.module = module
+        module = self.module
         renamed = {self._known.get(parameter, name): name for name, parameter in module.named_parameters()}
         shared, self._momenta = (
             {renamed.get(name, name): each for name, each in kept.items()} for kept in (self._shared, self._momenta)
@@ -281,7 +282,7 @@ class SharedModel:
         """Go on from a state, with the shared model that the model's tensors hold now."""
         present = (name for name, _ in self.module.named_parameters())
         if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
-            self.track(self.module, names)  # others may be frozen here until training goes on
+            self.track(names)  # others may be frozen here until training goes on
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")

@@ -34,11 +34,9 @@ def check_parameters(model: Module) -> None:
         )
 
 
-def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None) -> None:
+def check_rounds(local: Optional[LocalSteps], model: Module) -> None:
     """Refuse what would send in each of the local steps, if there are any."""
-    if local is None:
-        return
-    if model is not None and any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+    if local is not None and any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
             f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm does in each of its"
             " layers in every step: leave out sync_batchnorm=True or convert_sync_batchnorm, so that BatchNorm's"

@@ -22,7 +22,7 @@ VERSION = 6  # of this form, and of checkpoints
 SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
 
 
-def kept_by(engine: Engine, module: nn.Module, together: bool = False) -> dict[str, Any]:
+def kept_by(engine: Engine, together: bool = False) -> dict[str, Any]:
     """Return what is kept, as plain tensors and numbers, not copied; all ranks call if ``together``."""
     state = engine.state_dict(together)
     own = {part: state[part] for part in ("averager", "rounds") if part in state}
@@ -37,7 +37,7 @@ def kept_by(engine: Engine, module: nn.Module, together: bool = False) -> dict[s
     for kind, tensors in state["memory"].items():
         scope = RANK if kind in NUMBERS else EVERYWHERE if kind in WHOLE else shared
         scopes[scope]["memory"][kind] = tensors
-    return {**origin_of(engine), "layouts": _layouts_of(module), **scopes}
+    return {**origin_of(engine), "layouts": _layouts_of(engine.wrapper.module), **scopes}
 
 
 def origin_of(engine: Engine) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def origin_of(engine: Engine) -> dict[str, Any]:
     return {"version": VERSION, "compressor": type(engine.compressor).__name__, "topology": list(engine.topology)}
 
 
-def fitted(kept: Mapping[str, Any], engine: Engine, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
+def fitted(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[str]]:
     """Return the state that an engine can use of what was kept, and say in words what it cannot.
 
     Raises:
@@ -64,30 +64,28 @@ def fitted(kept: Mapping[str, Any], engine: Engine, module: nn.Module) -> tuple[
     elif kinds and kinds != present:
         unused.append(f"{' and '.join(sorted(kinds))}, because {name} keeps other things")
     elif kinds:
-        usable["memory"], gone = _fitted_memory(kept, engine, module)
+        usable["memory"], gone = _fitted_memory(kept, engine)
         unused += [f"what was kept of {', '.join(gone)}, which the model does not have"] * bool(gone)
     if name == kept["compressor"]:
         usable["compressor"] = everywhere["compressor"]
     elif everywhere["compressor"]:
         unused.append(f"what {kept['compressor']} had learned, because {name} goes on")
     if "rounds" in own and engine.rounds is not None:
-        usable["rounds"] = {**own["rounds"], "momentum": _fitted_momenta(kept, engine, module)}
+        usable["rounds"] = {**own["rounds"], "momentum": _fitted_momenta(kept, engine)}
     return usable, unused
 
 
-def _fitted_momenta(kept: Mapping[str, Any], engine: Engine, module: nn.Module) -> Mapping[str, Tensor]:
+def _fitted_momenta(kept: Mapping[str, Any], engine: Engine) -> Mapping[str, Tensor]:
     """Return outer momenta, or this rank's part of each where the ranks of an island divide it anew."""
     shares: Mapping[str, Tensor] = kept[SHARE].get("momentum", {})
     wholes = kept[EVERYWHERE].get("momentum", {})
-    names = wholes.keys() & dict(module.named_parameters())
+    names = wholes.keys() & dict(engine.wrapper.module.named_parameters())
     return {**shares, **{name: engine.levels.part_of(each) for name, each in wholes.items() if name in names}}
 
 
-def _fitted_memory(
-    kept: Mapping[str, Any], engine: Engine, module: nn.Module
-) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+def _fitted_memory(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Return what is kept as the parameters lie now, in type, device and order, and the names that the model lacks."""
-    parameters, layouts = local_tensors(module), _layouts_of(module)
+    parameters, layouts = local_tensors(engine.wrapper.module), _layouts_of(engine.wrapper.module)
     fitted: dict[str, dict[str, Tensor]] = {}
     gone: set[str] = set()
     for scope, kind in [(each, kind) for each in SCOPES for kind in kept[each]["memory"]]:

@@ -3,7 +3,8 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -19,7 +20,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, ErrorFeedback, layout_of
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.refusals import refuse
@@ -72,6 +73,7 @@ _BROKEN = (
 )
 
 
+_ONE = Replicas()
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
 
@@ -79,7 +81,7 @@ class Loop:
     """What a training does around the exchange of one wrapped model; nothing on one process, and until it starts."""
 
     def __init__(self, settings: Settings, log: Callable[[str], None]) -> None:
-        self._settings = settings
+        self.settings = settings  # what the user chose, checked, and what it asks of the memory in this training
         self._log = log
         self.engine: Optional[Engine] = None  # also on one process
         self.optimizers: Sequence[Optimizer] = ()  # that train the model
@@ -90,22 +92,11 @@ class Loop:
     def _forget(self) -> None:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
-        self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
-        self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
-        self.view = OptimizerView({}, (), self._settings.feedback)
+        self.view = OptimizerView({}, (), self.settings.feedback)
         self.steps = CountedSteps((), self._begin_step, self._end_step, warn_user)
         self._has_warned_of_validations = False
-
-    @property
-    def settings(self) -> Settings:
-        """What the user chose, checked, and what it asks of the memory in this training."""
-        return self._settings
-
-    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Accumulate momentum, mask and clip as ``correction`` says in each training that starts from now on."""
-        self._settings = self._settings.correcting_momentum(correction)
 
     def start(
         self,
@@ -120,8 +111,8 @@ class Loop:
         """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
         self.end()
         self.remember({}, None)
-        corrects, chosen = can_correct(self._settings, optimizers), self._settings
-        self._settings = settings = chosen.correcting_adam() if corrects else chosen.leaving_optimizers()
+        settings = replace(self.settings, adam=None)
+        self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
         if settings.replicas_diverge:
             refuse(chain.from_iterable(map(of_communication, optimizers)))
         parameters = dict(ddp.module.named_parameters())
@@ -131,75 +122,64 @@ class Loop:
         if dist.get_world_size(ddp.process_group) == 1 and not goes_alone:
             settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
             self._log(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
-            self._watch_steps(optimizers)
+            self._attend_to(optimizers)
             return
         self._log(f"{summary(settings)}.")
         if dist.get_world_size(ddp.process_group) == 1:
             self._log(RESUMES_ALONE)
-        self._ddp: Wrapper = ddp
         self._scaler = scaler
         self.engine = engine = self._engine_of(ddp, node_ranks, timeout)
-        self.replicas = engine.replicas
-        self._look_at(optimizers)
-        self._trained = TrainedParameters(ddp.module, timeout)
         self._clipping = clipping
-        self.view.adam.clip(clipping, parameters.values())
+        self._trained = TrainedParameters(ddp.module, timeout)
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._log)
+        self._attend_to(optimizers)
         if self.view.takes_momentum:
             self._log(TAKES_MOMENTUM)
-        self._watch_steps(optimizers)
 
     def _engine_of(self, ddp: Wrapper, node_ranks: int, timeout: Optional[timedelta]) -> Engine:
         backend = backend_of(self._device, ddp.process_group)
-        settings, told = in_one_order(self._settings, ddp.module, backend)
+        settings, told = in_one_order(self.settings, ddp.module, backend)
         for line in told:
             self._log(line)
         around = (self._open, lambda: self.view.note_arrived())
         return Engine(ddp, settings, timeout, self._log, node_ranks, *around)
 
-    def _look_at(self, optimizers: Sequence[Optimizer]) -> None:
-        """See what the optimizers are to do."""
-        assert self.engine is not None
-        parameters = dict(self._ddp.module.named_parameters())
-        feedback, target_of, memory = self._settings.feedback, self.engine.densities.target, self.engine.memory
-        self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
-        self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
-
-    def _watch_steps(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hear of each step of the optimizers, and warn of those that learn from sparse gradients."""
-        heard = () if self.engine is None else optimizers
-        self.steps = CountedSteps(heard, self._begin_step, self._end_step, warn_user)
-        self.steps.warn_of_adaptive(self._settings, optimizers)
+    def _attend_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """See what the optimizers are to do, hear of each step, and warn of those that learn from sparse gradients."""
+        self.view.close()
+        self.steps.close()
+        if self.engine is not None:
+            parameters = dict(self.engine.wrapper.module.named_parameters())
+            feedback, target_of, memory = self.settings.feedback, self.engine.densities.target, self.engine.memory
+            self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
+            if self.view.adam is not None:
+                self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
+                self.view.adam.clip(self._clipping, parameters.values())
+            self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
+        self.steps.warn_of_adaptive(self.settings, optimizers)
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
         if len(optimizers) == len(self.optimizers) and all(map(is_, optimizers, self.optimizers)):
             return
-        if self.engine is not None:
-            self._replace_optimizers(optimizers)
-        self.optimizers = optimizers
-
-    def _replace_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        assert self.engine is not None
-        if self.unfinished.is_begun and self.view.corrects_adam:
+        if self.engine is None:
+            self.optimizers = optimizers
+            return
+        before = self.view.adam
+        if self.unfinished.is_begun and before is not None:
             raise ValueError(
                 "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the"
                 " optimizer before: assign it after a step, such as in on_train_epoch_start"
             )
-        if self._settings.replicas_diverge:
+        if self.settings.replicas_diverge:
             refuse(chain.from_iterable(map(of_communication, optimizers)))
-        can_correct(self._settings, optimizers)  # it refuses what has to be corrected and cannot be
-        total_steps = self.view.adam.total_steps
-        self.view.close()
-        self.steps.close()
+        can_correct(self.settings, optimizers)  # it refuses what has to be corrected and cannot be
         self.optimizers = optimizers
-        self._look_at(optimizers)
-        self.view.adam.total_steps = total_steps
-        self.view.adam.clip(self._clipping, self._ddp.module.parameters())
-        if self.view.corrects_adam:
+        self._attend_to(optimizers)
+        if before is not None and self.view.adam is not None:
+            self.view.adam.total_steps = before.total_steps
             self.view.adam.begin_anew()
-        self._watch_steps(optimizers)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
@@ -207,15 +187,16 @@ class Loop:
         if self.engine is not None:
             self.engine.densities.expect_steps(total_steps)
             if self.engine.densities.warm_up_steps is not None:
-                self._log(tells_default_warm_up(self._settings, self.engine.densities.warm_up_steps))
+                self._log(tells_default_warm_up(self.settings, self.engine.densities.warm_up_steps))
         adam = self.view.adam
-        adam.total_steps = total_steps
-        if adam.is_dense:
-            self._log(takes_adam(self._settings, self.optimizers, total_steps, adam.is_resumed))
+        if adam is not None:
+            adam.total_steps = total_steps
+        if adam is not None and adam.is_dense:
+            self._log(takes_adam(self.settings, self.optimizers, total_steps, adam.is_resumed))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
         """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
-        local = self._settings.local_steps
+        local = self.settings.local_steps
         if self.engine is None or local is None or total_steps is None or not isinstance(local.every, int):
             return
         count = -(-max(0, total_steps - local.synchronous_steps) // local.every)
@@ -227,13 +208,15 @@ class Loop:
     @property
     def wants_length(self) -> bool:
         """Whether a warm-up depends on how many steps the whole training has."""
-        return self.view.corrects_adam or (self.engine is not None and self._settings.bounds_warm_up)
+        return self.view.adam is not None or (self.engine is not None and self.settings.bounds_warm_up)
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Have the next gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
-        self.view.adam.clip(clipping, parameters)
-        with self.view.adam.hidden():
+        adam = self.view.adam
+        if adam is not None:
+            adam.clip(clipping, parameters)
+        with nullcontext() if adam is None else adam.hidden():
             yield
 
     def _wants_dense(self) -> bool:
@@ -242,13 +225,12 @@ class Loop:
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
         is_chosen = False if self.choice is None else self.choice.begin_batch(self.is_dense)
-        if not self.view.corrects_adam:
+        if (adam := self.view.adam) is None:
             return is_chosen
-        is_resumed = self.view.adam.is_resumed
-        warm_up = self.view.adam.look(self.engine.mean_over_ranks)
+        is_resumed, warm_up = adam.is_resumed, adam.look(self.engine.mean_over_ranks)
         if warm_up is not None and not is_resumed:
-            self._log(tells_warm_up(warm_up, self._settings.density))
-        return self.view.adam.is_dense or is_chosen
+            self._log(tells_warm_up(warm_up, self.settings.density))
+        return adam.is_dense or is_chosen
 
     def _track_model(self, forgets: bool = False, between: bool = False) -> None:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
@@ -259,12 +241,12 @@ class Loop:
             return
         if between and self._trained.is_round_behind:
             self._trained.is_round_behind = False
-            self.engine.track(self._ddp.module, self._trained.parameters)
+            self.engine.track(self._trained.parameters)
         if not self._trained.have_changed(self.optimizers, forgets):
             return
-        trained, module = self._trained, self._ddp.module
+        trained, module = self._trained, self.engine.wrapper.module
         has_new = trained.has_new()
-        if has_new and (not between or isinstance(self._ddp, ShardedModel)):
+        if has_new and (not between or isinstance(self.engine.wrapper, ShardedModel)):
             raise RuntimeError(_NEW)
         known = trained.known_names
         # What is frozen between two batches of a step has gradients that are to be exchanged.
@@ -276,10 +258,10 @@ class Loop:
             align(module, known)
         self.view.know(dict(module.named_parameters()))
         if self.is_silent and not between:
-            self.engine.source.track(module, trained.parameters)
+            self.engine.source.track(trained.parameters)
             self._trained.is_round_behind = True
         else:
-            self.engine.track(module, trained.parameters)
+            self.engine.track(trained.parameters)
         self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
 
     def _turn(self) -> None:
@@ -289,7 +271,7 @@ class Loop:
         if is_dense == self.is_dense:
             return
         if rounds is not None and not is_dense:  # they begin with one model
-            align(self._ddp.module)
+            align(self.engine.wrapper.module)
         self.leave_to_ddp(is_dense)
 
     def leave_to_ddp(self, is_dense: bool) -> None:
@@ -297,13 +279,17 @@ class Loop:
         assert self.engine is not None
         self.is_dense = is_dense
         self.engine.leave_to_ddp(is_dense)
-        # The model is one after every step that comes before rounds.
-        self.replicas = Replicas() if is_dense and self.engine.rounds is not None else self.engine.replicas
+
+    @property
+    def replicas(self) -> Replicas:
+        """Those of the engine; the model is one, without anything done for it, after steps that come before rounds."""
+        is_one = self.is_dense and self.settings.local_steps is not None
+        return _ONE if self.engine is None or is_one else self.engine.replicas
 
     @property
     def is_silent(self) -> bool:
         """Whether exchanges are left to rounds of local steps."""
-        return self._settings.local_steps is not None and not self.is_dense
+        return self.settings.local_steps is not None and not self.is_dense
 
     def begin_batch(self, adopts: bool = False, forgets: bool = False) -> None:
         """Begin a batch, before its forward.
@@ -311,29 +297,23 @@ class Loop:
         Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
         ``forgets`` that: where models are toggled within a step, it is frozen for a moment.
         """
+        if self.engine is None:
+            return
         self._track_model(forgets, between=True)
-        if self.engine is not None:
-            self._turn()
+        self._turn()
         if self.replicas.are_apart:
             self.replicas.begin_round()
         if adopts:
             self.replicas.adopt()
-        self._keep_silent()
-        if self.engine is not None and (self._settings.replicas_diverge or self.choice is not None):
-            self.steps.see_weights(self._ddp.module)
-
-    def _keep_silent(self) -> None:
-        if self.engine is None or not self.is_silent:
-            return
-        if self.engine.topology.are_islands:
+        if self.is_silent and self.engine.topology.are_islands:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
-            self._ddp.require_forward_param_sync = True
-        else:
-            self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
+            self.engine.wrapper.require_forward_param_sync = True
+        if self.settings.replicas_diverge or self.choice is not None:
+            self.steps.see_weights(self.engine.wrapper.module)
 
     def end_round(self, is_trial: bool = False) -> None:
         """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""
-        rounds, local = None if self.engine is None else self.engine.rounds, self._settings.local_steps
+        rounds, local = None if self.engine is None else self.engine.rounds, self.settings.local_steps
         if rounds is None or local is None:
             return
         steps = rounds.steps_since_ended
@@ -346,7 +326,6 @@ class Loop:
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self.unfinished.add_backward(self.optimizers, is_automatic)
-        self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
         if self.engine is None:
             return
         self._track_model()
@@ -363,7 +342,7 @@ class Loop:
             self.unfinished.add_backward(self.optimizers, False)
         if self.is_dense:
             self.engine.begin_dense_backward()
-        if self._settings.local_steps is None:
+        if self.settings.local_steps is None:
             context = self.view.coming_step(self.is_dense, self.engine.arrived.state().keys())
             # Scaling a one gives the scale without asking the device for its value.
             scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
@@ -378,11 +357,11 @@ class Loop:
         """Raise what an exchange has raised, and where nobody has told of the epoch."""
         assert self.engine is not None
         self.engine.worker.raise_error()
-        if self.epoch is None and self._settings.warmup_epochs and self.engine.densities.warm_up_steps is None:
+        if self.epoch is None and self.settings.warmup_epochs and self.engine.densities.warm_up_steps is None:
             raise RuntimeError(
-                f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
+                f"warmup_epochs={self.settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
                 " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
-                f" warmup_epochs=0{' or total_steps' if self._settings.bounds_warm_up else ''}"
+                f" warmup_epochs=0{' or total_steps' if self.settings.bounds_warm_up else ''}"
             )
 
     def end_backward(self) -> None:
@@ -398,7 +377,7 @@ class Loop:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.unfinished.end(optimizer)
-        if self.view.corrects_adam:
+        if self.view.adam is not None:
             self.view.adam.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
@@ -412,13 +391,7 @@ class Loop:
                     f"{type(optimizer).__name__} makes a step in a batch that began without it: assign"
                     " trainer.optimizers = [...] between two batches, such as in on_train_batch_start"
                 )
-            self.engine.end_step(number, self.epoch or 0, self.rates())
-
-    def rates(self) -> list[float]:
-        """Return learning rates that have to be the same on all ranks where a round ends."""
-        if not (self.agrees_on_rates and self.replicas.are_apart):
-            return []
-        return [float(group["lr"]) for each in self.optimizers for group in each.param_groups]
+            self.engine.end_step(number, self.epoch or 0)
 
     def resume(self) -> None:
         """Count time from here on, after a validation."""
@@ -446,26 +419,27 @@ class Loop:
         kept = self.final_state
         if self.engine is not None:
             self.engine.worker.drain()
-            kept = kept_by(self.engine, self._ddp.module, together=True)
+            kept = kept_by(self.engine, together=True)
         if kept is None:
             return None
         own = dict(kept[RANK])
-        if self._settings.replicas_diverge:
+        if self.settings.replicas_diverge:
             # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
             own["optimizers"] = states_of(self.optimizers)
             if self._scaler is not None:
                 own["scaler"] = self._scaler.state_dict()
-        return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": self.view.adam.clips()}}
+        clips = [] if self.view.adam is None else self.view.adam.clips()
+        return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": clips}, "epoch": self.epoch}
 
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         assert self.engine is not None
-        usable, unused = fitted(kept, self.engine, self._ddp.module)
+        usable, unused = fitted(kept, self.engine)
         self.engine.load_state_dict(usable)
         own, everywhere = kept[RANK], kept[EVERYWHERE]
-        if self.view.corrects_adam:
+        if self.view.adam is not None:
             self.view.adam.restore_clips(everywhere["clips"])
-        if self._settings.replicas_diverge:
+        if self.settings.replicas_diverge:
             load_states(self.optimizers, own.get("optimizers", ()))
             if self._scaler is not None and "scaler" in own:
                 self._scaler.load_state_dict(own["scaler"])
@@ -490,14 +464,13 @@ class Loop:
             can_ask = not has_failed or self._device.type == "cpu"
             stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
             if stats.get("total_steps") and not has_failed and engine.topology.ranks > 1:
-                self._log(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
+                self._log(closing(stats, verdict, "HSDP" if isinstance(engine.wrapper, ShardedModel) else "DDP"))
             self.remember(stats, plan)
             if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
-                kept = kept_by(engine, self._ddp.module)
+                kept = kept_by(engine)
                 self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), kept)
             self.engine = None
-        for name in ("_ddp", "_trained"):
-            vars(self).pop(name, None)
+        vars(self).pop("_trained", None)
         self.view.close()
         self._forget()
 

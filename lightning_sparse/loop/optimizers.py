@@ -5,8 +5,9 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from operator import gt
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -14,14 +15,15 @@ from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
+from lightning_sparse.engine.adam.steps import AdamSteps, after_closure, is_correctable
 from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.loop.kept import fitted_gradients
 from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
 
 _CURE = (
@@ -40,22 +42,13 @@ _LINEAR = (SGD, ASGD)
 _SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"})
 
 
-class _Taken(NamedTuple):
-    """A parameter group's own settings, and the weight decay that it has meanwhile."""
-
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-    scaled_decay: float
-
-
 class OptimizerView:
     """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
 
     An optimizer without momentum applies weight decay without it, too, which is weaker by ``1 - momentum``: meanwhile
-    weight decay is divided by that. Both are away only while an optimizer steps, so that schedules, checkpoints and
-    whoever else looks in between find what the user chose. Optimizers that cannot go with ``feedback`` are refused;
-    without a memory nothing else is done. ``adam`` is the corrected optimizers' part of a step.
+    weight decay is divided by that. Both are away only while an optimizer updates, after its closure, so that whoever
+    looks finds what the user chose. Optimizers that cannot go with ``feedback`` are refused; without a memory nothing
+    else is done. ``adam`` is the corrected optimizers' part of a step; ``None`` where there is none.
     """
 
     def __init__(
@@ -68,22 +61,20 @@ class OptimizerView:
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
-        self.corrects_adam = isinstance(memory, AdamMemory)
-        corrected = list(filter(is_correctable, optimizers)) if self.corrects_adam else []
-        if not isinstance(memory, AdamMemory):  # nothing has to be warmed up
-            memory = AdamMemory(1, AdamCorrection())
-            memory.warm_up = WarmUp(0, 0)
-        self.adam = AdamSteps(corrected, {}, target_of, memory, feedback.clip_norm)
+        self.adam: Optional[AdamSteps] = None
+        if isinstance(memory, AdamMemory):
+            corrected = list(filter(is_correctable, optimizers))
+            self.adam = AdamSteps(corrected, {}, target_of, memory, feedback.clip_norm)
         self.know(parameters)
-        self._taken: dict[tuple[Optimizer, int], _Taken] = {}  # by the number of the group
+        self._taken: list[tuple[dict[str, Any], dict[str, Any]]] = []  # parameter groups, and what was theirs
         self._handles: list[Any] = []
         if feedback.momentum is not None:
             for optimizer in optimizers:
                 _check(optimizer, feedback, parameters.values())
         if self.takes_momentum:
             for optimizer in optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-                self._handles.append(optimizer.register_step_post_hook(self._after_step))
+                self._handles.append(optimizer.register_step_pre_hook(after_closure(self._take)))
+                self._handles.append(optimizer.register_step_post_hook(self._give_back))
 
     @property
     def takes_momentum(self) -> bool:
@@ -93,11 +84,12 @@ class OptimizerView:
     def know(self, parameters: Mapping[str, Parameter]) -> None:
         """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self.adam.names = self._names
+        if self.adam is not None:
+            self.adam.names = self._names
 
     def coming_step(self, is_dense: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
-        coming = self.adam.coming(is_dense, continued) if self.corrects_adam else StepContext()
+        coming = StepContext() if self.adam is None else self.adam.coming(is_dense, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
@@ -105,10 +97,10 @@ class OptimizerView:
         if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
             return {}
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
-        for key, group in self._groups():
-            if key in self._taken:  # this is the closure of its step, and may have written anew
-                self._take(key, group)
-            settings = self._settings(key, group)
+        own = float(self._feedback.momentum or 0.0) if not self.takes_momentum else None
+        for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
+            momentum = (group["momentum"], group["nesterov"]) if own is None else (own, self._feedback.nesterov)
+            settings = Hyperparameters(group["lr"], *momentum)
             found.update(
                 (self._names[parameter], settings._replace(continues_step=parameter in continued))
                 for parameter in group["params"]
@@ -118,52 +110,28 @@ class OptimizerView:
 
     def note_arrived(self) -> None:
         """Know gradients that updates stand in, as the exchange has left them."""
-        if self.corrects_adam:
+        if self.adam is not None:
             self.adam.note_arrived()
 
     def close(self) -> None:
         """Give back what a step that failed has left taken, and take nothing any more."""
-        self.adam.close()
+        if self.adam is not None:
+            self.adam.close()
         for handle in self._handles:
             handle.remove()
-        for optimizer in self._optimizers:
-            self._after_step(optimizer)
+        self._give_back()
 
-    def complete(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Write what was taken into an optimizer's state dictionary, so that it can be loaded without us."""
-        # ZeroRedundancyOptimizer gives its state to rank 0 alone.
-        for position, group in enumerate(state.get("param_groups", ())):
-            if (optimizer, position) in self._taken:
-                group.update(_meant(group, self._taken[optimizer, position]))
-        return state
+    def _take(self, optimizer: Optimizer) -> None:
+        self._give_back()  # what an update that failed has left taken
+        for group in optimizer.param_groups:
+            if momentum := group["momentum"]:
+                self._taken.append((group, {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}))
+                group.update(momentum=0.0, nesterov=False, weight_decay=group["weight_decay"] / (1 - momentum))
 
-    def _groups(self) -> Iterable[tuple[tuple[Optimizer, int], dict[str, Any]]]:
-        for optimizer in self._optimizers:
-            for position, group in enumerate(optimizer.param_groups):
-                yield (optimizer, position), group
-
-    def _before_step(self, optimizer: Optimizer, *step: Any) -> None:
-        for position, group in enumerate(optimizer.param_groups):
-            self._take((optimizer, position), group)
-
-    def _after_step(self, optimizer: Optimizer, *step: Any) -> None:
-        for position, group in enumerate(optimizer.param_groups):
-            taken = self._taken.pop((optimizer, position), None)
-            if taken is not None:
-                group.update(_meant(group, taken))
-
-    def _take(self, key: tuple[Optimizer, int], group: dict[str, Any]) -> None:
-        meant = _meant(group, self._taken.get(key))
-        if meant["momentum"]:
-            scaled = meant["weight_decay"] / (1 - meant["momentum"])
-            self._taken[key] = _Taken(**meant, scaled_decay=scaled)
-            group.update(momentum=0.0, nesterov=False, weight_decay=scaled)
-
-    def _settings(self, key: tuple[Optimizer, int], group: Mapping[str, Any]) -> Hyperparameters:
-        if not self.takes_momentum:
-            return Hyperparameters(group["lr"], float(self._feedback.momentum or 0.0), self._feedback.nesterov)
-        meant = _meant(group, self._taken.get(key))
-        return Hyperparameters(group["lr"], meant["momentum"], meant["nesterov"])
+    def _give_back(self, *step: Any) -> None:
+        for group, own in self._taken:
+            group.update(own)
+        self._taken.clear()
 
 
 class CountedSteps:
@@ -271,25 +239,32 @@ class UnfinishedStep:
         self._waiting = [each for each in self._waiting if each is not optimizer]
         self._restored = {}
 
-    def state(self, module: Module, engine: Optional[Engine]) -> dict[str, Any]:
+    def state(self, engine: Optional[Engine]) -> dict[str, Any]:
         """Return what a checkpoint has to hold; empty between two steps."""
-        if not self._waiting:
+        if not self._waiting or engine is None:
             return {}
-        # Also those that an optimizer has stepped with: where another one's turn comes next, its backward adds to them.
-        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-        state: dict[str, Any] = {"gradients": gradients, "is_accumulating": self.is_begun}
-        if engine is not None:
-            names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-            state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
-            state["begun"] = [names[parameter] for parameter in engine.arrived.begun if parameter in names]
-            state["undecayed"] = engine.memory.undecayed()
-            state["used"] = [names[parameter] for parameter in engine.source.used if parameter in names]
-        return state
+        names: dict[Tensor, str] = {each: name for name, each in engine.wrapper.module.named_parameters()}
+        return {
+            "is_accumulating": self.is_begun,
+            # Also those that an optimizer has stepped with: another one's backward, which comes next, adds to them.
+            "gradients": {name: each.grad for each, name in names.items() if each.grad is not None},
+            "arrived": {names[each]: arrived for each, arrived in engine.arrived.state().items()},
+            "begun": [names[each] for each in engine.arrived.begun if each in names],
+            "undecayed": engine.memory.undecayed(),
+            "used": [names[each] for each in engine.source.used if each in names],
+        }
 
-    def restore_gradients(self, gradients: Mapping[Parameter, Tensor], is_begun: bool) -> None:
-        """Go on from a checkpoint, once :meth:`put_back` is called."""
-        self._restored = dict(gradients)
-        self.is_begun = is_begun
+    def restore(self, kept: Mapping[str, Any], engine: Engine) -> None:
+        """Go on from what :meth:`state` returned, once :meth:`put_back` is called."""
+        parameters = dict(engine.wrapper.module.named_parameters())
+        self.is_begun = bool(kept.get("is_accumulating"))
+        self._restored = fitted_gradients(kept.get("gradients", {}), parameters)
+        begun, used = (
+            [parameters[each] for each in kept.get(of, ()) if each in parameters] for of in ("begun", "used")
+        )
+        engine.arrived.restore_means(fitted_gradients(kept.get("arrived", {}), parameters), begun)
+        engine.memory.restore_undecayed(kept.get("undecayed", ()))
+        engine.source.use(used)
 
     def put_back(self, optimizers: Sequence[Optimizer]) -> None:
         """Put restored gradients in their place; Lightning sets all to zero between the two."""
@@ -426,7 +401,7 @@ def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
     if isinstance(settings.optimizer_correction, AdamCorrection):
         _check_correctable(optimizers)
     are_correctable = list(map(is_correctable, optimizers))
-    corrects = all(are_correctable) if settings.takes_momentum else any(are_correctable)
+    corrects = any(are_correctable) if settings.asked.momentum is None else all(are_correctable)
     return corrects and bool(optimizers) and settings.can_correct_adam
 
 
@@ -463,18 +438,6 @@ def before_step_of_training(act: Callable[[], None]) -> Callable[..., None]:
 def handled(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that an optimizer trains."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _meant(group: Mapping[str, Any], taken: Optional[_Taken]) -> dict[str, Any]:
-    """Return what a group is to have: what was taken from it, unless somebody has written something else since."""
-    if taken is None:
-        return {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}
-    is_ours = group["weight_decay"] == taken.scaled_decay
-    return {
-        "momentum": group["momentum"] or taken.momentum,
-        "nesterov": group["nesterov"] or taken.nesterov,
-        "weight_decay": taken.weight_decay if is_ours else group["weight_decay"],
-    }
 
 
 def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor]) -> None:

@@ -24,7 +24,6 @@ from typing_extensions import Self, Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.collectives import SharedOnCopy, align, copy_from_first
-from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, is_in_backward
@@ -140,14 +139,13 @@ class Sparsifier(Loop):
         elif any(cut_modules(model)):
             self._model = ShardedModel(model)
             replica_ranks = _check_shards(model, optimizers, settings, scaler)
-            self._settings = settings = replace(settings, schedule=FixedSize())
+            self.settings = settings = replace(settings, schedule=FixedSize())
         else:
             _check_bare(model)
             self._model = BareModel(model)
         module = self._model.module
         _check_optimizers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
-        self._has_exchanged = False  # the shards of this step
         self._is_closed = False
         self._is_shared = True  # the model is that of all ranks, as far as this rank knows
         self._is_shown = False  # inside of shared_model
@@ -171,8 +169,10 @@ class Sparsifier(Loop):
         for each in self._model.module.modules():
             if (refusal := _REFUSALS.pop(each, None)) is not None:
                 refusal.remove()
-        if self.engine is not None:
-            self._align(self.engine)
+        if self.engine is not None and isinstance(self._model, ShardedModel):
+            module, group = self._model.module, self.engine.levels.same_shard.collectives.group
+            assert group is not None
+            copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], group)
         self.expect_steps(total_steps)
         self.tell_of_rounds(total_steps)
         if self.engine is not None:
@@ -191,23 +191,6 @@ class Sparsifier(Loop):
         for each in tree_leaves(output):
             if isinstance(each, torch.Tensor) and each.requires_grad:
                 each.register_hook(self.engine.source.hear)
-
-    def _track_layers(self, inputs: Any) -> None:
-        """See what is trained before a forward, as none of the gradients of a new layer would tell of it."""
-        if torch.is_grad_enabled() and self._model.module.training and not is_in_backward():
-            self._track_model(between=True)
-
-    def _align(self, engine: Engine) -> None:
-        """Have ranks begin with one model, and have one's buffers in each step, where no wrapper cares for it."""
-        module = self._model.module
-        if isinstance(self._model, ShardedModel):
-            held = [*map(local_tensor, module.parameters()), *module.buffers()]
-            group = engine.levels.same_shard.collectives.group
-            assert group is not None
-            copy_from_first(held, group)
-        elif isinstance(self._model, BareModel):
-            hook = Watch(module, torch.compiler.disable(partial(_begin_forward, self._model)))
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def __enter__(self) -> Self:
         return self
@@ -267,14 +250,13 @@ class Sparsifier(Loop):
 
     def exchange_shards(self) -> None:
         """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
-        is_ours = isinstance(self._model, ShardedModel) and self._settings.local_steps is None
-        if self.engine is None or not is_ours or self._has_exchanged:
+        is_ours = isinstance(self._model, ShardedModel) and self.settings.local_steps is None
+        if self.engine is None or not is_ours or self.unfinished.is_begun:
             return
         self.check_epoch()
         self._turn()
         self.begin()
         self.end_backward()
-        self._has_exchanged = True
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -323,11 +305,6 @@ class Sparsifier(Loop):
             return {}
         return {**state, "number": dist.get_rank(), "shared model": self._print_of_shared()}
 
-    @override
-    def state(self) -> Optional[dict[str, Any]]:
-        state = super().state()
-        return None if state is None else {**state, "epoch": self.epoch}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned; load model and optimizers as ever, in any order with this.
 
@@ -347,7 +324,7 @@ class Sparsifier(Loop):
         for kind, cure in _ALIKE.items():
             if (before := state.get(kind)) != (now := present.get(kind)):
                 raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
-        _, unused = fitted(state, self.engine, self._model.module)
+        _, unused = fitted(state, self.engine)
         if unused:
             raise ValueError(
                 f"this state holds what is of no use here, {'; '.join(unused)}: build the same model and optimizers,"
@@ -373,13 +350,14 @@ class Sparsifier(Loop):
     @override
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         unused = super().load(kept)
-        self._is_shared = self._settings.local_steps is None
-        self._track_rounds()
+        self._is_shared = self.settings.local_steps is None
+        if self.engine is not None and self.engine.rounds is not None:
+            self.leave_to_ddp(self.engine.rounds.is_synchronous)
         return unused
 
     def _print_of_shared(self) -> Optional[list[int]]:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
-        if self._settings.local_steps is None:
+        if self.settings.local_steps is None:
             return None
         with self.replicas.shared_model():
             held = map(local_tensor, self._model.module.parameters())
@@ -388,34 +366,21 @@ class Sparsifier(Loop):
     def _watch(self, model: Module) -> None:
         """Follow backwards, and rounds of local steps, where nobody tells of batches, evaluations and saves."""
         assert self.engine is not None
+        called = model if self.engine.rounds is None else self._model.module
+        forward = Watch(called, torch.compiler.disable(self._before_forward))
+        # FSDP's own puts whole parameters there.
+        self._handles.append(called.register_forward_pre_hook(forward, prepend=True))
         if self.engine.rounds is None:
-            follow = Watch(model, torch.compiler.disable(self._track_layers))
             listen = Watch(model, torch.compiler.disable(self._listen))
-            self._handles.append(model.register_forward_pre_hook(follow, prepend=True))
             self._handles.append(model.register_forward_hook(listen))
             return
-        module = self._model.module
-        forward = Watch(module, torch.compiler.disable(self._before_forward))
-        saving = Watch(module, self._check_shared)
         self._handles += [
-            module.register_forward_pre_hook(forward, prepend=True),  # FSDP's own puts whole parameters there
-            module.register_state_dict_pre_hook(saving),
+            called.register_state_dict_pre_hook(Watch(called, self._check_shared)),
             *(each.register_step_pre_hook(before_step_of_training(self._begin_rounds)) for each in self.optimizers),
         ]
         if self._scaler is not None:
             self._count_skipped(self._scaler)
-        self._track_rounds()
-
-    @override
-    def leave_to_ddp(self, is_dense: bool) -> None:
-        super().leave_to_ddp(is_dense)
-        if self._settings.local_steps is not None:
-            self._model.require_backward_grad_sync = self._model.require_forward_param_sync = is_dense
-
-    def _track_rounds(self) -> None:
-        """Leave the coming step to DDP, or not, as rounds want, if there are any."""
-        if self.engine is not None and self.engine.rounds is not None:
-            self.leave_to_ddp(self.engine.rounds.is_synchronous)
+        self._turn()
 
     def _count_skipped(self, scaler: GradScaler) -> None:
         """Count also steps that a scaler leaves out, on one rank maybe: rounds begin and end on all ranks."""
@@ -431,12 +396,18 @@ class Sparsifier(Loop):
         scaler.step = counted  # type: ignore[method-assign]
 
     def _before_forward(self, inputs: Any) -> None:
-        is_training = self._model.module.training
-        if torch.is_grad_enabled() and (is_training or self._waiting is not None):
-            self._begin_rounds()
-            self.check_epoch()
-            self.begin_batch()
-        elif not (torch.is_grad_enabled() or is_training):
+        """Begin a batch; none of the gradients of a new layer would tell of it."""
+        is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
+        if has_grad and (is_training or self._waiting is not None) and not is_in_backward():  # by a checkpoint
+            if self.settings.local_steps is None:
+                self._track_model(between=True)
+            else:
+                self._begin_rounds()
+                self.check_epoch()
+                self.begin_batch()
+            if is_training and type(self._model) is BareModel:
+                self._model.begin_forward()
+        elif not (has_grad or is_training):  # any rank may evaluate alone
             self._check_shared()
 
     def _begin_rounds(self) -> None:
@@ -457,7 +428,6 @@ class Sparsifier(Loop):
     @override
     def _end_step(self, optimizer: Optimizer) -> None:
         super()._end_step(optimizer)
-        self._has_exchanged = False
         if self.engine is None or self.engine.rounds is None:
             return
         self._is_shared = self.is_dense
@@ -521,12 +491,6 @@ _WRAPPERS = frozenset(  # to ask for all classes would import FSDP, and DeepSpee
     {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"}
 )
 _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
-
-
-def _begin_forward(model: BareModel, inputs: Any) -> None:
-    # Any rank may evaluate alone, and checkpoints come again in backward.
-    if model.module.training and torch.is_grad_enabled() and not is_in_backward():
-        model.begin_forward()
 
 
 def _refuse_alone(module: Module, inputs: Any) -> None:

@@ -204,7 +204,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         handle = self._handles.get(module)
         if handle is not None:
             handle.exchange_shards()
-        if handle is None or not handle.view.corrects_adam:
+        if handle is None or handle.view.adam is None:
             return clip()
         if norm_type != 2:
             raise ValueError(

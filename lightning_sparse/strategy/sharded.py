@@ -91,17 +91,16 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    @property
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
+    def _wrapper(self) -> ShardedModel:
+        return self._sharded
+
+    @override
+    def _start(self, trainer: Trainer) -> None:
         module = self._module
         check_parameters(module)
         check_rounds(self.settings.local_steps, module)
-        if self.engine is not None:  # users have them set up anew; the next batch follows them
-            super().setup_optimizers(trainer)
-            self._agree_on_rates()
-            return
-        self._let_go()
-        self._has_failed = False
         if not module.automatic_optimization:
             raise ValueError(
                 "automatic_optimization=False steps by hand, and which backward is a step's last, after which shards"
@@ -110,23 +109,20 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
-        super().setup_optimizers(trainer)
         self._sharded = ShardedModel(module, same_shards)
         replicas, shards, _ = self._whole_mesh.shape
         self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
         if replicas == 1:
             self._log(_ONE_REPLICA)
-            return
-        self._start(self._sharded, trainer)
+        else:
+            super()._start(trainer)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self.engine is not None:
-            self._checkpointer.restore_models(self._restore_models)
-        elif self._checkpointer.has_loaded_save:
+        if self.engine is None and self._checkpointer.has_loaded_save:
             self._log("one replica: what several had kept for later steps is not used.")
-        self._checkpointer.loaded = None
+        self._restore()
         self._begin_steps()
 
     @override

@@ -1,5 +1,6 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -36,7 +37,7 @@ from lightning_sparse.jobs.position import POSITION, Position, Reader
 from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds
-from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted_gradients
+from lightning_sparse.loop.kept import EVERYWHERE, RANK
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
@@ -53,6 +54,7 @@ from lightning_sparse.strategy.uneven import (
     check_batches,
     check_logged,
     check_ranks_apart,
+    check_rates,
     samples_of,
     skip_steps,
     step_ratio_of,
@@ -147,10 +149,23 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def _trainer(self) -> Trainer:
         return self._module.trainer
 
-    def _start(self, model: Wrapper, trainer: Trainer) -> None:
-        """Begin the exchange of a wrapped model, unless there is nobody to exchange with."""
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.engine is None:  # else users have them set up anew, and the next batch follows them
+            self._let_go()
+            self._has_failed = False
+            self._start(trainer)
+
+    @property
+    @abstractmethod
+    def _wrapper(self) -> Wrapper:
+        """The model whose gradients are exchanged."""
+
+    def _start(self, trainer: Trainer) -> None:
+        """Begin the exchange, unless there is nobody to exchange with."""
         self._loop.start(
-            model,
+            self._wrapper,
             self.optimizers,
             self._timeout,
             getattr(self.precision_plugin, "scaler", None),
@@ -163,7 +178,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         if self.settings.replicas_diverge or self.holds_shards:
             self._surround(trainer)
-        if self._loop.view.corrects_adam:
+        if self._loop.view.adam is not None:
             self._clip_gradients = self.precision_plugin.clip_gradients
             self._replace(self.precision_plugin, "clip_gradients", self._clip)
 
@@ -179,12 +194,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
         return None if self.engine is None else self.engine.rounds
 
-    @property
-    def _ranks_in_step(self) -> int:
-        """How many ranks, one after the other, make each step together."""
-        kept = self._checkpointer
-        return kept.node_ranks if kept.are_islands or kept.same_shards is not None else 1
-
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -194,12 +203,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
 
         def run_to_one() -> None:
-            if self.settings.local_steps is not None:
+            local, meeting = self.settings.local_steps, None if self.rounds is None else self.rounds.meeting
+            if local is not None and meeting is not None:
                 fit_loop.setup_data()
-                batches = check_batches(trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step)
+                batches = check_batches(trainer, local, self._has_own_position, meeting.ranks_in_step)
                 self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
-                if self.rounds is not None:
-                    self.rounds.meeting.step_ratio = step_ratio_of(trainer, batches)
+                meeting.step_ratio = step_ratio_of(trainer, batches)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -235,7 +244,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
-        have_met = self._loop.replicas.meet(place, self._loop.rates())
+        have_met = self._loop.replicas.meet(place)
         if have_met and self.rounds is not None and self.rounds.meeting.are_uneven:
             sync_schedulers(
                 self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -265,7 +274,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._seen_batch = self._validated_batch = 0
         if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
             sync_schedulers(trainer, self.optimizers, trainer.num_training_batches)
-        self._agree_on_rates()
         if self._loop.wants_length:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             self._loop.expect_steps(total_steps_of(trainer))
@@ -280,10 +288,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def _has_one_pace(self) -> bool:
         """Whether no rank is ahead of others until all meet."""
         return self.rounds is None or self.rounds.meeting.step_ratio[1] == 1
-
-    def _agree_on_rates(self) -> None:
-        plateaus = (each.reduce_on_plateau for each in self.lr_scheduler_configs)
-        self._loop.agrees_on_rates = self._has_one_pace and any(plateaus)
 
     @property
     def _has_ended_steps(self) -> bool:
@@ -300,6 +304,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self.rounds is not None and batch != self._seen_batch:  # or a closure has asked once more
             self._seen_batch = batch
             self.rounds.meeting.see_batch(samples_of(args[0] if args else None))
+            if self._trainer.fit_loop.batch_idx == 0 and self._has_one_pace and self._loop.replicas.are_apart:
+                check_rates(self._trainer, self.optimizers)
         output = super().training_step(*args, **kwargs)
         if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
             check_logged(self._trainer)
@@ -356,11 +362,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         super().on_exception(exception)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        return self._loop.view.complete(getattr(optimizer, "_optimizer", optimizer), state)
-
-    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
@@ -382,6 +383,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             is_before = fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)
             kept[EVERYWHERE]["is_before_validation"] = is_before
         return kept
+
+    def _restore(self) -> None:
+        """Go on from the checkpoint that was read, if one was."""
+        if self.engine is not None:
+            self._checkpointer.restore_models(self._restore_models)
+        self._checkpointer.loaded = None
 
     def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         """Give the engine and the optimizers what this rank had kept; return what they cannot use."""
@@ -458,7 +465,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
 
     @property
-    def _ddp(self) -> DistributedDataParallel:
+    @override
+    def _wrapper(self) -> Wrapper:
         assert isinstance(self.model, DistributedDataParallel)
         return self.model
 
@@ -488,7 +496,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         """
         if correction is not None and self.engine is not None:
             raise RuntimeError("momentum can only be corrected from the start of fit: call it in a callback's setup")
-        self._loop.correct_momentum(correction)
+        self._loop.settings = self.settings.correcting_momentum(correction)
 
     @override
     def _configure_launcher(self) -> None:
@@ -522,16 +530,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word. What is done with gradients
         # depends on the optimizers, which Lightning sets up next.
         return
-
-    @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if self.engine is not None:  # users have them set up anew; the next batch follows them
-            self._agree_on_rates()
-            return
-        self._let_go()
-        self._has_failed = False
-        self._start(self._ddp, trainer)
 
     def _ranks_of_node(self) -> int:
         """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
@@ -582,7 +580,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if kept is None:
             return None
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        kept[RANK] |= {**self._loop.unfinished.state(self._module, self.engine), "batches": progress.state_dict()}
+        kept[RANK] |= {**self._loop.unfinished.state(self.engine), "batches": progress.state_dict()}
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
         if self._loop.choice is not None and self._loop.choice.chosen is not None:
@@ -598,9 +596,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self.engine is not None:
-            self._checkpointer.restore_models(self._restore_models)
-        self._checkpointer.loaded = None
+        self._restore()
         trainer = self._trainer
         if POSITION in checkpoint and trainer.fit_loop.restarting:
             trainer.fit_loop.setup_data()
@@ -618,18 +614,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         assert self.engine is not None
-        # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
-        self._ddp.require_backward_grad_sync = True
-        unused, parameters = super()._restore_models(models), dict(self._module.named_parameters())
+        unused, unfinished = super()._restore_models(models), self._loop.unfinished
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
-        is_begun = bool(own.get("is_accumulating"))
-        gradients, arrived = (fitted_gradients(own.get(kind, {}), parameters) for kind in ("gradients", "arrived"))
-        begun = (parameters[name] for name in own.get("begun", ()) if name in parameters)
-        self.engine.arrived.restore_means(arrived, begun)
-        self.engine.memory.restore_undecayed(own.get("undecayed", ()))
-        used = own.get("used", own.get("gradients", ()) if is_begun else ())
-        self.engine.source.use([parameters[name] for name in used if name in parameters])
-        self._loop.unfinished.restore_gradients(gradients, is_begun)
+        unfinished.restore(own, self.engine)
         self._has_own_position = ranks == self.world_size
         if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(
@@ -638,7 +625,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             )
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
-            if self._loop.choice is not None and "is_dense" in everywhere and not is_begun:
+            if self._loop.choice is not None and "is_dense" in everywhere and not unfinished.is_begun:
                 self._loop.choice.restore_choice(bool(everywhere["is_dense"]))
         return unused
 

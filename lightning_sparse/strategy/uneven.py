@@ -153,6 +153,18 @@ def check_logged(trainer: Trainer) -> None:
             )
 
 
+def check_rates(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse learning rates that each rank has set by what it has measured itself; all call, as an epoch begins."""
+    if not any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
+        return
+    first, *others = gather_together([float(group["lr"]) for each in optimizers for group in each.param_groups])
+    if any(each != first for each in others):
+        raise RuntimeError(
+            f"learning rates differ between ranks, {first[0]} is that of one: a schedule went by a number"
+            " that is each rank's own. Log what it monitors with self.log(..., sync_dist=True)"
+        )
+
+
 def skip_steps(trainer: Trainer, steps: int) -> None:
     """Count steps without a batch as made, also for rates that change in each; others catch up where all meet."""
     limit = trainer.max_steps

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sparse.compressors.base import trained_in
 from lightning_sparse.engine.local_steps import RoundLength, Rounds
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.settings import LocalSteps
@@ -370,7 +371,7 @@ def change_shapes(rank):
             if step == 3:
                 module.pair = nn.Parameter(torch.ones(5, device=DEVICE))
                 del module.prime
-                engine.track(module)
+                engine.track(trained_in(module))
         engine.replicas.synchronize()
         return [each.detach().clone() for each in module.parameters()]
 

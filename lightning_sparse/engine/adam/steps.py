@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from functools import partial
 from operator import is_
 from typing import Any, NamedTuple, Optional
 
@@ -52,6 +51,25 @@ def is_correctable(optimizer: Optimizer) -> bool:
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
 
 
+def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
+    """Return a hook before steps that acts as soon as an optimizer's gradients are there: after a closure, if any."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            act(optimizer)
+            return None
+
+        def close() -> Any:
+            loss = closure()
+            act(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": close}
+
+    return hook
+
+
 class AdamSteps:
     """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection.
 
@@ -86,7 +104,7 @@ class AdamSteps:
         self._unscaling_changes = 0
         self._handles: list[Any] = []
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_pre_hook(after_closure(self._step)))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget_steps))
 
@@ -307,19 +325,6 @@ class AdamSteps:
             tensors = AdamTensors(first, second, largest, laid_flat(local_tensor(parameter)))
             known = self._flats[parameter] = _Flat(kept, weight.data_ptr(), tensors)
         return known.tensors
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step as soon as the gradients are there: after the closure, if there is one."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._step(optimizer)
-            return None
-        return args[:1], {**kwargs, "closure": partial(self._step_after, optimizer, closure)}
-
-    def _step_after(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._step(optimizer)
-        return loss
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer) -> None:

@@ -588,6 +588,7 @@ class Exchange(SharedOnCopy):
         self, wrapper: Wrapper, route: Route, begin: Callable[[bool], None], end: Callable[[], None], is_dense: bool
     ) -> None:
         self.is_dense = is_dense
+        self.is_silent = False  # gradients stay this rank's own, as with local steps
         self._wrapper = wrapper
         self._route = route
         self._begin = begin
@@ -602,9 +603,10 @@ class Exchange(SharedOnCopy):
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
 
-    def track(self, module: Module, trained: Mapping[str, Tensor]) -> None:
-        """Take the gradients of these parameters of a model from now on, before any of a backward has come."""
+    def track(self, trained: Mapping[str, Tensor]) -> None:
+        """Take the gradients of these parameters of the model from now on, before any of a backward has come."""
         self._route.arrived.unwatch()  # others are to be watched
+        module = self._wrapper.module
         ignored = ignored_by(module)
         sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
         named = {each: name for name, each in module.named_parameters() if name not in ignored}
@@ -653,8 +655,12 @@ class Exchange(SharedOnCopy):
         """Know that a backward begins."""
         if self._backward is not None and not is_in_backward():
             raise RuntimeError(_FAILED)
-        self._is_due = self._wrapper.require_backward_grad_sync
+        self._is_due = self._exchanges
         self.hear()
+
+    @property
+    def _exchanges(self) -> bool:
+        return bool(self._wrapper.require_backward_grad_sync) and not self.is_silent
 
     def hear(self, gradient: Optional[Tensor] = None) -> None:
         """Know of the backward that goes on, before any of its gradients."""
@@ -674,7 +680,7 @@ class Exchange(SharedOnCopy):
 
     def _opened(self) -> Optional[Backward]:
         """Begin an exchange with a backward's first gradient, unless it stays this rank's own."""
-        if not self._wrapper.require_backward_grad_sync:
+        if not self._exchanges:
             return None
         if self._route.is_sharded:  # whoever tells of a backward tells of its end: FSDP hands shards over until then
             return self._open() if self._is_due and self._route.overlaps_backward else None

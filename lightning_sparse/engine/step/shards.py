@@ -16,6 +16,7 @@ class BareModel:
     """A model that nothing wraps: it has those parts of a DDP wrapper that are asked for."""
 
     process_group = None  # all ranks
+    broadcast_buffers = True
     require_backward_grad_sync = require_forward_param_sync = True
 
     def __init__(self, module: Module) -> None:
@@ -32,7 +33,7 @@ class BareModel:
 
     def begin_forward(self) -> None:
         """Copy buffers from rank 0 as DDP does: before a step's first forward, not between those that accumulate."""
-        if self.require_forward_param_sync:
+        if self.require_forward_param_sync and self.broadcast_buffers:
             broadcast_buffers(self.module)
         self.require_forward_param_sync = self.require_backward_grad_sync
 
