@@ -103,6 +103,8 @@ class Collectives(SharedOnCopy):
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
         """Return the bytes that leave this rank when every rank hands in a tensor like this one."""
+        if tensor.layout is torch.sparse_coo:  # of which every rank gathers what the others hold
+            return self._shares["all_gather"] * (tensor._indices().nbytes + tensor._values().nbytes)
         return self._shares[name] * (tensor.numel() * tensor.element_size())
 
     @contextmanager

@@ -170,6 +170,8 @@ class Loop:
         """Hear of each step of the optimizers, and warn of those that learn from sparse gradients."""
         heard = () if self.engine is None else optimizers
         self.steps = CountedSteps(heard, self._begin_step, self._end_step, warn_user)
+        if self.engine is not None:
+            self.engine.recorder.hears_steps = self.steps.hears
         self.steps.warn_of_adaptive(self._settings, optimizers)
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -419,6 +421,11 @@ class Loop:
         if not (self.agrees_on_rates and self.replicas.are_apart):
             return []
         return [float(group["lr"]) for each in self.optimizers for group in each.param_groups]
+
+    def pause(self) -> None:
+        """Count no time from here on, before a validation."""
+        if self.engine is not None:
+            self.engine.recorder.totals.pause()
 
     def resume(self) -> None:
         """Count time from here on, after a validation."""
