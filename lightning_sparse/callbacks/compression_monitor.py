@@ -50,8 +50,9 @@ class CompressionMonitor(StepObserver):
     Totals are since the start of ``fit``.
     Bytes and times are also means over the optimizer steps since the last logged one, the last 256 at most, because a
     method may send more in one step than in the next; a step of several backwards has the exchanges of all. Norms are
-    those of the logged step. Steps of plain DDP, such as AdamW's first ones, have no times of an exchange. TensorBoard also gets a page with the plan in force, and a layout for its
-    tab "Custom Scalars", in which the density is a decimal logarithm.
+    those of the logged step. Steps of plain DDP, such as AdamW's first ones, have no times of an exchange. TensorBoard
+    also gets a page with the plan in force, and a layout for its tab "Custom Scalars", in which the density is a
+    decimal logarithm.
 
     A logged step costs one more pass over gradients and residuals, a small all-gather, and on a GPU a wait for the
     step. Of other steps notes are taken on the host. With a strategy that compresses nothing, such as ``"ddp"``, it
