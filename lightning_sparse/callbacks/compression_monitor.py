@@ -187,6 +187,8 @@ def statistics_over_ranks(
     stats["commit_seconds"] = mean_of(ours, lambda each: each.seconds("commit"))
     if samples is not None:
         stats |= memory_statistics(engine) if engine.memory.corrects_adam else {}
+        if "update_error" in stats:  # which the memory knows of the last exchange alone
+            stats["update_error"] = samples.update_error()
         stats["gradient_square"], stats["residual_square"] = (norm**2 for norm in samples.norms())
     stats = reduce_over_ranks(strategy, {**stats, **throughput})
     for total in ("", "total_"):

@@ -71,6 +71,11 @@ class ParameterSamples:
         )
         return float(gradient), float(residual)
 
+    def update_error(self) -> float:
+        """Return the norm of all updates that wait over that of those that were added; on a device this waits."""
+        waiting = torch.stack([self._residual_norms[name] for name in self.update_norms])
+        return float(waiting.norm() / torch.stack(list(self.update_norms.values())).norm())
+
     def facts(self) -> dict[str, ParameterFacts]:
         """Return plain numbers by parameter name; on a device this waits for them, all at once."""
         facts: list[Union[int, float, Tensor]] = []
@@ -177,6 +182,7 @@ class StepRecord:
         self.ready: dict[str, Optional[Mark]] = {}  # by parameter, in this order; on a device none unless watched
         self.groups: list[GroupMarks] = []  # in the order of exchange
         self.spans: list[Span] = []  # stages that belong to no group
+        self.waits: list[tuple[Mark, Mark]] = []  # after the optimizer's step, in which training stood still
         self.backward_end: Optional[Mark] = None  # the last gradient was ready
         self.end: Optional[Mark] = None  # the last exchange had been written back
 
@@ -209,14 +215,16 @@ class StepRecord:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds from the last gradient until all means had been written."""
+        """Seconds from the last gradient until all means had been written, and of waits after that."""
         known = self.backward_end is not None and self.end is not None
-        return max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
+        in_step = max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
+        return in_step + sum(Clock.seconds(*wait) for wait in self.waits)
 
     @property
     def have_passed(self) -> bool:
         """Whether the step is over on the device, too; nobody waits for it."""
-        return all(mark is None or Clock.has_passed(mark) for mark in (self.backward_end, self.end))
+        marks = (self.backward_end, self.end, *(end for _, end in self.waits))
+        return all(mark is None or Clock.has_passed(mark) for mark in marks)
 
 
 def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
@@ -392,6 +400,18 @@ class Recorder:
             self.last.layout_bytes += count * is_ddps
             self.totals.wire_bytes += count
             self.totals.dense_bytes += count * is_ddps
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is done inside as an exchange of the last step for which training stands still."""
+        start = self.clock.mark()
+        yield
+        end, known, waited = self.clock.mark(), self.last, StepRecord()
+        if known is not None:
+            known.spans.append(Span("exchange", start, end))
+            known.waits.append((start, end))
+        waited.waits.append((start, end))
+        self.totals.add(waited)
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.compression_monitor import batch_size
+from lightning_sparse.compressors import A2SGD
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
 from tests.helpers.trainers import Adversaries, Late, Rows, Small, WithAdam, make_trainer, run_fit
@@ -249,6 +250,19 @@ def test_parameters_of_several_optimizers_are_those_of_the_backward_that_uses_th
             assert 0 < float(row[f"sparse_parameters/residual_to_gradient/{name}"]) < math.inf
 
 
+class AdamAdversaries(Adversaries):
+    def configure_optimizers(self):
+        return [torch.optim.Adam(each.parameters()) for each in (self.network, self.other)]
+
+
+def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch(fitted, tmp_path):
+    correction = AdamCorrection(dense_steps=2, fall_steps=0)
+    fitted(monitor=EVERYTHING, strategy={"density": 0.05, "optimizer_correction": correction}, module=AdamAdversaries)
+    *_, row = rows_of(tmp_path / "rows", "sparse/update_error")
+    errors = [float(row[f"sparse_parameters/update_error/{name}"]) for name, _ in Adversaries().named_parameters()]
+    assert 0.95 * min(errors) < float(row["sparse/update_error"]) < 1.05 * max(errors)  # of ranks' own, a mean of them
+
+
 class LateGradients(Small):
     """A model whose backward takes time before any gradient is ready."""
 
@@ -379,6 +393,29 @@ def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitt
     events = events_of(tmp_path)
     assert all(event.value > 0 for event in events.Scalars("sparse/wire_bytes"))
     assert not any("network" in tag for tag in events.Tags()["scalars"])
+
+
+class LateAverages(Callback):
+    """Have each exchange after an optimizer's step wait."""
+
+    def on_before_optimizer_step(self, trainer, *arguments):
+        if trainer.global_step % 4 == 3:
+            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
+
+
+def fit_averaging(rank):
+    notes = Notes()
+    strategy = SparseDDPStrategy(A2SGD(param_sync_every=4), schedule="single")
+    run_fit(rank, strategy, callbacks=[LateAverages(), notes], limit_val_batches=0, limit_train_batches=8)
+    return notes.stats
+
+
+def test_averages_of_replicas_are_exposed(pair):
+    for stats in pair.run(fit_averaging):
+        for averaged in stats[3::4]:
+            assert averaged["exposed_seconds"] > 0.09
+            assert averaged["exchange_seconds"] > 0.09
+        assert stats[-1]["exposed_share"] > 0.1
 
 
 class LongValidation(Small):
