@@ -24,6 +24,11 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 _LIMIT = 1.0
 
 
+def _mean_on(strategy: SparseDDPStrategy) -> MeanMetric:
+    """Return a mean that any rank may ask for by itself: it is of the same numbers on all."""
+    return MeanMetric(sync_on_compute=False).to(strategy.root_device)
+
+
 class AssumptionMonitor(StepObserver):
     """Log ``delta`` of every layer: what a selection leaves over, next to a random one of the same size.
 
@@ -86,7 +91,7 @@ class AssumptionMonitor(StepObserver):
         if not deltas:
             return  # nothing was selected: every gradient was sparse_coo, or plain DDP made the step
         for name, delta in deltas.items():
-            self.means.setdefault(name, MeanMetric().to(strategy.root_device)).update(delta)
+            self.means.setdefault(name, _mean_on(strategy)).update(delta)
         if trainer.is_global_zero:
             tagged = {parameter_tag("delta", name): delta for name, delta in deltas.items()}
             log_scalars(trainer, {"sparse/delta": max(deltas.values()), **tagged}, step)

@@ -338,7 +338,11 @@ def test_one_process_has_nothing_to_log(forked, tmp_path):
     assert "sparse/" not in (tmp_path / "rows" / "metrics.csv").read_text()
 
 
-class WithTable(WithAdam):
+def places_in(batch):
+    return batch[:, :3].abs().mul(5).long().clamp(max=15)
+
+
+class WithTable(Small):
     """A model with a table whose gradient has a sparse layout, beside a network and Adam."""
 
     def __init__(self):
@@ -347,15 +351,15 @@ class WithTable(WithAdam):
         self.table = torch.nn.EmbeddingBag(16, 4, sparse=True, mode="sum")
 
     def training_step(self, batch, batch_index):
-        places = batch[:, :3].abs().mul(5).long().clamp(max=15)
-        self.manual_backward((self.network(batch) - batch).square().mean() + self.table(places).square().mean())
+        loss = (self.network(batch) - batch).square().mean()
+        self.manual_backward(loss + self.table(places_in(batch)).square().mean())
         for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
 
     def configure_optimizers(self):
-        tables = torch.optim.SparseAdam(self.table.parameters())
-        return [torch.optim.Adam(self.network.parameters()), tables]
+        table = torch.optim.SGD(self.table.parameters(), lr=0.1)
+        return [torch.optim.Adam(self.network.parameters()), table]
 
 
 class OnlySparseLayout(Small):
@@ -366,26 +370,38 @@ class OnlySparseLayout(Small):
         self.network = torch.nn.EmbeddingBag(16, 4, sparse=True, mode="sum")
 
     def training_step(self, batch, batch_index):
-        return (self.network(batch[:, :3].abs().mul(5).long().clamp(max=15)) - 1).square().mean()
+        return (self.network(places_in(batch)) - 1).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("dense_steps", [0, 16])
-def test_of_gradients_with_a_sparse_layout_travels_what_they_hold(pair, tmp_path, dense_steps):
-    strategy = {"density": 0.05}
-    if dense_steps:
-        strategy |= {"compressor": "lags", "optimizer_correction": AdamCorrection(dense_steps, fall_steps=0)}
-    fit = partial(fit_noted, strategy=strategy, module=WithTable if dense_steps else OnlySparseLayout, monitor={})
-    noted, _ = pair.run(fit, str(tmp_path))
-    rows = Rows(128).rows.view(-1, 2, 32)  # DistributedSampler deals out rows in turn, without a shuffle
-    sent = rows[:, 0].view(16, 4, 32)[:, :, :3].abs().mul(5).long().clamp(max=15)
-    dense = sum(each.numel() for each in Small().parameters()) * 4.0 if dense_steps else 0.0
-    for batch, stats in zip(sent, noted):
-        held = len(batch.unique()) * (8 + 4 * 4)  # an index, and a row of four values
-        assert stats["wire_bytes"] == stats["dense_bytes"] == pytest.approx(held + dense)
-        assert stats["compression_ratio"] == 1
+class HeldRows(Callback):
+    """Note statistics, and how many rows the table's gradient holds, after each batch."""
+
+    def __init__(self):
+        self.notes = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.notes.append((len(places_in(batch).unique()), trainer.strategy.compression_stats()))
+
+
+def fit_held(rank, module, strategy):
+    held = HeldRows()
+    run_fit(rank, SparseDDPStrategy(**strategy), module(), callbacks=[held], limit_val_batches=0)
+    return held.notes
+
+
+WHOLE = {"optimizer_correction": AdamCorrection(dense_steps=16, fall_steps=0)}  # in all steps
+
+
+@pytest.mark.parametrize(("strategy", "is_dense"), [({"density": 0.05}, False), (WHOLE, True)])
+def test_of_gradients_with_a_sparse_layout_travels_what_they_hold(pair, strategy, is_dense):
+    dense = 4.0 * sum(each.numel() for each in Small().parameters()) if is_dense else 0.0
+    for notes in pair.run(fit_held, WithTable if is_dense else OnlySparseLayout, strategy):
+        for rows, stats in notes:  # each an index, and four values
+            assert stats["wire_bytes"] == stats["dense_bytes"] == rows * (8 + 4 * 4) + dense
+            assert stats["compression_ratio"] == 1
 
 
 def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitted, tmp_path):

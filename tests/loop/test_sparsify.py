@@ -103,7 +103,7 @@ def plan_of_late_gradients(rank, is_wrapped):
     model = wrapped(Slow()) if is_wrapped else Slow().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with sparsify(model, optimizer, density=0.05, warmup_epochs=0) as handle:
-        train(rank, model, [optimizer], range(80))
+        train(rank, model, [optimizer], range(90))
         plan = handle.plan()
         return plan.seconds - plan.exposed_seconds
 
