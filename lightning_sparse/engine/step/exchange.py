@@ -427,10 +427,11 @@ class DenseBackward(Backward):
 
     @override
     def _average_sparse(self, name: str, gradient: Tensor) -> None:
-        among, pipeline, mine = self._route.among, self._route.pipeline, gradient.coalesce()
+        among, pipeline = self._route.among, self._route.pipeline
+        sent = among.add_up_sparse(gradient)
+        gradient.div_(among.ranks)
         if among is pipeline.levels.world.collectives:  # what ranks of an island average is not counted
-            pipeline.recorder.add_to_last(among.sent_bytes("all_reduce", mine), is_ddps=True)
-        gradient.copy_(among.run("all_reduce", mine)).div_(among.ranks)
+            pipeline.recorder.add_to_last(sent, is_ddps=True)
 
     def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
         """Begin to average flat gradients of one type, with the flags of what was used, and end the message before.

@@ -283,9 +283,8 @@ class Pipeline:
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
         world = self.levels.world
-        mine = gradient.coalesce()  # as backends do: so much travels
-        self.recorder.current.layout_bytes += world.collectives.sent_bytes("all_reduce", mine)
-        gradient.copy_(world.call(Payload("all_reduce", mine), [name])).div_(world.ranks)
+        self.recorder.current.layout_bytes += world.add_up_sparse(gradient, name)
+        gradient.div_(world.ranks)
         self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
     def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[Sequence[Selection]]:
