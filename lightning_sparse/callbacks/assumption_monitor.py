@@ -1,16 +1,32 @@
 """Watch whether the assumption under which LAGS-SGD converges holds."""
 
+import math
+
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, parameter_tag, sparse_strategy
+from lightning_sparse.callbacks.base import (
+    StepObserver,
+    engine_of,
+    engine_or_none,
+    log_scalars,
+    parameter_tag,
+    sparse_strategy,
+)
 from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.engine import Engine
 from lightning_sparse.jobs.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _LIMIT = 1.0
+
+
+def _mean_on(strategy: SparseDDPStrategy) -> MeanMetric:
+    """Return a mean that any rank may ask for by itself: it is of the same numbers on all."""
+    return MeanMetric(sync_on_compute=False).to(strategy.root_device)
 
 
 class AssumptionMonitor(StepObserver):
@@ -38,6 +54,7 @@ class AssumptionMonitor(StepObserver):
     def __init__(self, every_n_steps: int = 100) -> None:
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
         self.means: dict[str, MeanMetric] = {}
+        self._deltas: dict[str, float] = {}
         self._exceeding: set[str] = set()
 
     @override
@@ -52,16 +69,30 @@ class AssumptionMonitor(StepObserver):
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
         engine.recorder.samples_deltas = True
+        self._deltas = {}
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        # A batch may have several steps, and a step several exchanges.
+        engine = engine_or_none(trainer)
+        if self._looks and engine is not None:
+            self._take(engine)
+
+    def _take(self, engine: Engine) -> None:
+        for exchange in engine.recorder.last_step:
+            if exchange.deltas:
+                deltas = zip(exchange.deltas, torch.stack([*exchange.deltas.values()]).tolist())
+                self._deltas |= {name: delta for name, delta in deltas if not math.isnan(delta)}
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        last = engine_of(strategy).recorder.last
-        if last is None or not last.deltas:
+        self._take(engine_of(strategy))  # a round is exchanged after the optimizer's step
+        deltas = self._deltas
+        if not deltas:
             return  # nothing was selected: every gradient was sparse_coo, or plain DDP made the step
-        for name, delta in last.deltas.items():
-            self.means.setdefault(name, MeanMetric().to(strategy.root_device)).update(delta)
+        for name, delta in deltas.items():
+            self.means.setdefault(name, _mean_on(strategy)).update(delta)
         if trainer.is_global_zero:
-            deltas = {name: float(delta) for name, delta in last.deltas.items()}
             tagged = {parameter_tag("delta", name): delta for name, delta in deltas.items()}
             log_scalars(trainer, {"sparse/delta": max(deltas.values()), **tagged}, step)
             self._warn(deltas, step)

@@ -86,6 +86,8 @@ class StepObserver(Callback):
             engine = engine_or_none(trainer)
             if engine is not None:
                 engine.worker.drain()
+                if engine.rounds is None:  # which sample when they exchange
+                    engine.recorder.stop_sampling()
                 self.after_step(trainer, pl_module, sparse_strategy(trainer), step_of(trainer))
 
 

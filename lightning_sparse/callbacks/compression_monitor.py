@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -24,10 +25,18 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_text, plan_page
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples, StepRecord, compression_ratio, mean_stats
+from lightning_sparse.engine.observe import (
+    ParameterSamples,
+    Step,
+    compressed,
+    compression_ratio,
+    mean_of,
+    mean_stats,
+)
 from lightning_sparse.jobs.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
+_STAGES = ("select", "exchange", "exposed", "backward", "commit")
 _MOST_STEPS = 256  # over which means are taken
 
 
@@ -37,12 +46,13 @@ class CompressionMonitor(StepObserver):
     All loggers get :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, ``backward_seconds``,
     ``commit_seconds``, ``step_seconds`` and ``samples_per_second`` (validation left out), and
     ``residual_to_gradient`` (ratio of norms). They are means over ranks; ``exposed_seconds`` and ``exposed_share`` are
-    those of the slowest rank, ``samples_per_second`` counts those of all ranks. With local steps and different, or
-    unknown, numbers of batches, all are rank 0's own. Totals are since the start of ``fit``.
-    Bytes and times are also means over the steps since the last logged one, the last 256 at most, because a method may
-    send more in one step than in the next; norms are those of the logged step. Steps of plain DDP, such as AdamW's
-    first ones, have no times of an exchange. TensorBoard also gets a page with the plan in force, and a layout for its
-    tab "Custom Scalars", in which the density is a decimal logarithm.
+    those of the slowest rank, ``samples_per_second`` counts those of all ranks. With local steps all are rank 0's own.
+    Totals are since the start of ``fit``.
+    Bytes and times are also means over the optimizer steps since the last logged one, the last 256 at most, because a
+    method may send more in one step than in the next; a step of several backwards has the exchanges of all. Norms are
+    those of the logged step. Steps of plain DDP, such as AdamW's first ones, have no times of an exchange. TensorBoard
+    also gets a page with the plan in force, and a layout for its tab "Custom Scalars", in which the density is a
+    decimal logarithm.
 
     A logged step costs one more pass over gradients and residuals, a small all-gather, and on a GPU a wait for the
     step. Of other steps notes are taken on the host. With a strategy that compresses nothing, such as ``"ddp"``, it
@@ -69,8 +79,8 @@ class CompressionMonitor(StepObserver):
         self._throughput = Throughput()
         self._plan: Any = None
         self._has_page = False
-        self._steps = deque[StepRecord](maxlen=_MOST_STEPS)
-        self._steps_seen = 0
+        self._steps = deque[Step](maxlen=_MOST_STEPS)
+        self._last_step: Step = ()
 
     @property
     def works_on_shards(self) -> bool:  # type: ignore[override]  # of shards ranks have different ones
@@ -86,7 +96,7 @@ class CompressionMonitor(StepObserver):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._plan, self._has_page = None, False
         self._steps.clear()
-        self._steps_seen = trainer.global_step
+        self._last_step = ()
         self._throughput = Throughput(trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         if not trainer.loggers and not self.progress_bar:
             rank_zero_warn("CompressionMonitor has nowhere to log: give the Trainer a logger, or remove the callback")
@@ -102,15 +112,18 @@ class CompressionMonitor(StepObserver):
             engine.memory.is_watched = True
 
     @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        # Its gradients have been exchanged; a batch may have several steps.
+        engine = engine_or_none(trainer)
+        if engine is not None and engine.recorder.last_step is not self._last_step:
+            self._last_step = engine.recorder.last_step
+            self._steps.append(self._last_step)
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._throughput.add_batch(batch)
-        engine = engine_or_none(trainer)
-        last = None if engine is None else engine.recorder.last
-        if last is not None and trainer.global_step > self._steps_seen:
-            self._steps.append(last)
-        self._steps_seen = trainer.global_step
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
@@ -128,7 +141,9 @@ class CompressionMonitor(StepObserver):
         if last is None or (samples is None and not last.is_dense):
             return  # what exchanges was built anew since the step was asked for
         engine.memory.is_watched = engine.memory.is_watched and samples is not None
-        stats = statistics_over_ranks(strategy, list(self._steps) or [last], samples, self._throughput.statistics(step))
+        stats = statistics_over_ranks(
+            strategy, list(self._steps) or [engine.recorder.last_step], samples, self._throughput.statistics(step)
+        )
         self._steps.clear()
         scalars = {f"sparse/{name}": value for name, value in stats.items()}
         if self.by_parameter and samples is not None:
@@ -159,20 +174,21 @@ class CompressionMonitor(StepObserver):
 
 def statistics_over_ranks(
     strategy: SparseDDPStrategy,
-    steps: Sequence[StepRecord],
+    steps: Sequence[Step],
     samples: Optional[ParameterSamples],
     throughput: Mapping[str, float],
 ) -> dict[str, float]:
     """Return what the last steps did, as far as known; ``samples`` are of the last, ``None`` if plain DDP made it."""
     engine, stats = engine_of(strategy), strategy.compression_stats()
-    if engine.rounds is None:  # the statistics of a round of local steps are means already
+    ours = compressed(steps)
+    if engine.rounds is None:  # the statistics of a round of local steps are means already, and it sees no backward
         stats |= mean_stats(steps, engine.recorder.has_levels)
-    ours = [step for step in steps if not step.is_dense]
-    if ours:
-        stats["backward_seconds"] = sum(each.backward_seconds for each in ours) / len(ours)
-        stats["commit_seconds"] = sum(each.seconds("commit") for each in ours) / len(ours)
+        stats["backward_seconds"] = mean_of(ours, lambda each: each.backward_seconds)
+    stats["commit_seconds"] = mean_of(ours, lambda each: each.seconds("commit"))
     if samples is not None:
         stats |= memory_statistics(engine) if engine.memory.corrects_adam else {}
+        if "update_error" in stats:  # which the memory knows of the last exchange alone
+            stats["update_error"] = samples.update_error()
         stats["gradient_square"], stats["residual_square"] = (norm**2 for norm in samples.norms())
     stats = reduce_over_ranks(strategy, {**stats, **throughput})
     for total in ("", "total_"):
@@ -184,7 +200,7 @@ def statistics_over_ranks(
         if "update_error" not in stats:  # updates that wait are not to be compared with gradients
             stats["residual_to_gradient"] = _norm_ratio(*squares)
     stats["samples_per_second"] = stats.pop("step_samples") / stats["step_seconds"]
-    unknown = {"samples_per_second", "select_seconds", "exchange_seconds", "exposed_seconds", "exposed_share"}
+    unknown = {"samples_per_second", "exposed_share", *(f"{stage}_seconds" for stage in _STAGES)}
     return {name: value for name, value in stats.items() if name not in unknown or not math.isnan(value)}
 
 

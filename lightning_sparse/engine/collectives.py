@@ -134,7 +134,8 @@ class Collectives(SharedOnCopy):
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``)."""
         if tensor.layout is torch.sparse_coo:
-            return self._add_up_sparse(tensor)
+            self.add_up_sparse(tensor)
+            return tensor
         if not self._goes_direct(tensor):
             dist.all_reduce(tensor, group=self.group)
             return tensor
@@ -143,11 +144,15 @@ class Collectives(SharedOnCopy):
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
 
-    def _add_up_sparse(self, tensor: Tensor) -> Tensor:
-        """Add up what NCCL has no sum for, in the order of ranks; the host waits for how many elements each has."""
+    def add_up_sparse(self, tensor: Tensor) -> float:
+        """Add up, in place, what NCCL has no sum for, in the order of ranks; return the bytes that left this one.
+
+        The host waits for how many elements each has.
+        """
         mine = tensor.coalesce()
         indices, values = mine.indices(), mine.values()
-        counts = self.all_gather(torch.tensor([mine._nnz()], device=tensor.device)).flatten().tolist()
+        count = torch.tensor([mine._nnz()], device=tensor.device)
+        counts = self.all_gather(count).flatten().tolist()
         most = max(counts)
         # Filled up to the same size: the last rows of values, and the last places of each dimension.
         rows = functional.pad(values.view(len(values), math.prod(values.shape[1:])), (0, 0, 0, most - len(values)))
@@ -158,7 +163,8 @@ class Collectives(SharedOnCopy):
         for place, count in enumerate(counts):
             parts = all_places[place, :, :count], all_values[place, :count]
             total += torch.sparse_coo_tensor(*parts, tensor.shape, is_coalesced=True, check_invariants=False)
-        return tensor.copy_(total.coalesce())
+        tensor.copy_(total.coalesce())
+        return sum(self.sent_bytes("all_gather", each) for each in (count, rows, places))
 
     def _goes_direct(self, tensor: Tensor) -> bool:
         """Tell whether two round trips take less time for a tensor than gloo's way, twice around a ring."""

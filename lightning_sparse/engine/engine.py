@@ -191,24 +191,23 @@ class Engine(SharedOnCopy):
         return StepPlanner(*parts, settings.adapts_density, holds_groups, log)
 
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
-        """Begin a step, before its backward."""
+        """Begin a step, before any of its gradients is taken."""
         self._learned = None
-        self.recorder.begin_backward()
+        if self.recorder.current.backward_start is None:  # nobody has heard of this backward before its first gradient
+            self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
         self.pipeline.begin_step(context._replace(samples_deltas=self.recorder.samples_deltas))
         self.densities.begin_step(epoch, context.warm_up_progress)
 
     def begin_dense_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
-        self.recorder.add_dense_step(self._layout.numel)
+        self.recorder.add_dense_step(self.source.numel, self.source.nbytes)
 
     def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
         """End a step."""
         self.recorder.totals.end_step()
         self._epoch = epoch
         self.densities.count_step(optimizer)
-        if self.rounds is None:  # which sample when they exchange
-            self.recorder.samples_deltas = False
         if type(self.replicas) is not Replicas:  # which have nothing to count
             self.replicas.count_step(optimizer)
 
@@ -230,7 +229,7 @@ class Engine(SharedOnCopy):
         if recorder.last is None:
             return {}
         totals = recorder.totals.as_stats(recorder.has_levels, self.replicas.waited_seconds)
-        stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
+        stats = {**mean_stats([recorder.last_step], recorder.has_levels), **totals}
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:

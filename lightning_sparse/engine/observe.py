@@ -34,7 +34,10 @@ class ParameterFacts(NamedTuple):
 
 
 class ParameterSamples:
-    """Gather what a step does to each parameter, as tensors of the device, and read it when nobody waits."""
+    """Gather what steps do to each parameter, as tensors of the device, and read it when nobody waits.
+
+    Of several exchanges norms of what is new add up as squares: most parameters are used in one of them.
+    """
 
     def __init__(self, has_counts: bool = True) -> None:
         self.has_counts = has_counts  # of elements that are sent
@@ -47,7 +50,8 @@ class ParameterSamples:
     def add_gradients(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Optional[Tensor]) -> None:
         """Record fresh gradients that were multiplied by ``scale`` (``None`` for 1)."""
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients))])
-        self._gradient_norms.update(zip(names, (norms if scale is None else norms / scale).unbind()))
+        norms = norms if scale is None else norms / scale
+        self._gradient_norms.update(_with_earlier(dict(zip(names, norms.unbind())), self._gradient_norms))
         self._numels.update((name, gradient.numel()) for name, gradient in zip(names, gradients))
 
     def add_sent(self, names: Sequence[str], sent: Sequence[Selection]) -> None:
@@ -57,11 +61,12 @@ class ParameterSamples:
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
         """Record what is kept of the parameters whose gradients were seen, and what was added where updates wait."""
-        self.update_norms.update((name, norm.float()) for name, norm in update_norms.items())
+        norms = {name: norm.float() for name, norm in update_norms.items()}
+        self.update_norms.update(_with_earlier(norms, self.update_norms))
         names = [name for name in self._gradient_norms if name in residuals]
         if names:
-            norms = torch._foreach_norm([residuals[name] for name in names])
-            self._residual_norms.update((name, norm.float()) for name, norm in zip(names, norms))
+            kept = torch._foreach_norm([residuals[name] for name in names])
+            self._residual_norms.update((name, norm.float()) for name, norm in zip(names, kept))
 
     def norms(self) -> tuple[float, float]:
         """Return the norms of the whole gradient of this rank, and of all that it keeps; on a device this waits."""
@@ -70,6 +75,11 @@ class ParameterSamples:
             for norms in (self._gradient_norms, self._residual_norms)
         )
         return float(gradient), float(residual)
+
+    def update_error(self) -> float:
+        """Return the norm of all updates that wait over that of those that were added; on a device this waits."""
+        waiting = torch.stack([self._residual_norms[name] for name in self.update_norms])
+        return float(waiting.norm() / torch.stack(list(self.update_norms.values())).norm())
 
     def facts(self) -> dict[str, ParameterFacts]:
         """Return plain numbers by parameter name; on a device this waits for them, all at once."""
@@ -84,11 +94,18 @@ class ParameterSamples:
         return {name: ParameterFacts(self._numels[name], *row) for name, row in zip(self._gradient_norms, rows)}
 
 
+def _with_earlier(norms: dict[str, Tensor], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the norms of vectors at right angles to those of ``earlier`` norms, together with them."""
+    return {name: norm.hypot(earlier[name]) if name in earlier else norm for name, norm in norms.items()}
+
+
 def _no_mark() -> None:
     """Mark nothing: on a device each gradient would cost an event."""
 
 
 Mark = Any  # a host time in seconds (float), or an event of the device
+_FP32_BYTES = 4
+_MOST_EXCHANGES = 255  # before the last one, of a step that may never come
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # by ranks
 
 
@@ -147,7 +164,9 @@ class GroupMarks:
 
 
 class StepRecord:
-    """What was done in one step, and when, without a tensor of what arrived, so that many can be kept.
+    """What one exchange did, and when, without a tensor of what arrived, so that many can be kept.
+
+    A step has one for each of its backwards.
 
     All seconds wait for a device.
     """
@@ -158,6 +177,7 @@ class StepRecord:
         self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
         self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
         self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
+        self.layout_bytes = 0.0  # those of them of gradients with a sparse layout, which DDP sends alike
         self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
         self.is_dense = False  # plain DDP made the exchange, whose times are not known
         self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
@@ -167,23 +187,26 @@ class StepRecord:
         self.ready: dict[str, Optional[Mark]] = {}  # by parameter, in this order; on a device none unless watched
         self.groups: list[GroupMarks] = []  # in the order of exchange
         self.spans: list[Span] = []  # stages that belong to no group
+        self.waits: list[tuple[Mark, Mark]] = []  # after the optimizer's step, in which training stood still
         self.backward_end: Optional[Mark] = None  # the last gradient was ready
         self.end: Optional[Mark] = None  # the last exchange had been written back
 
     @classmethod
-    def of_dense(cls, numel: int, ranks: int, node_ranks: int) -> "StepRecord":
-        """Return that of an all-reduce of all gradients, whose ring leaves each node once."""
+    def of_dense(cls, numel: int, nbytes: int, ranks: int, node_ranks: int) -> "StepRecord":
+        """Return that of an all-reduce of gradients as they are, whose ring leaves each node once."""
         record = cls(ranks, node_ranks)
         record.is_dense, record.elements = True, numel / node_ranks
         record.sent.append(record.elements)
-        record.wire_bytes = record.dense_bytes
+        record.wire_bytes = _dense_bytes_each(ranks) * (nbytes / _FP32_BYTES)
         record.node_bytes = record.wire_bytes * (node_ranks - 1) / node_ranks
         return record
 
     @property
     def dense_bytes(self) -> float:
-        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
-        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps)
+        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients, and of sparse layouts."""
+        return (
+            _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps) + self.layout_bytes
+        )
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages, of groups and of the step as a whole."""
@@ -197,40 +220,53 @@ class StepRecord:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds from the last gradient until all means had been written."""
+        """Seconds from the last gradient until all means had been written, and of waits after that."""
         known = self.backward_end is not None and self.end is not None
-        return max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
+        in_step = max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
+        return in_step + sum(Clock.seconds(*wait) for wait in self.waits)
 
     @property
     def have_passed(self) -> bool:
         """Whether the step is over on the device, too; nobody waits for it."""
-        return all(mark is None or Clock.has_passed(mark) for mark in (self.backward_end, self.end))
+        marks = (self.backward_end, self.end, *(end for _, end in self.waits))
+        return all(mark is None or Clock.has_passed(mark) for mark in marks)
 
 
 def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
     return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)
 
 
-def mean_stats(steps: Sequence[StepRecord], has_levels: bool) -> dict[str, float]:
-    """Return the public statistics, means over steps (times: not over plain DDP's); waits for a device."""
-    wire_bytes = fmean(step.wire_bytes for step in steps)
-    dense = fmean(step.dense_bytes for step in steps)
-    ours = [step for step in steps if not step.is_dense]
+Step = Sequence[StepRecord]  # what was exchanged for one optimizer step, a record for each backward
 
-    def mean(seconds: Callable[[StepRecord], float]) -> float:
-        return fmean(map(seconds, ours)) if ours else math.nan
 
-    sent = sum(chain.from_iterable(step.sent for step in steps))
+def mean_stats(steps: Sequence[Step], has_levels: bool) -> dict[str, float]:
+    """Return the public statistics, means over optimizer steps (times: not over plain DDP's); waits for a device."""
+    exchanges = list(chain.from_iterable(steps))
+    wire_bytes, dense = (
+        mean_of(steps, number) for number in (lambda each: each.wire_bytes, lambda each: each.dense_bytes)
+    )
+    ours = compressed(steps)
+    sent = sum(chain.from_iterable(each.sent for each in exchanges))
     return {
-        "density": float(sent) / max(1, sum(step.elements for step in steps)),
+        "density": float(sent) / max(1, sum(each.elements for each in exchanges)),
         "wire_bytes": wire_bytes,
-        **({"link_bytes": wire_bytes - fmean(step.node_bytes for step in steps)} if has_levels else {}),
+        **({"link_bytes": wire_bytes - mean_of(steps, lambda each: each.node_bytes)} if has_levels else {}),
         "dense_bytes": dense,
         "compression_ratio": compression_ratio(dense, wire_bytes),
-        "select_seconds": mean(lambda each: each.seconds("select", "encode")),
-        "exchange_seconds": mean(lambda each: each.seconds("exchange")),
-        "exposed_seconds": mean(lambda each: each.exposed_seconds),
+        "select_seconds": mean_of(ours, lambda each: each.seconds("select", "encode")),
+        "exchange_seconds": mean_of(ours, lambda each: each.seconds("exchange")),
+        "exposed_seconds": mean_of(ours, lambda each: each.exposed_seconds),
     }
+
+
+def compressed(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps of which nothing was left to plain DDP."""
+    return [step for step in steps if not any(each.is_dense for each in step)]
+
+
+def mean_of(steps: Sequence[Step], number: Callable[[StepRecord], float]) -> float:
+    """Return the mean over steps of what their exchanges come to together; NaN of no step."""
+    return fmean(sum(map(number, step)) for step in steps) if steps else math.nan
 
 
 def compression_ratio(dense: float, sent: float) -> float:
@@ -249,6 +285,7 @@ class Totals:
         self._is_dense = False
         self._seconds = 0.0
         self._border = perf_counter()
+        self._paused: Optional[float] = None
 
     def add(self, record: StepRecord) -> None:
         """Add a step whose exchange has ended, as far as the host knows."""
@@ -262,9 +299,14 @@ class Totals:
         while self._unread and self._unread[0].have_passed:
             self._exposed_seconds += self._unread.popleft().exposed_seconds
 
+    def pause(self) -> None:
+        """Count no time until :meth:`resume`: a validation between two batches of a step is no part of it."""
+        self._paused = perf_counter() if self._paused is None else self._paused
+
     def resume(self) -> None:
-        """Count time from here on: what went before, such as validation, is no part of a step."""
-        self._border = perf_counter()
+        """Count time from here on; where nothing was paused, all that went before is no part of a step."""
+        now = perf_counter()
+        self._border, self._paused = now if self._paused is None else self._border + now - self._paused, None
 
     def end_step(self) -> None:
         """Count a step of an optimizer."""
@@ -302,10 +344,13 @@ class Recorder:
         self.has_levels = node_ranks > 1  # some ranks share a gradient
         self.current = StepRecord(*self._ranks)  # changes only between two backwards
         self.last: Optional[StepRecord] = None  # that ended, with the engine or with plain DDP
+        self.last_step: Step = ()  # all of the optimizer step that goes on, or of the last one if none has come since
+        self._steps_before = -1  # its number
+        self.hears_steps = False  # of optimizers; else each exchange is taken for a step
         self.watches_gradients = False  # mark each, also where that costs an event of the device
-        self.samples_deltas = False  # of the next step, on all ranks: costs a dense all-reduce
-        self.samples: Optional[ParameterSamples] = None  # of the step in progress, if somebody asked
-        self.last_samples: Optional[ParameterSamples] = None  # of the last step for which they were asked
+        self.samples_deltas = False  # of the coming exchanges, on all ranks: each costs a dense all-reduce
+        self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
+        self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
         self._group: Optional[GroupMarks] = None
 
     def begin_backward(self) -> None:
@@ -353,11 +398,25 @@ class Recorder:
         if self._group is not None:
             self._group.wire_bytes += count
 
-    def add_to_last(self, count: float) -> None:
-        """Record that bytes have left this rank that belong to the last step."""
+    def add_to_last(self, count: float, is_ddps: bool = False) -> None:
+        """Record that bytes have left this rank that belong to the last step, and leave it with DDP, too, if told."""
         if self.last is not None:
             self.last.wire_bytes += count
+            self.last.layout_bytes += count * is_ddps
             self.totals.wire_bytes += count
+            self.totals.dense_bytes += count * is_ddps
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is done inside as an exchange of the last step for which training stands still."""
+        start = self.clock.mark()
+        yield
+        end, known, waited = self.clock.mark(), self.last, StepRecord()
+        if known is not None:
+            known.spans.append(Span("exchange", start, end))
+            known.waits.append((start, end))
+        waited.waits.append((start, end))
+        self.totals.add(waited)
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
@@ -371,17 +430,30 @@ class Recorder:
     def end_step(self) -> StepRecord:
         """Close the record of this step, open the next, and return the former."""
         self.current.end = self.clock.mark()
-        self.totals.add(self.current)
-        self.last, self.current = self.current, StepRecord(*self._ranks)
-        return self.last
+        record, self.current = self.current, StepRecord(*self._ranks)
+        self._keep(record)
+        return record
 
-    def add_dense_step(self, numel: int) -> None:
-        """Record a step whose gradients, of so many elements, plain DDP exchanges."""
-        self.last = StepRecord.of_dense(numel, *self._ranks)
+    def _keep(self, record: StepRecord) -> None:
+        self.totals.add(record)
+        steps = self.totals.steps
+        continues = self.hears_steps and steps == self._steps_before
+        self.last_step = (*(self.last_step[-_MOST_EXCHANGES:] if continues else ()), record)
+        self.last, self._steps_before = record, steps
+
+    def add_dense_step(self, numel: int, nbytes: int) -> None:
+        """Record a step whose gradients, of so many elements and bytes, plain DDP exchanges."""
+        self._keep(StepRecord.of_dense(numel, nbytes, *self._ranks))
         self.samples = self.last_samples = None
-        self.totals.add(self.last)
 
     def ask_for_samples(self, counts: bool = True) -> None:
-        """Ask for :attr:`last_samples` of the next step, on any ranks; norms read gradients and residuals once more."""
+        """Ask for :attr:`last_samples` of the exchanges until :meth:`stop_sampling`, on any ranks.
+
+        Norms read gradients and residuals once more.
+        """
         # Somebody else may have asked for the same step.
         self.samples = ParameterSamples(counts or (self.samples is not None and self.samples.has_counts))
+
+    def stop_sampling(self) -> None:
+        """Ask for nothing more; what has been gathered stays."""
+        self.samples, self.samples_deltas = None, False

@@ -85,7 +85,8 @@ class AveragedReplicas(Replicas):
     def count_step(self, optimizer: int) -> None:
         self._steps += 1
         if self._every is not None and self._steps >= self._every:
-            self.synchronize()
+            with self._averager.recorder.waiting():
+                self.synchronize()
 
     @override
     def synchronize(self) -> None:
@@ -114,7 +115,7 @@ class ReplicaAverager:
     def __init__(self, module: nn.Module, collectives: Collectives, recorder: Recorder) -> None:
         self._module = module
         self._collectives = collectives
-        self._recorder = recorder
+        self.recorder = recorder
         self.device = collectives.device
         self.divergence = torch.zeros(())
         self._sent_bytes = 0.0
@@ -137,7 +138,7 @@ class ReplicaAverager:
                 self._average(means)
             if firsts:
                 self._copy_first(firsts)
-        self._recorder.add_to_last(self._sent_bytes)
+        self.recorder.add_to_last(self._sent_bytes)
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Return the names of tensors that ranks hold differently, on all ranks; none where they have other tensors."""

@@ -189,6 +189,7 @@ class SharedModel:
         pipeline.recorder.current.covered_steps = change.steps
         pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
         pipeline.close_step()
+        pipeline.recorder.samples = None  # who asked may have looked by now, and then asks for the next
 
     def _average(self, names: Sequence[str], changes: Sequence[Tensor]) -> None:
         """Average changes over replicas, in place: all of each, whatever the compressor."""

@@ -157,6 +157,7 @@ class Loop:
                 self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
                 self.view.adam.clip(self._clipping, parameters.values())
             self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
+            self.engine.recorder.hears_steps = self.steps.hears
         self.steps.warn_of_adaptive(self.settings, optimizers)
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -392,6 +393,11 @@ class Loop:
                     " trainer.optimizers = [...] between two batches, such as in on_train_batch_start"
                 )
             self.engine.end_step(number, self.epoch or 0)
+
+    def pause(self) -> None:
+        """Count no time from here on, before a validation."""
+        if self.engine is not None:
+            self.engine.recorder.totals.pause()
 
     def resume(self) -> None:
         """Count time from here on, after a validation."""

@@ -161,6 +161,11 @@ class CountedSteps:
                     self._handles.append(each.register_step_pre_hook(self._before))
                     self._handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
 
+    @property
+    def hears(self) -> bool:
+        """Whether there is an optimizer that tells of its steps."""
+        return bool(self._handles)
+
     @contextmanager
     def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:
         """Make an optimizer's step inside, which a scaler may skip, and end it if it ``counts``."""

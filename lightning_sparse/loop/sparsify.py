@@ -266,15 +266,18 @@ class Sparsifier(Loop):
         for no statistics.
         """
         self._take_up()
+        before = self._is_shared, self._is_shown
+        if not self._is_shown:
+            self.pause()
         with self.replicas.shared_model():
-            before = self._is_shared, self._is_shown
             self._is_shared = self._is_shown = True
             try:
                 yield
             finally:
                 self._is_shared, self._is_shown = before
                 reshard(self._model.module)
-        self.resume()
+                if not self._is_shown:
+                    self.resume()
 
     def synchronize(self) -> None:
         """End the round of local steps early, and go on from the shared model; all ranks must call."""

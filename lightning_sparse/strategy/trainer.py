@@ -332,6 +332,11 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         return output
 
     @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._loop.pause()
+
+    @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self._loop.resume()

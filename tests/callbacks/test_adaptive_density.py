@@ -14,7 +14,7 @@ from lightning_sparse.compressors import LAGS
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.resuming import Numbered, fit_numbered
-from tests.helpers.trainers import Small, WithAdam, make_trainer, run_fit, weights
+from tests.helpers.trainers import Adversaries, Small, WithAdam, make_trainer, run_fit, weights
 
 WEIGHT = "network.0.weight"
 
@@ -97,6 +97,14 @@ def test_an_error_stays_within_its_budget_on_all_ranks_alike(pair):
     assert seen.densities == other.densities
     assert 0.02 < seen.densities[-1][WEIGHT] < 1.0
     assert all(torch.equal(our_weights[name], other_weights[name]) for name in our_weights)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("losses", [1, 2])
+def test_errors_of_all_optimizers_of_a_batch_are_kept_within_their_budget(pair, losses):
+    run = partial(fit, rules=[ErrorBudget(0.5)], every_n_steps=2, module=partial(Adversaries, losses))
+    for seen, _, _ in pair.run(run):
+        assert all(density > 0.02 for density in seen.densities[-1].values())
 
 
 class UpdateErrors(Callback):

@@ -8,7 +8,7 @@ from lightning_sparse.callbacks import AssumptionMonitor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection
 from tests.helpers.loggers import rows_of
-from tests.helpers.trainers import Small, run_fit
+from tests.helpers.trainers import Adversaries, Small, run_fit
 
 NAMES = [name for name, _ in Small().named_parameters()]
 
@@ -40,7 +40,7 @@ def test_delta_of_every_layer_is_logged_every_few_steps(pair, tmp_path):
         deltas = [float(row[f"sparse_parameters/delta/{name}"]) for name in NAMES]
         assert all(0 < delta <= 1 for delta in deltas)
         assert float(row["sparse/delta"]) == max(deltas)
-    assert averages == same
+    assert averages == same  # of what each rank knows by itself
     for name in NAMES:
         assert averages[name] == pytest.approx(
             sum(float(row[f"sparse_parameters/delta/{name}"]) for row in rows) / 3, rel=1e-5
@@ -64,6 +64,21 @@ def fit_freezing(rank):
 def test_layers_that_are_frozen_later_are_left_out_from_then_on(pair):
     for counts in pair.run(fit_freezing):
         assert counts == {name: 16 if name.startswith("network.2") else 6 for name in NAMES}
+
+
+def fit_adversaries(rank):
+    monitor = AssumptionMonitor(4)
+    model = Adversaries(losses=2)
+    run_fit(rank, SparseDDPStrategy("lags", density=0.1), model, callbacks=[monitor])
+    return {name: (mean.update_count, float(mean.compute())) for name, mean in monitor.means.items()}, [
+        name for name, _ in model.named_parameters()
+    ]
+
+
+def test_layers_of_all_optimizers_of_a_batch_are_looked_at(pair):
+    for means, names in pair.run(fit_adversaries):
+        assert sorted(means) == sorted(names)
+        assert all(count == 4 and 0 < mean <= 1 for count, mean in means.values())
 
 
 def fit_badly(rank, directory):

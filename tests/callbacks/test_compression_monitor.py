@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.compression_monitor import batch_size
+from lightning_sparse.compressors import A2SGD
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
-from tests.helpers.trainers import Rows, Small, WithAdam, make_trainer, run_fit
+from tests.helpers.trainers import Adversaries, Late, Rows, Small, WithAdam, make_trainer, run_fit
 
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
@@ -199,6 +200,90 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
     assert b"sparse/exposed_seconds$" in charts
 
 
+@pytest.mark.parametrize("losses", [1, 3])
+def test_all_that_a_step_of_several_backwards_sends_is_counted(fitted, tmp_path, losses):
+    fitted(strategy={"density": 0.05}, module=partial(Adversaries, losses))
+    rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
+    assert [float(row["sparse/total_steps"]) for row in rows] == [8, 16, 24, 32]
+    for before, row in zip([dict.fromkeys(rows[0], 0), *rows], rows):
+        for name in ("wire_bytes", "dense_bytes"):
+            sent = float(row[f"sparse/total_{name}"]) - float(before[f"sparse/total_{name}"])
+            assert float(row[f"sparse/{name}"]) == pytest.approx(sent / 8), name
+    sent = [float(row["sparse/wire_bytes"]) for row in rows]
+    assert sent == pytest.approx([sent[0]] * len(sent))
+
+
+class Noting(Adversaries):
+    """It notes the norm of the gradient of each parameter, of its own network and the other, from outside."""
+
+    def training_step(self, batch, batch_index):
+        self.norms = {}
+        for module, name in ((self.network, "network"), (self.other, "other")):
+            gradients = torch.autograd.grad(module(batch).square().mean(), list(module.parameters()))
+            for (parameter, _), gradient in zip(module.named_parameters(), gradients):
+                self.norms[f"{name}.{parameter}"] = float(gradient.norm())
+            # The second network sees no change of the first, whose optimizer steps first.
+        super().training_step(batch, batch_index)
+
+
+class Norms(Callback):
+    def __init__(self):
+        self.norms = []
+
+    def on_train_batch_end(self, trainer, pl_module, *batch):
+        self.norms.append(pl_module.norms)
+
+
+def fit_adversaries(rank, directory):
+    norms = Norms()
+    arguments = {"monitor": None, "strategy": {"density": 0.05, "schedule": "single"}, "module": Noting}
+    fit_monitored(rank, directory, callbacks=[CompressionMonitor(by_parameter=True), norms], **arguments)
+    return norms.norms
+
+
+def test_parameters_of_several_optimizers_are_those_of_the_backward_that_uses_them(pair, tmp_path):
+    ranks = pair.run(fit_adversaries, str(tmp_path))
+    for step, row in zip(STEPS, rows_of(tmp_path / "rows", "sparse/wire_bytes")):
+        for name in ranks[0][step]:
+            expected = math.sqrt(sum(norms[step][name] ** 2 for norms in ranks) / 2)
+            assert float(row[f"sparse_parameters/gradient_norm/{name}"]) == pytest.approx(expected, rel=1e-4)
+            assert 0 < float(row[f"sparse_parameters/residual_to_gradient/{name}"]) < math.inf
+
+
+class AdamAdversaries(Adversaries):
+    def configure_optimizers(self):
+        return [torch.optim.Adam(each.parameters()) for each in (self.network, self.other)]
+
+
+def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch(fitted, tmp_path):
+    correction = AdamCorrection(dense_steps=2, fall_steps=0)
+    fitted(monitor=EVERYTHING, strategy={"density": 0.05, "optimizer_correction": correction}, module=AdamAdversaries)
+    *_, row = rows_of(tmp_path / "rows", "sparse/update_error")
+    errors = [float(row[f"sparse_parameters/update_error/{name}"]) for name, _ in Adversaries().named_parameters()]
+    assert 0.95 * min(errors) < float(row["sparse/update_error"]) < 1.05 * max(errors)  # of ranks' own, a mean of them
+
+
+class LateGradients(Small):
+    """A model whose backward takes time before any gradient is ready."""
+
+    def training_step(self, batch, batch_index):
+        return (Late.apply(self.network(batch), 0.05) - batch).square().mean()
+
+
+def test_backward_takes_time_before_its_first_gradient(fitted, tmp_path):
+    fitted(module=LateGradients)
+    for row in rows_of(tmp_path / "rows", "sparse/wire_bytes"):
+        assert 0.05 <= float(row["sparse/backward_seconds"]) < float(row["sparse/step_seconds"])
+
+
+def test_rounds_of_local_steps_see_no_backward(fitted, tmp_path):
+    fitted(strategy={"density": 0.05, "local_steps": 2}, module=LateGradients)
+    rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
+    assert len(rows) == 4
+    assert "sparse/backward_seconds" not in rows[0]
+    assert float(rows[0]["sparse/commit_seconds"]) > 0
+
+
 class Unsized(Small):
     """A model whose batches do not tell their size."""
 
@@ -253,6 +338,30 @@ def test_one_process_has_nothing_to_log(forked, tmp_path):
     assert "sparse/" not in (tmp_path / "rows" / "metrics.csv").read_text()
 
 
+def places_in(batch):
+    return batch[:, :3].abs().mul(5).long().clamp(max=15)
+
+
+class WithTable(Small):
+    """A model with a table whose gradient has a sparse layout, beside a network and Adam."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.table = torch.nn.EmbeddingBag(16, 4, sparse=True, mode="sum")
+
+    def training_step(self, batch, batch_index):
+        loss = (self.network(batch) - batch).square().mean()
+        self.manual_backward(loss + self.table(places_in(batch)).square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        table = torch.optim.SGD(self.table.parameters(), lr=0.1)
+        return [torch.optim.Adam(self.network.parameters()), table]
+
+
 class OnlySparseLayout(Small):
     """A model all of whose gradients are ``sparse_coo``."""
 
@@ -261,10 +370,39 @@ class OnlySparseLayout(Small):
         self.network = torch.nn.EmbeddingBag(16, 4, sparse=True, mode="sum")
 
     def training_step(self, batch, batch_index):
-        return (self.network(batch[:, :3].abs().mul(5).long().clamp(max=15)) - 1).square().mean()
+        return (self.network(places_in(batch)) - 1).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class HeldRows(Callback):
+    """Note statistics, and how many rows the table's gradient holds, after each batch."""
+
+    def __init__(self):
+        self.notes = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.notes.append((len(places_in(batch).unique()), trainer.strategy.compression_stats()))
+
+
+def fit_held(rank, module, strategy):
+    held = HeldRows()
+    run_fit(rank, SparseDDPStrategy(**strategy), module(), callbacks=[held], limit_val_batches=0)
+    return held.notes
+
+
+WHOLE = {"optimizer_correction": AdamCorrection(dense_steps=16, fall_steps=0)}  # in all steps
+
+
+@pytest.mark.parametrize(("strategy", "is_dense"), [({"density": 0.05}, False), (WHOLE, True)])
+def test_of_gradients_with_a_sparse_layout_travels_what_they_hold(pair, strategy, is_dense):
+    dense = 4.0 * sum(each.numel() for each in Small().parameters()) if is_dense else 0.0
+    for ranks in zip(*pair.run(fit_held, WithTable if is_dense else OnlySparseLayout, strategy)):
+        most = max(rows for rows, _ in ranks)
+        for _, stats in ranks:  # how many rows, and of each an index and four values
+            assert stats["wire_bytes"] == stats["dense_bytes"] == 8 + most * (8 + 4 * 4) + dense
+            assert stats["compression_ratio"] == 1
 
 
 def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitted, tmp_path):
@@ -272,6 +410,29 @@ def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitt
     events = events_of(tmp_path)
     assert all(event.value > 0 for event in events.Scalars("sparse/wire_bytes"))
     assert not any("network" in tag for tag in events.Tags()["scalars"])
+
+
+class LateAverages(Callback):
+    """Have each exchange after an optimizer's step wait."""
+
+    def on_before_optimizer_step(self, trainer, *arguments):
+        if trainer.global_step % 4 == 3:
+            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
+
+
+def fit_averaging(rank):
+    notes = Notes()
+    strategy = SparseDDPStrategy(A2SGD(param_sync_every=4), schedule="single")
+    run_fit(rank, strategy, callbacks=[LateAverages(), notes], limit_val_batches=0, limit_train_batches=8)
+    return notes.stats
+
+
+def test_averages_of_replicas_are_exposed(pair):
+    for stats in pair.run(fit_averaging):
+        for averaged in stats[3::4]:
+            assert averaged["exposed_seconds"] > 0.09
+            assert averaged["exchange_seconds"] > 0.09
+        assert stats[-1]["exposed_share"] > 0.1
 
 
 class LongValidation(Small):
@@ -282,6 +443,33 @@ class LongValidation(Small):
 
     def train_dataloader(self):
         return DataLoader(Rows(32), batch_size=4)
+
+
+class Slow(Small):
+    """A model whose batches take a while."""
+
+    def training_step(self, batch, batch_index):
+        time.sleep(0.1)
+        return super().training_step(batch, batch_index)
+
+
+class Exposing(Callback):
+    """Have each exchange wait."""
+
+    def on_before_backward(self, trainer, *arguments):
+        if trainer.fit_loop.batch_idx % 4 == 3:
+            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.2))
+
+
+def test_batches_before_a_validation_in_the_midst_of_a_step_count_as_training(pair):
+    often = {"val_check_interval": 1, "limit_val_batches": 1, "accumulate_grad_batches": 4, "limit_train_batches": 8}
+    for share in pair.run(partial(exposed_share, module=Slow, callbacks=[Exposing()], **often)):
+        assert 0.2 < share < 0.5  # of 0.4 s in batches, and 0.2 s exposed
+
+
+def exposed_share(rank, module, **arguments):
+    trainer = run_fit(rank, SparseDDPStrategy(density=0.05, schedule="single"), module(), **arguments)
+    return trainer.strategy.compression_stats()["exposed_share"]
 
 
 def test_validation_does_not_count_as_training(fitted, tmp_path):

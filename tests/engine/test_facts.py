@@ -82,7 +82,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
     record = step(2.0, 2.25)
     record.covered_steps = 3
     totals.add(record)
-    totals.add(StepRecord.of_dense(100, ranks=4, node_ranks=2))
+    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=2))
     plain, stats = 2 * 3 / 4 * 400, totals.as_stats(has_levels=False)
     dense = plain * (1 + 3 + 1)
     assert stats == {
@@ -101,7 +101,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     totals.resume()
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 2 s
-    totals.add(StepRecord.of_dense(100, ranks=4, node_ranks=1))
+    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=1))
     totals.end_step()  # 3 s, left to DDP
     totals.resume()  # after 85 s of validation
     totals.add(step(2.0, 2.5))
@@ -112,11 +112,28 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     assert totals.as_stats(has_levels=False, waited_seconds=0.4)["exposed_share"] == 0.1
 
 
+def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_not(monkeypatch):
+    now = iter([0.0, 10.0, 12.0, 30.0, 33.0])
+    monkeypatch.setattr("lightning_sparse.engine.observe.perf_counter", lambda: next(now))
+    totals = Totals()
+    totals.resume()
+    totals.pause()  # after 2 s
+    totals.resume()  # 18 s later
+    totals.add(step(1.0, 1.5))
+    totals.end_step()  # 3 s more
+    assert totals.as_stats(has_levels=False)["exposed_share"] == 0.5 / (2 + 3)
+
+
+def test_of_narrow_gradients_plain_ddp_sends_less():
+    stats = mean_stats([[StepRecord.of_dense(100, 200, ranks=4, node_ranks=1)]], has_levels=False)
+    assert (stats["wire_bytes"], stats["dense_bytes"], stats["compression_ratio"]) == (300.0, 600.0, 2.0)
+
+
 def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
-    plain, ours = StepRecord.of_dense(100, ranks=4, node_ranks=1), step(1.0, 1.5)
-    stats = mean_stats([plain], has_levels=False)
+    plain, ours = StepRecord.of_dense(100, 400, ranks=4, node_ranks=1), step(1.0, 1.5)
+    stats = mean_stats([[plain]], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0
     assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0
     assert all(math.isnan(stats[name]) for name in ("select_seconds", "exchange_seconds", "exposed_seconds"))
-    both = mean_stats([plain, ours], has_levels=False)
+    both = mean_stats([[plain], [ours]], has_levels=False)
     assert (both["wire_bytes"], both["density"], both["exposed_seconds"]) == (330.0, 0.5, 0.5)

@@ -22,8 +22,9 @@ STEPS = 4
 def losses_of(rank, ddp, engine, asks):
     """Compute the loss of each step; ask first for samples of every second one, if told to."""
     for step in range(STEPS):
+        engine.recorder.stop_sampling()
         if asks and step % 2:
-            engine.pipeline.recorder.samples = ParameterSamples()
+            engine.recorder.ask_for_samples()
         engine.begin_backward()
         yield ddp(batch(rank, step))
 

@@ -1,6 +1,7 @@
 """Run Lightning Trainers inside a pool's processes."""
 
 import os
+import time
 import warnings
 from functools import cache
 from unittest import mock
@@ -93,11 +94,51 @@ class Small(LightningModule):
     test_dataloader = val_dataloader
 
 
+class Late(torch.autograd.Function):
+    """What takes so many seconds in backward."""
+
+    @staticmethod
+    def forward(ctx, tensor, seconds):
+        ctx.seconds = seconds
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
 class Quiet(Small):
     """It logs nothing, so that ranks meet in exchanges of gradients only."""
 
     def training_step(self, batch, batch_index):
         return self.network(batch).square().mean()
+
+
+class Adversaries(Small):
+    """Two optimizers that toggle in each batch, the first with so many losses, each with a backward of its own."""
+
+    def __init__(self, losses=1):
+        super().__init__()
+        self.automatic_optimization = False
+        self.losses = losses
+        self.other = nn.Linear(32, 8)
+
+    def training_step(self, batch, batch_index):
+        losses = [
+            [self.network(batch).square().mean() for _ in range(self.losses)],
+            [self.other(batch).square().mean()],
+        ]
+        for optimizer, some in zip(self.optimizers(), losses):
+            self.toggle_optimizer(optimizer)
+            for loss in some:
+                self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(each.parameters(), lr=0.01) for each in (self.network, self.other)]
 
 
 class WithSGD(Small):

@@ -26,6 +26,7 @@ from tests.helpers.adversaries import Adversaries
 from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
+from tests.helpers.trainers import Late
 
 DENSE = 2
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
@@ -90,6 +91,47 @@ def assert_close(ours, theirs):
 def test_density_one_equals_ddp_however_that_was_built(pair, optimizer, micro_batches, settings, arguments):
     for ours, twin in pair.run(train_both, optimizer, micro_batches, settings, arguments):
         assert_close(ours, twin)
+
+
+def plan_of_late_gradients(rank, is_wrapped):
+    """Train until there is a plan; return how long backward takes by it."""
+
+    class Slow(Edges):
+        def forward(self, rows):
+            return Late.apply(super().forward(rows), 0.01)
+
+    model = wrapped(Slow()) if is_wrapped else Slow().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with sparsify(model, optimizer, density=0.05, warmup_epochs=0) as handle:
+        train(rank, model, [optimizer], range(90))
+        plan = handle.plan()
+        return plan.seconds - plan.exposed_seconds
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_plan_knows_that_backward_takes_time_before_its_first_gradient(pair, is_wrapped):
+    assert all(seconds >= 0.009 for seconds in pair.run(plan_of_late_gradients, is_wrapped))
+
+
+def count_backwards(rank, backwards):
+    with sparsified("SGD", density=0.05, schedule="single") as (ddp, optimizer, handle):
+        stats = []
+        for step in range(3):
+            for each in range(backwards):
+                ddp(batch(rank, 10 * step + each)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stats.append(handle.stats())
+        return stats
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_statistics_of_a_step_have_the_exchanges_of_all_its_backwards(pair, backwards):
+    for stats in pair.run(count_backwards, backwards):
+        for number, (before, now) in enumerate(pairwise([dict.fromkeys(stats[0], 0.0), *stats]), 1):
+            assert now["total_steps"] == number
+            assert now["wire_bytes"] == now["total_wire_bytes"] - before["total_wire_bytes"]
+            assert now["dense_bytes"] == now["total_dense_bytes"] - before["total_dense_bytes"]
 
 
 def buckets_left(rank):

@@ -129,6 +129,9 @@ def test_what_waits_of_a_frozen_layer_waits(pools):
 class Logged(Trained):
     def on_train_end(self):
         self.notes = self.trainer.logger.told
+        for each in self.trainer.callbacks:
+            if isinstance(each, AssumptionMonitor):
+                self.notes.append({f"mean {name}": float(mean.compute()) for name, mean in each.means.items()})
 
 
 @pytest.mark.sampled(1)
@@ -143,6 +146,9 @@ def test_whoever_looks_on_sees_shares(pools, compressor):
     more = {"node_ranks": 2, "callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
     answers = fits(pools[4], Logged, {**SPARSE, "compressor": compressor}, **more)
     one_model(answers)
+    means = [answer.notes[-1] for answer in answers]
+    assert len(means[0]) == 4
+    assert all(mean == means[0] for mean in means)  # of whole layers, not of each rank's shares
     logged = {tag: number for told in answers[0].notes for tag, number in told.items()}  # the latest
     assert 0 < logged["sparse/link_bytes"] < logged["sparse/wire_bytes"]
     assert 0 <= logged["sparse_parameters/delta/network.0.weight"] <= 1

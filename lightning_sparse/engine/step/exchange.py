@@ -427,7 +427,11 @@ class DenseBackward(Backward):
 
     @override
     def _average_sparse(self, name: str, gradient: Tensor) -> None:
-        self._route.among.run("all_reduce", gradient).div_(self._route.among.ranks)
+        among, pipeline = self._route.among, self._route.pipeline
+        sent = among.add_up_sparse(gradient)
+        gradient.div_(among.ranks)
+        if among is pipeline.levels.world.collectives:  # what ranks of an island average is not counted
+            pipeline.recorder.add_to_last(sent, is_ddps=True)
 
     def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
         """Begin to average flat gradients of one type, with the flags of what was used, and end the message before.
@@ -577,6 +581,7 @@ class Exchange(SharedOnCopy):
     All ranks hand over all parameters in one order, whatever each has used: that in which rank 0's first backward made
     them. Shards of a model go from the first one on after :meth:`expect`, and end with :meth:`finish`; all others are
     exchanged at the end of every backward. While ``is_dense``, all is sent, as by DDP, and nothing is kept.
+    ``numel`` elements of ``nbytes`` have a gradient without a sparse layout.
 
     Args:
         begin: called before a backward's first gradient is taken, on the thread of backward, and told whether
@@ -595,6 +600,7 @@ class Exchange(SharedOnCopy):
         self._end = end
         # With hooks, also of what is frozen: it may be unfrozen within a step.
         self._hooked: dict[Tensor, tuple[Member, Any]] = {}
+        self.numel = self.nbytes = 0
         self._used: set[Member] = set()  # those that backward has reached since the last exchange
         self._is_due = False  # a backward goes on whose gradients are exchanged when it ends, and none has come yet
         self._last_graph = -1  # the backward whose end was seen last
@@ -621,6 +627,9 @@ class Exchange(SharedOnCopy):
         self._members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
         for position, each in enumerate(self._members):
             each.position = position
+        dense = [each for each in self._members if not each.is_sparse]
+        self.numel = sum(each.numel for each in dense)
+        self.nbytes = sum(each.numel * each.parameter.dtype.itemsize for each in dense)
         self._route.packages.clear()
         self.average_among(self._route.among)
 
@@ -656,7 +665,8 @@ class Exchange(SharedOnCopy):
         if self._backward is not None and not is_in_backward():
             raise RuntimeError(_FAILED)
         self._is_due = self._exchanges
-        self.hear()
+        self._record_start()
+        self._attend()
 
     @property
     def _exchanges(self) -> bool:
@@ -664,6 +674,16 @@ class Exchange(SharedOnCopy):
 
     def hear(self, gradient: Optional[Tensor] = None) -> None:
         """Know of the backward that goes on, before any of its gradients."""
+        if _graph_number() != self._heard_graph:  # else it has come to another output before
+            self._record_start()
+        self._attend()
+
+    def _record_start(self) -> None:
+        # While dense, the record in progress may be that of a round, which the worker writes.
+        if self._exchanges and not self.is_dense:
+            self._route.pipeline.recorder.begin_backward()
+
+    def _attend(self) -> None:
         self._heard_graph = _graph_number()
         if self._route.arrived.has_means:
             self._route.arrived.watch([each.parameter for each in self._members])
@@ -694,7 +714,7 @@ class Exchange(SharedOnCopy):
     def _finish_untold(self) -> None:
         """Finish a backward of which nobody has told: of the next one nobody will tell before it adds to gradients."""
         self.finish()
-        self.hear()
+        self._attend()
 
     def _open(self) -> Backward:
         """Begin a step's exchange."""

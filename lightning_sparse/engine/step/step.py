@@ -37,9 +37,11 @@ gradient of its node, the other ranks are those with the same share on the other
 shares to the whole node.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple, Optional
 
@@ -217,7 +219,7 @@ class Pipeline:
             for exchanged, mean, flags in zip(step, means, used):
                 self.launched.begin_part()
                 accepted = finite if flags is None else flags & finite
-                with self._deltas_sampled(exchanged, mean):
+                with self._deltas_sampled(exchanged, mean, flags):
                     self.memory.update(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
@@ -230,7 +232,7 @@ class Pipeline:
         if (samples := self.recorder.samples) is not None:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
-            self.recorder.last_samples, self.recorder.samples = samples, None
+            self.recorder.last_samples = samples
         self._planner.see_step(record)
 
     def _used_anywhere(
@@ -257,8 +259,13 @@ class Pipeline:
                 torch._foreach_copy_(gradients, list(rounded.split(list(map(Tensor.numel, gradients)))))
 
     @contextmanager
-    def _deltas_sampled(self, exchanged: Exchanged, mean: Sequence[Selection]) -> Iterator[None]:
-        """Compare means with those of all that had accumulated, before what is done inside, if somebody asked."""
+    def _deltas_sampled(
+        self, exchanged: Exchanged, mean: Sequence[Selection], used: Optional[Tensor]
+    ) -> Iterator[None]:
+        """Compare means with those of all that had accumulated, before what is done inside, if somebody asked.
+
+        Of what no rank has used, of which nothing is applied, NaN.
+        """
         if not self.context.samples_deltas:
             yield
             return
@@ -268,13 +275,15 @@ class Pipeline:
         yield
         scatter(accumulated, mean)
         dense_means = flat.split([tensor.numel() for tensor in accumulated])
-        deltas = layer_deltas(dense_means, accumulated, exchanged.counts)
+        of_whole = partial(self.levels.norms_of, names=names)
+        deltas = layer_deltas(dense_means, accumulated, exchanged.counts, of_whole)
+        deltas = deltas if used is None else torch.where(used, deltas, math.nan)
         self.recorder.current.deltas.update(zip(names, deltas.unbind()))
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
         world = self.levels.world
-        world.call(Payload("all_reduce", gradient), [name])
+        self.recorder.current.layout_bytes += world.add_up_sparse(gradient, name)
         gradient.div_(world.ranks)
         self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
