@@ -186,7 +186,9 @@ class ResidualMemory(Memory):
         if not (self._follows_learning_rate and hyperparameters):
             return residuals
         ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
-        return list(torch._foreach_mul(residuals, ratios.unbind()))
+        if ratios.device.type != "cpu":
+            return list(torch._foreach_mul(residuals, ratios.unbind()))
+        return [kept if ratio == 1 else kept * ratio for kept, ratio in zip(residuals, ratios.tolist())]
 
     def _rate_ratios(self, names: Sequence[str], rates: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
         present = _in_one(rates, like)
