@@ -88,7 +88,12 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self,
+        names: Sequence[str],
+        accumulated: list[Tensor],
+        kept: Sequence[Selection],
+        accepted: Tensor,
+        replaceable: Sequence[bool] = (),
     ) -> None:
         moving = [place for place, name in enumerate(names) if name in self._momenta]
         some = [names[place] for place in moving]
@@ -108,7 +113,7 @@ class MomentumMemory(ResidualMemory):
         elif moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
             overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
-        super().update(names, accumulated, kept, accepted)
+        super().update(names, accumulated, kept, accepted, replaceable)
 
     @override
     def statistics(self) -> dict[str, Tensor]:
