@@ -4,7 +4,8 @@ A cheap vectorised pass first discards nearly all elements, and only the few tha
 
 * low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
   has at least one element that none outside exceeds. Shapes are known in advance, so nothing waits for a GPU, where
-  :mod:`~lightning_sparse.functional.segments` does so for all tensors at once;
+  :mod:`~lightning_sparse.functional.segments` does so for all tensors at once. Of a large tensor on a CPU more blocks,
+  those whose maxima reach a threshold read off a sample of them, and of these the elements that reach it, too;
 * higher densities on CPU: a threshold is read off a strided sample, a little too low on purpose; where the count of
   what reaches it shows that the sample misled (or many elements are equal), ``torch.topk`` decides.
 
