@@ -13,7 +13,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 from unittest import mock
 
 import torch
@@ -26,6 +26,7 @@ from traffic import moved_bytes
 from typing_extensions import override
 
 from lightning_sparse import AdamCorrection, LocalSteps
+from lightning_sparse.compressors import DGC, SDAGC, Compressor
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.engine.memory.residual import Memory
@@ -54,7 +55,7 @@ class System(NamedTuple):
     """What is counted.
 
     Attributes:
-        compressor: its name.
+        compressor: its name, or itself.
         density: of elements sent; ``None`` for a method without.
         exchange: how selections travel.
         waits: whether the host reads more of the device than whether a step is finite, so that there have to be values.
@@ -66,7 +67,7 @@ class System(NamedTuple):
         rounds: whose exchange is counted in a step's place.
     """
 
-    compressor: str
+    compressor: Union[str, Compressor]
     density: Optional[float] = None
     exchange: str = "auto"
     waits: bool = False
@@ -116,8 +117,8 @@ SYSTEMS = {
     "lags 0.001, 16 groups": System("lags", 0.001, "gather", groups=16),
     "lags 0.001, 16 groups, clipped": System("lags", 0.001, "gather", groups=16, clip_norm=1.0),
     "omgs 0.001, gather": System("omgs", 0.001, "gather"),
-    "dgc 0.001, gather": System("dgc", 0.001, "gather"),
-    "sdagc 0.001, gather": System("sdagc", 0.001, "gather"),
+    "dgc 0.001, gather": System(DGC(momentum=0.9), 0.001, "gather"),
+    "sdagc 0.001, gather": System(SDAGC(momentum=0.9), 0.001, "gather"),
     "exdyna 0.001": System("exdyna", 0.001, waits=True),
     "micro 0.001": System("micro", 0.001, waits=True),
     "qsgd": System("qsgd"),

@@ -74,6 +74,7 @@ class A2SGD(Compressor):
         # The shift is from what was sent, so that equal gradients on all ranks are left exactly as they are.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
+        # What has arrived is this rank's own, and nobody reads it any more: it is shifted where it is.
         shifted = shift_each_by_sign([mean.values for mean in means], above, -below)
         return [mean._replace(values=values) for mean, values in zip(means, shifted)]
 

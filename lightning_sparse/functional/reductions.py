@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ def sign_totals(tensor: Tensor) -> Tensor:
         tensor([[4., 2.],
                 [2., 1.]], dtype=torch.float64)
     """
-    pieces = [_totals(piece) for piece in tensor.split(_PIECE)]
+    room = torch.empty_like(tensor[:_PIECE])
+    pieces = [_totals(piece, room[: piece.numel()]) for piece in tensor.split(_PIECE)]
     return torch.stack(pieces).sum(dim=0)
 
 
@@ -84,30 +86,44 @@ def sign_totals_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
     return totals
 
 
-def _totals(piece: Tensor) -> Tensor:
-    positive, signs = piece.clamp(min=0.0), piece.sign()
-    positive_signs = signs.clamp(min=0.0)
-    sums = [positive.sum(dtype=torch.float64), positive_signs.sum(dtype=torch.float64)]
-    # A difference with zero, and of equal numbers, is exact.
-    sums += [positive.sub_(piece).sum(dtype=torch.float64), positive_signs.sub_(signs).sum(dtype=torch.float64)]
-    return torch.stack(sums).view(2, 2)
+def _totals(piece: Tensor, room: Tensor) -> Tensor:
+    positive = torch.clamp(piece, min=0.0, out=room).sum(dtype=torch.float64)
+    negative = torch.clamp(piece, max=0.0, out=room).sum(dtype=torch.float64).abs()
+    signs = torch.sign(piece, out=room)
+    more = signs.sum()
+    positive_count = signs.clamp_(min=0.0).sum()
+    return torch.stack([positive, positive_count.double(), negative, (positive_count - more).double()]).view(2, 2)
 
 
-def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """Add one number, ``[]``, to positive elements, another to negative ones; not finite, they make all of it so."""
-    shifted = torch.empty_like(tensor)
+def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """Add one number, ``[]``, to positive elements, another to negative ones; not finite, they make all of it so.
+
+    ``out`` may be the tensor itself.
+    """
+    shifted = torch.empty_like(tensor) if out is None else out
     # A product with zero, and a sum with it, is exact; that of zero and infinity is NaN.
-    size = _PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE
-    for piece, out in zip(tensor.split(size), shifted.split(size)):
+    if tensor.device.type == "cpu":
+        up, down = float(above), float(below)
+        positives, negatives = torch.empty_like(tensor[:_PIECE]), torch.empty_like(tensor[:_PIECE])
+        for piece, shifted_piece in zip(tensor.split(_PIECE), shifted.split(_PIECE)):
+            positive = torch.gt(piece, 0.0, out=positives[: piece.numel()])
+            negative = torch.lt(piece, 0.0, out=negatives[: piece.numel()])
+            torch.add(piece, positive, alpha=up, out=shifted_piece).add_(negative, alpha=down)
+        return shifted
+    for piece, shifted_piece in zip(tensor.split(_DEVICE_PIECE), shifted.split(_DEVICE_PIECE)):
         negative = piece.sign()
         positive = negative.clamp(min=0.0)
         negative.sub_(positive).neg_().mul_(below)
-        torch.add(piece, positive.mul_(above).add_(negative), out=out)
+        torch.add(piece, positive.mul_(above).add_(negative), out=shifted_piece)
     return shifted
 
 
 def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> list[Tensor]:
-    """Return :func:`shift_by_sign` of several flat tensors of one type."""
+    """Return :func:`shift_by_sign` of several flat tensors of one type, on a CPU in their own memory."""
+    if tensors[0].device.type == "cpu":
+        for piece in pieces(tensors):
+            shift_by_sign(flat := piece.read(), above, below, out=flat)
+        return list(tensors)
     shifted: list[Tensor] = []
     for piece in pieces(tensors):
         numels = [tensor.numel() for tensor in tensors[piece.first : piece.stop]]

@@ -4,7 +4,8 @@ A cheap vectorised pass first discards nearly all elements, and only the few tha
 
 * low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
   has at least one element that none outside exceeds. Shapes are known in advance, so nothing waits for a GPU, where
-  :mod:`~lightning_sparse.functional.segments` does so for all tensors at once;
+  :mod:`~lightning_sparse.functional.segments` does so for all tensors at once. Of a large tensor on a CPU more blocks,
+  those whose maxima reach a threshold read off a sample of them, and of these the elements that reach it, too;
 * higher densities on CPU: a threshold is read off a strided sample, a little too low on purpose; where the count of
   what reaches it shows that the sample misled (or many elements are equal), ``torch.topk`` decides.
 
@@ -94,6 +95,8 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
     if count == numel:
         return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
     if _is_sparse(numel, count):
+        if numel > _CPU_CHUNK:
+            return torch.stack([_by_sampled_maxima(row, count) for row in rows])
         return _by_block_maxima(rows, count)
     if numel > _SMALL:
         return torch.stack([_by_sampled_threshold(row, count) for row in rows])
@@ -128,6 +131,22 @@ def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
     return kept.add_(shift.mul_(_BLOCK))
 
 
+def _by_sampled_maxima(tensor: Tensor, count: int) -> Tensor:
+    """Find the largest magnitudes in the blocks whose maxima reach a threshold that enough of them reach."""
+    maxima = _block_maxima([tensor])[0]
+    threshold = _sampled_threshold(maxima, count)
+    blocks = None if threshold is None else indices_reaching(maxima, threshold)
+    if threshold is None or blocks is None or blocks.numel() < count:
+        return _by_block_maxima([tensor], count)[0]
+    body = maxima.numel() * _BLOCK
+    heads = tensor[:body].view(-1, _BLOCK).index_select(0, blocks).flatten()
+    kept = _reaching_largest(torch.cat([heads, tensor[body:]]) if tensor.numel() > body else heads, threshold, count)
+    assert kept is not None  # each of so many blocks has an element that reaches it
+    place = kept // _BLOCK
+    starts = torch.cat([blocks, torch.tensor([maxima.numel()])])  # of what is left over, too
+    return kept.add_(starts.index_select(0, place).sub_(place).mul_(_BLOCK))
+
+
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
     body = rows[0].numel() // _BLOCK * _BLOCK
     maxima = rows[0].new_empty(len(rows), body // _BLOCK)
@@ -153,9 +172,15 @@ def _maxima_of_each(pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     threshold = _sampled_threshold(tensor, count)
-    candidates = None if threshold is None else indices_reaching(tensor, threshold)
-    if candidates is None or candidates.numel() < count:
-        return _largest(tensor.abs(), count)
+    kept = None if threshold is None else _reaching_largest(tensor, threshold, count)
+    return _largest(tensor.abs(), count) if kept is None else kept
+
+
+def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional[Tensor]:
+    """Find the largest magnitudes among those that reach a threshold; ``None`` where fewer do."""
+    candidates = indices_reaching(tensor, threshold)
+    if candidates.numel() < count:
+        return None
     magnitudes = tensor.index_select(0, candidates).abs_()
     # Dropping the few surplus candidates is cheaper than choosing the many that stay, and keeps their order.
     surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices

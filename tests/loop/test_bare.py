@@ -334,6 +334,29 @@ def test_whoever_holds_a_gradient_has_its_mean_in_dense_steps(pair):
     assert_same(ours, others)
 
 
+def train_large(rank, compressor, is_zeroed_in_place):
+    """Train layers so large that their gradients change places with residuals, unless gradients keep their memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 64)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    gradients = []
+    with sparsify(model, optimizer, compressor, **SPARSE):
+        for step in range(4):
+            model(batch(rank, step)).square().mean().backward()
+            gradients += [each.grad.detach().clone() for each in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not is_zeroed_in_place)
+    return gradients, tensors_of(model)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "dgc"])
+def test_large_gradients_are_the_same_whether_they_keep_their_memory(pair, compressor):
+    in_place, anew = (pair.run(train_large, compressor, each) for each in (True, False))
+    for rank, outcome in enumerate(anew):
+        assert_same(outcome, in_place[rank])
+        assert_same(outcome, anew[0])
+
+
 class Failing(nn.Module):
     """A model whose backward may fail when gradients for one message are there, and not for the next."""
 

@@ -5,8 +5,8 @@ after many steps meets a momentum that has forgotten it; here, the residual is w
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Optional
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from lightning_sparse.engine.memory.residual import (
     laid_clones,
     overwrite_accepted,
 )
+
+_BLOCK = 1 << 16  # elements, of four tensors: a MiB
 
 
 class MomentumMemory(ResidualMemory):
@@ -52,48 +54,66 @@ class MomentumMemory(ResidualMemory):
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
         """Turn gradients into velocities, in place, and add the residuals; the momenta of this step stay in flight."""
-        momenta = kept_like(self._momenta, names, gradients)
-        in_flight = kept_like(self._in_flight, names, gradients)
-        torch._foreach_copy_(in_flight, momenta)
+        settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
+        # Without momentum a velocity is its gradient, and nothing has to be kept.
+        moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
+        if not moving:
+            super()._accumulate(names, gradients, hyperparameters)
+            return
+        some, moved = [names[place] for place in moving], [gradients[place] for place in moving]
+        momenta, in_flight = kept_like(self._momenta, some, moved), kept_like(self._in_flight, some, moved)
         decayed: list[tuple[Tensor, Tensor]] = []
-        rows: defaultdict[bool, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
-        for name, momentum, gradient in zip(names, in_flight, gradients):
-            settings = hyperparameters.get(name, self._without_optimizer)
-            if settings.continues_step:
+        for place, (name, momentum) in enumerate(zip(some, momenta)):
+            if settings[name].continues_step:
                 # What is there has been decayed, and added to the residual: it is left out meanwhile.
                 if name not in self._decayed:
-                    self._decayed[name] = torch.full_like(gradient[:1], name not in self._undecayed, dtype=torch.bool)
+                    self._decayed[name] = torch.full_like(momentum[:1], name not in self._undecayed, dtype=torch.bool)
                 before = momentum * self._decayed[name]
-                momentum.sub_(before)
-                decayed.append((momentum, before))
+                momenta[place] = momentum - before
+                decayed.append((in_flight[place], before))
             else:
                 self._decayed.pop(name, None)
-            rows[settings.nesterov].append((momentum, gradient, settings.momentum))
-        for is_nesterov, some in rows.items():
-            # On a CPU each by itself, while a cache holds it.
-            for together in [[row] for row in some] if gradients[0].device.type == "cpu" else [some]:
-                velocities, inputs, factors = map(list, zip(*together))
-                _accumulate_alike(velocities, inputs, factors, is_nesterov)
-        for momentum, before in decayed:
-            momentum.add_(before)
-        super()._accumulate(names, gradients, hyperparameters)
+        residuals = self._waiting(names, gradients, hyperparameters)
+        rows: defaultdict[bool, list[_Row]] = defaultdict(list)
+        for place, momentum, velocity in zip(moving, momenta, in_flight):
+            own = settings[names[place]]
+            rows[own.nesterov].append(_Row(momentum, velocity, gradients[place], residuals[place], own.momentum))
+        accumulate = _accumulate_alone if moved[0].device.type == "cpu" else _accumulate_together
+        for is_nesterov, alike in rows.items():
+            accumulate(alike, is_nesterov)
+        if rest := set(range(len(names))).difference(moving):
+            torch._foreach_add_([gradients[place] for place in rest], [residuals[place] for place in rest])
+        for velocity, before in decayed:
+            velocity.add_(before)
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self,
+        names: Sequence[str],
+        accumulated: list[Tensor],
+        kept: Sequence[Selection],
+        accepted: Tensor,
+        replaceable: Sequence[bool] = (),
     ) -> None:
-        in_flight = kept_like(self._in_flight, names, accumulated)
-        if self._masks_momentum:
-            for name, momentum, tensor, selection in zip(names, in_flight, accumulated, kept):
-                is_whole = _mask_sent(momentum, tensor, selection)
+        moving = [place for place, name in enumerate(names) if name in self._momenta]
+        some = [names[place] for place in moving]
+        in_flight = kept_like(self._in_flight, some, [accumulated[place] for place in moving])
+        are_accepted = accepted.expand(len(names)).unbind()
+        for place, name, velocity in zip(moving, some, in_flight):
+            if self._masks_momentum:
+                is_whole = _mask_sent(velocity, accumulated[place], kept[place])
                 if self.is_watched and is_whole is not None:
                     self._masked[name] = is_whole.logical_not().sum()
-        momenta = kept_like(self._momenta, names, accumulated)
-        overwrite_accepted(momenta, in_flight, accepted)
-        for name, is_accepted in zip(names, accepted.expand(len(names)).unbind()):
             known = self._decayed.get(name)
-            self._decayed[name] = is_accepted if known is None else known | is_accepted
-        super().update(names, accumulated, kept, accepted)
+            self._decayed[name] = are_accepted[place] if known is None else known | are_accepted[place]
+        if moving and accepted.device.type == "cpu":
+            for place, name in zip(moving, some):
+                if are_accepted[place]:  # they change places
+                    self._momenta[name], self._in_flight[name] = self._in_flight[name], self._momenta[name]
+        elif moving:
+            chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
+            overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
+        super().update(names, accumulated, kept, accepted, replaceable)
 
     @override
     def statistics(self) -> dict[str, Tensor]:
@@ -128,16 +148,49 @@ class MomentumMemory(ResidualMemory):
         self._undecayed = set(names)
 
 
-def _accumulate_alike(momenta: list[Tensor], gradients: list[Tensor], factors: list[float], is_nesterov: bool) -> None:
-    """Turn gradients into velocities, in place, as their momenta."""
+class _Row(NamedTuple):
+    """What is accumulated of a parameter."""
+
+    momentum: Tensor
+    velocity: Tensor  # to be written: the momentum after this step
+    gradient: Tensor  # to be what is selected from
+    residual: Tensor
+    factor: float
+
+    def blocks(self) -> Iterator["_Row"]:
+        """Yield them a block at a time, which a cache holds."""
+        if self.gradient.numel() <= _BLOCK:
+            yield self
+            return
+        for tensors in zip(*(each.split(_BLOCK) for each in self[:-1])):
+            yield _Row(*tensors, self.factor)
+
+
+def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
+    """Accumulate on a CPU, where memory is read and written once."""
+    for row in rows:
+        for momentum, velocity, gradient, residual, factor in row.blocks():
+            if is_nesterov:
+                torch.add(momentum, gradient, out=velocity).mul_(factor)
+                gradient.add_(velocity).add_(residual)
+            else:
+                torch.mul(momentum, factor, out=velocity).add_(gradient)
+                torch.add(velocity, residual, out=gradient)
+
+
+def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
+    """Accumulate on a device, in few calls."""
+    momenta, velocities, gradients, residuals, factors = map(list, zip(*rows))
+    torch._foreach_copy_(velocities, momenta)
     if is_nesterov:
-        torch._foreach_add_(momenta, gradients)
-        torch._foreach_mul_(momenta, factors)
-        torch._foreach_add_(gradients, momenta)
+        torch._foreach_add_(velocities, gradients)
+        torch._foreach_mul_(velocities, factors)
+        torch._foreach_add_(gradients, velocities)
     else:
-        torch._foreach_mul_(momenta, factors)
-        torch._foreach_add_(momenta, gradients)
-        torch._foreach_copy_(gradients, momenta)
+        torch._foreach_mul_(velocities, factors)
+        torch._foreach_add_(velocities, gradients)
+        torch._foreach_copy_(gradients, velocities)
+    torch._foreach_add_(gradients, residuals)
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:

@@ -29,6 +29,7 @@ NUMBERS = {
     "warm_up": 2,
 }
 WHOLE = frozenset({"learned_mean"})  # kinds of which each rank keeps all, also where ranks of a node have shares
+_LARGE = 1 << 15  # elements from which on memory of its own costs nothing
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
 
 
@@ -78,11 +79,17 @@ class Memory:
         return in_widened(gradients)
 
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self,
+        names: Sequence[str],
+        accumulated: list[Tensor],
+        kept: Sequence[Selection],
+        accepted: Tensor,
+        replaceable: Sequence[bool] = (),
     ) -> None:
         """Keep what :meth:`compensate` returned (it may be changed), with ``kept`` written over the places sent.
 
         ``accepted`` is bool ``[len(names)]``, or ``[]`` for all; where it is false, nothing of a parameter changes.
+        Where ``replaceable``, a tensor itself may be kept, and another, undefined, be put in its place in the list.
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -186,7 +193,9 @@ class ResidualMemory(Memory):
         if not (self._follows_learning_rate and hyperparameters):
             return residuals
         ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
-        return list(torch._foreach_mul(residuals, ratios.unbind()))
+        if ratios.device.type != "cpu":
+            return list(torch._foreach_mul(residuals, ratios.unbind()))
+        return [kept if ratio == 1 else kept * ratio for kept, ratio in zip(residuals, ratios.tolist())]
 
     def _rate_ratios(self, names: Sequence[str], rates: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
         present = _in_one(rates, like)
@@ -197,7 +206,12 @@ class ResidualMemory(Memory):
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self,
+        names: Sequence[str],
+        accumulated: list[Tensor],
+        kept: Sequence[Selection],
+        accepted: Tensor,
+        replaceable: Sequence[bool] = (),
     ) -> None:
         self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
@@ -219,9 +233,12 @@ class ResidualMemory(Memory):
                 copy_elements(kept[position].values, residuals[position])
         elif positions:
             overwrite(accumulated, kept)
-            torch._foreach_copy_(
-                [residuals[position] for position in positions], [accumulated[position] for position in positions]
-            )
+            may_trade = [place for place in positions if replaceable and replaceable[place]]
+            traded = {place for place in may_trade if _can_trade(residuals[place], accumulated[place])}
+            for place in traded:
+                self._residuals[names[place]], accumulated[place] = accumulated[place], residuals[place]
+            if copied := [place for place in positions if place not in traded]:
+                torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
         if not self._new_rates:
@@ -261,13 +278,25 @@ def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return what is kept under some names; under new ones zeros, kept from now on, in one piece of memory."""
+    """Return what is kept under some names; under new ones zeros, kept from now on, in one piece of memory.
+
+    Large ones on a CPU have memory of their own, which may change places with a gradient's.
+    """
     new = {name: like for name, like in zip(names, likes) if name not in kept}
-    for dtype in {like.dtype for like in new.values()}:
-        some = {name: like for name, like in new.items() if like.dtype is dtype}
+    are_large = {name: like.device.type == "cpu" and like.numel() >= _LARGE for name, like in new.items()}
+    fresh = {name: like.new_zeros(like.numel()) for name, like in new.items() if are_large[name]}
+    for dtype in {like.dtype for name, like in new.items() if name not in fresh}:
+        some = {name: like for name, like in new.items() if like.dtype is dtype and not are_large[name]}
         numels = [like.numel() for like in some.values()]
-        kept.update(zip(some, next(iter(some.values())).new_zeros(sum(numels)).split(numels)))
+        fresh.update(zip(some, next(iter(some.values())).new_zeros(sum(numels)).split(numels)))
+    kept.update((name, fresh[name]) for name in new)
     return [kept[name] for name in names]
+
+
+def _can_trade(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are of one type, each all of its memory, which can then be given back without it."""
+    is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
+    return tensor.dtype is other.dtype and all(is_all)
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:

@@ -387,7 +387,7 @@ class _Message(NamedTuple):
         copies, sources = list[Tensor](), list[Tensor]()
         for parameter, gradient, mean in zip(self.parameters, self.gradients, self.means):
             # On a device the memory is of the worker's stream, which would give it out again while others read it.
-            if mean.device.type == "cpu" and parameter.is_contiguous() and _is_all_of_new(gradient, parameter.grad):
+            if _is_replaceable(gradient, parameter):
                 parameter.grad = mean.view_as(parameter).data  # with a count of changes of its own
             else:
                 copies.append(gradient)
@@ -524,6 +524,13 @@ class SparseBackward(Backward):
         self._packed.append((sources, package.views))
         self._route.worker.submit(partial(torch._foreach_copy_, package.views, sources))
         return [package.gradients.get(each.name) or self._local_of(each) for each in members]
+
+    @override
+    def _local_of(self, member: Member) -> LocalGradient:
+        local, parameter = super()._local_of(member), member.parameter
+        if member.numel >= _SMALL and not self._route.is_sharded and _is_replaceable(local.gradient, parameter):
+            return local._replace(parameter=parameter)
+        return local
 
     @override
     def _put_for(self, parameter: Tensor, arrived: Optional[Tensor] = None) -> Tensor:
@@ -763,8 +770,9 @@ def _makes_sparse_layout(module: Module) -> bool:
     return isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
 
 
-def _is_all_of_new(flat: Tensor, gradient: Optional[Tensor]) -> bool:
-    """Tell whether a flat tensor is all of a gradient that backward has just made, without a graph: nobody holds it."""
+def _is_replaceable(flat: Tensor, parameter: Tensor) -> bool:
+    """Tell whether a flat tensor is all of a gradient on a CPU that backward has just made: nobody else holds it."""
+    gradient = parameter.grad
     if gradient is None or gradient.requires_grad or gradient._version:
         return False
-    return flat.data_ptr() == gradient.data_ptr()
+    return flat.device.type == "cpu" and parameter.is_contiguous() and flat.data_ptr() == gradient.data_ptr()

@@ -26,6 +26,7 @@ class LocalGradient(NamedTuple):
     name: str
     gradient: Tensor  # flat view of the gradient's storage; the mean over ranks is written here
     is_used: Optional[bool]  # whether backward gave it anything on this rank; ``None`` where it is no gradient
+    parameter: Optional[Tensor] = None  # whose gradient it is all of, where other memory may take its place
 
 
 class Topology(NamedTuple):

@@ -220,7 +220,7 @@ class Pipeline:
                 self.launched.begin_part()
                 accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged, mean, flags):
-                    self.memory.update(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
+                    self._keep(exchanged, accepted)
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
         self.selector.release()
@@ -235,6 +235,14 @@ class Pipeline:
             self.recorder.last_samples = samples
         self._planner.see_step(record)
 
+    def _keep(self, exchanged: Exchanged, accepted: Tensor) -> None:
+        accumulated = exchanged.accumulated
+        replaceable = [
+            local.parameter is not None and tensor is local.gradient
+            for local, tensor in zip(exchanged.group, accumulated)
+        ]
+        self.memory.update(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
+
     def _used_anywhere(
         self, exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]
     ) -> Optional[Tensor]:
@@ -248,9 +256,13 @@ class Pipeline:
         self.memory.write_means(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
             torch._foreach_mul_(means, self.context.loss_scale)
-        narrow = [
-            (local.gradient, tensor) for local, tensor in zip(exchanged.group, means) if tensor is not local.gradient
-        ]
+        narrow: list[tuple[Tensor, Tensor]] = []
+        for local, tensor in zip(exchanged.group, means):
+            if local.parameter is not None and tensor.dtype is local.gradient.dtype:
+                if tensor is not local.gradient:  # which is the residual now
+                    local.parameter.grad = tensor.view_as(local.parameter).data  # with a count of changes of its own
+            elif tensor is not local.gradient:
+                narrow.append((local.gradient, tensor))
         for dtype in dict.fromkeys(gradient.dtype for gradient, _ in narrow):
             alike = [pair for pair in narrow if pair[0].dtype is dtype]
             for piece in pieces([tensor for _, tensor in alike]):
