@@ -22,7 +22,7 @@ from lightning_sparse.engine.memory.residual import (
     overwrite_accepted,
 )
 
-_BLOCK = 1 << 16  # elements, of four tensors: a MiB
+_BLOCK = 1 << 17  # elements, of four tensors: two MiB
 
 
 class MomentumMemory(ResidualMemory):
