@@ -7,7 +7,7 @@ from lightning_sparse.compressors.selection import FlatSelection
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, ResidualMemory
 
-SIZES = {"large": (1 << 17) + 3, "small": 1000, "smaller": 10}
+SIZES = {"large": (1 << 18) + 3, "small": 1000, "smaller": 10}
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 

@@ -22,7 +22,7 @@ from lightning_sparse.engine.memory.residual import (
     overwrite_accepted,
 )
 
-_BLOCK = 1 << 16  # elements, of four tensors: a MiB
+_BLOCK = 1 << 17  # elements, of four tensors: two MiB
 
 
 class MomentumMemory(ResidualMemory):
@@ -162,8 +162,8 @@ class _Row(NamedTuple):
         if self.gradient.numel() <= _BLOCK:
             yield self
             return
-        for tensors in zip(*(each.split(_BLOCK) for each in self[:-1])):
-            yield _Row(*tensors, self.factor)
+        for momentum, velocity, gradient, residual in zip(*(each.split(_BLOCK) for each in self[:-1])):
+            yield _Row(momentum, velocity, gradient, residual, self.factor)
 
 
 def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
