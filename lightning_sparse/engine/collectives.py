@@ -151,8 +151,8 @@ class Collectives(SharedOnCopy):
         """
         mine = tensor.coalesce()
         indices, values = mine.indices(), mine.values()
-        count = torch.tensor([mine._nnz()], device=tensor.device)
-        counts = self.all_gather(count).flatten().tolist()
+        own = torch.tensor([mine._nnz()], device=tensor.device)
+        counts = self.all_gather(own).flatten().tolist()
         most = max(counts)
         # Filled up to the same size: the last rows of values, and the last places of each dimension.
         rows = functional.pad(values.view(len(values), math.prod(values.shape[1:])), (0, 0, 0, most - len(values)))
@@ -164,7 +164,7 @@ class Collectives(SharedOnCopy):
             parts = all_places[place, :, :count], all_values[place, :count]
             total += torch.sparse_coo_tensor(*parts, tensor.shape, is_coalesced=True, check_invariants=False)
         tensor.copy_(total.coalesce())
-        return sum(self.sent_bytes("all_gather", each) for each in (count, rows, places))
+        return sum(self.sent_bytes("all_gather", each) for each in (own, rows, places))
 
     def _goes_direct(self, tensor: Tensor) -> bool:
         """Tell whether two round trips take less time for a tensor than gloo's way, twice around a ring."""
