@@ -170,7 +170,7 @@ class HierarchicalRanks(DividedRanks):
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         names = [local.name for local in group]
         shares = self._intra.run(self._average([local.gradient for local in group]), names)
-        return [local._replace(gradient=share) for local, share in zip(group, shares)]
+        return [local._replace(gradient=share, parameter=None) for local, share in zip(group, shares)]
 
     @override
     def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
