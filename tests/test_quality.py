@@ -131,6 +131,13 @@ def test_a_rank_without_a_batch_changes_nothing():
         assert not any(torch.equal(found[name], each) for name, each in network().state_dict().items() if each.numel())
 
 
+@pytest.mark.parametrize("system", ["dense", *quality.SYSTEMS])
+def test_each_system_can_be_asked_for_as_it_is(system):
+    density = None if system == "dense" else 0.01
+    settings = quality.Run("gpt", "adamw95", system, density, 1, 1e-3, 3, 2, "bfloat16").settings()
+    assert settings.density == (density or 1.0)
+
+
 def test_a_task_is_learned_and_told(monkeypatch, tmp_path):
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
     results = tmp_path / "quality.jsonl"

@@ -45,6 +45,7 @@ from train_text import LstmState, WordLstm
 
 _CURVE_POINTS = 10
 SYSTEMS = ("topk", "lags", "omgs", "exdyna", "micro", "sdagc", "dgc")
+OWN_EXCHANGE = ("dense", "exdyna", "micro")  # systems that exchange in a way of their own, whatever --exchanges says
 POWER_SGD = "powersgd"  # before its rank: torch's hook for DDP
 UNCORRECTED = "uncorrected "  # before the name of a system: Adam is fed with what arrives
 
@@ -272,7 +273,7 @@ class Run(NamedTuple):
         # With SGD the density falls over the first epochs, as the examples have it; Adam's correction has its own fall.
         epochs = 4 if self.optimizer == "sgd" else 0
         way, _, keep = self.exchange.partition(":")
-        exchange = AUTO if name == "dense" else Owners(float(keep)) if keep else way
+        exchange = AUTO if name in OWN_EXCHANGE else Owners(float(keep)) if keep else way
         rounds: Union[int, LocalSteps] = 1
         if self.local:
             steps, rate, momentum, decay, synchronous = self.local_numbers()
