@@ -242,9 +242,8 @@ Step = Sequence[StepRecord]  # what was exchanged for one optimizer step, a reco
 def mean_stats(steps: Sequence[Step], has_levels: bool) -> dict[str, float]:
     """Return the public statistics, means over optimizer steps (times: not over plain DDP's); waits for a device."""
     exchanges = list(chain.from_iterable(steps))
-    wire_bytes, dense = (
-        mean_of(steps, number) for number in (lambda each: each.wire_bytes, lambda each: each.dense_bytes)
-    )
+    wire_bytes = mean_of(steps, lambda each: each.wire_bytes)
+    dense = mean_of(steps, lambda each: each.dense_bytes)
     ours = compressed(steps)
     sent = sum(chain.from_iterable(each.sent for each in exchanges))
     return {
