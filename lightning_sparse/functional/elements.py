@@ -111,6 +111,13 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
+def all_finite(values: Tensor) -> Tensor:
+    """Return whether all elements are finite, bool ``[]``, in one pass."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
 def aligned(nbytes: int) -> int:
     """Return the size of a message of so many bytes, so that what comes behind it starts aligned."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -156,9 +163,10 @@ class IndexCodec(NamedTuple):
         """Read what ranks have written, uint8 ``[ranks, nbytes or more]``, as int64 ``[ranks, room]``."""
         ranks, count = len(wires), self.room
         offset_bytes = count * self.offset_dtype.itemsize
-        offsets = read_as(wires[:, :offset_bytes], self.offset_dtype).long() - torch.iinfo(self.offset_dtype).min
+        offsets = read_as(wires[:, :offset_bytes], self.offset_dtype).long()
         counts = read_as(wires[:, offset_bytes : self.nbytes], self.count_dtype).long()
         starts = torch.arange(self._blocks, device=wires.device) << self.block_bits
+        starts -= torch.iinfo(self.offset_dtype).min
         # The size is known, so a GPU need not be asked for it.
         block_starts = torch.repeat_interleave(starts.repeat(ranks), counts.flatten(), output_size=ranks * count)
         return offsets.add_(block_starts.view(ranks, count))

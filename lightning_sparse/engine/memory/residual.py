@@ -95,6 +95,9 @@ class Memory:
         """Average what the memory asks for, of names and whether any rank used each; return whether it did."""
         return False
 
+    def keep_gradients(self, names: Iterable[str]) -> None:
+        """Know that no mean was written to these: no rank has used them."""
+
     def clip_to(self, clips: Sequence[Clip]) -> None:
         """Clip the gradients that updates are made of to something else from the next step on; on all ranks."""
 
@@ -213,6 +216,10 @@ class ResidualMemory(Memory):
                 _overwrite_accepted(residuals[some], flat, accepted[some] if accepted.dim() else accepted)
             return
         are_accepted = accepted.expand(len(names)).tolist()
+        if all(are_accepted) and isinstance(kept, FlatSelection):  # residuals lie together, gradients may not
+            torch._foreach_copy_(residuals, list(accumulated))
+            overwrite(residuals, kept)
+            return
         positions = [position for position, is_accepted in enumerate(are_accepted) if is_accepted]
         if not isinstance(kept, FlatSelection):  # what is overwritten as a whole need not be copied first
             for position in positions:
@@ -228,6 +235,7 @@ class ResidualMemory(Memory):
             return
         present = torch.stack([self._new_rates[name] for name in names])
         last = torch.stack([self._rates.get(name, self._new_rates[name]) for name in names])
+        accepted = accepted.to(present.device, non_blocking=True)
         self._rates.update(zip(names, torch.where(accepted, present, last).unbind()))
 
     @override
@@ -279,6 +287,7 @@ def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], acc
 
 def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tensor) -> None:
     """Copy sources that are laid end to end."""
+    accepted = accepted.to(flat.device, non_blocking=True)
     if accepted.dim():
         numels = tuple(map(Tensor.numel, tensors))
         of_each = accepted.repeat_interleave(copied_to(numels, accepted.device), output_size=len(flat))

@@ -135,6 +135,8 @@ class GroupSelector:
         return self._wires.dense if is_shorter else None
 
     def _ways_of(self, selections: Sequence[Selection]) -> list[WireFormat]:
+        if len(self._formats) == 1:  # then nobody need know how many are selected
+            return [self._wires.sparse] * len(selections)
         if isinstance(selections, FlatSelection):
             return list(map(self._way_of_some, selections.numels, selections.counts))
         return [

@@ -206,7 +206,7 @@ class Pipeline:
         are_finite, self._are_finite = self._are_finite, []
         if not step:
             return  # every gradient had a sparse layout
-        finite = torch.stack([*are_finite, *(exchanged.result.finite for exchanged in step)]).all()
+        finite = _all_of([*are_finite, *(exchanged.result.finite for exchanged in step)])
         finite = self.levels.all_of(finite, step[0].names)  # what is not finite is in one rank's share
         means = self._finish_step(step, finite)
         used = [self._used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
@@ -311,3 +311,9 @@ class Pipeline:
         with encoding:
             encoding.enter_context(self.recorder.span("encode"))
             return self.compressor.finish_step(names, means, finite, all_gather)
+
+
+def _all_of(flags: Sequence[Tensor]) -> Tensor:
+    """Return whether all flags, bool ``[]``, are true; on the host if it knows them all."""
+    device = next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
+    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()

@@ -17,7 +17,7 @@ from lightning_sparse.functional.codes import (
     unpack_codes,
     values_of_bins,
 )
-from lightning_sparse.functional.elements import aligned, index_codec, message_of, read_as, round_to
+from lightning_sparse.functional.elements import aligned, all_finite, index_codec, message_of, read_as, round_to
 
 
 class GatherFormat(WireFormat):
@@ -46,7 +46,7 @@ class GatherFormat(WireFormat):
         received = self._read(value_bytes, selected.counts).to(values.dtype)
         received.div_(self.ranks)
         return ExchangeResult(
-            finite=received.isfinite().all(),
+            finite=all_finite(received),
             used=None if used is None else rest[:, : used.numel()].bool().any(dim=0),
             means=selected.replaced(received, codec.decode(index_bytes)),
             kept=selected.replaced(values - sent.to(values.dtype), indices),
