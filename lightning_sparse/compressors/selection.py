@@ -6,6 +6,7 @@ other, and are read, written and added at once.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -80,6 +81,16 @@ class FlatSelection(Sequence[Selection]):
         return cls.at(tensors, torch.cat(list(indices)).add_(_origins(numels, counts, tensors[0].device)), counts)
 
     @classmethod
+    def joined(cls, selections: Sequence[Sequence[Selection]]) -> "FlatSelection":
+        """Lay what is selected of several groups, flat of each, end to end; by as many ranks, and all of it sent."""
+        groups = [each for each in selections if isinstance(each, cls)]
+        of_groups = tuple(sum(group.numels) for group in groups), tuple(sum(group.counts) for group in groups)
+        values = torch.cat([group.values for group in groups], dim=-1)
+        indices = torch.cat([group.indices for group in groups], dim=-1).add_(_origins(*of_groups, values.device))
+        numels = tuple(chain.from_iterable(group.numels for group in groups))
+        return cls(values, indices, numels, tuple(chain.from_iterable(group.counts for group in groups)))
+
+    @classmethod
     def at(cls, tensors: Sequence[Tensor], indices: Tensor, counts: Counts) -> "FlatSelection":
         """Select elements of flat tensors by indices into all of them laid end to end, so many of each."""
         values = tensors[0].new_empty(len(indices))
@@ -121,11 +132,10 @@ class FlatSelection(Sequence[Selection]):
         """Yield tensors that are taken together, with indices and values of what is selected of them."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
         found = list(pieces(tensors))
-        numels, counts = (tuple(each[one.stop] - each[one.first] for one in found) for each in (starts, columns))
-        indices = self.indices
-        if len(found) > 1:
-            indices = indices - _origins(numels, counts, indices.device)
-        return zip(found, indices.split(counts, -1), self.values.split(counts, -1))
+        counts = [columns[one.stop] - columns[one.first] for one in found]
+        indices = self.indices.split(counts, -1)
+        within = (each - starts[one.first] if one.first else each for one, each in zip(found, indices))
+        return zip(found, within, self.values.split(counts, -1))
 
 
 class ReachingSelection(Sequence[Selection]):
@@ -169,13 +179,13 @@ class ReachingSelection(Sequence[Selection]):
         return self._counted()
 
     @property
-    def count(self) -> Tensor:
+    def total(self) -> Tensor:
         """How many elements reach the floor, int32 ``[]``."""
         return self._running[-1]
 
     def announced(self) -> Tensor:
         """Return how many elements reach the floor, int64 ``[1]``; where not all are finite, minus 1 minus that."""
-        return torch.where(self._is_finite, self.count, -1 - self.count).long().view(1)
+        return torch.where(self._is_finite, self.total, -1 - self.total).long().view(1)
 
     def positions(self, first: int, stop: int) -> Tensor:
         """Return where in the tensors laid end to end some are, int64 ``[stop - first]``; what lies beyond follows."""
@@ -185,7 +195,7 @@ class ReachingSelection(Sequence[Selection]):
         if self._lengths:
             number = torch.bucketize(found, copied_to(starts_of(self._lengths)[1:-1], device), right=True)
             found.add_(copied_to(self._shifts, device)[number])
-        return torch.where(slots < self.count, found, slots + (sum(self.numels) - first))
+        return torch.where(slots < self.total, found, slots + (sum(self.numels) - first))
 
 
 class CutSelection(Sequence[Selection]):
@@ -310,5 +320,5 @@ def _filled(selection: Selection) -> Tensor:
 def sent_count(selection: Union[Selection, FlatSelection, ReachingSelection]) -> Union[int, Tensor]:
     """Return how many elements a rank sends, without asking the device for it."""
     if isinstance(selection, ReachingSelection):
-        return selection.count
+        return selection.total
     return selection.values.numel() if selection.filled is None else selection.filled.sum()

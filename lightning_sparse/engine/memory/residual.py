@@ -5,6 +5,7 @@ a change of the learning rate: Zheng, Huang and Kwok, NeurIPS 2019 (arXiv 1905.1
 Gradient Compression" (arXiv 1712.01887), section 3.2. Decay: SparseLoCo (arXiv 2508.15706).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Optional, Protocol, Union
@@ -15,7 +16,16 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, scatter
-from lightning_sparse.functional.elements import copied_to, copy_elements, pieces
+from lightning_sparse.functional.elements import (
+    APART,
+    Piece,
+    copied_to,
+    copy_elements,
+    pieces,
+    repeat_each,
+    runs,
+    starts_of,
+)
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
@@ -29,6 +39,7 @@ NUMBERS = {
     "warm_up": 2,
 }
 WHOLE = frozenset({"learned_mean"})  # kinds of which each rank keeps all, also where ranks of a node have shares
+_FEW_RUNS = 16  # that are chosen from one by one, without a copy
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
 
 
@@ -208,17 +219,17 @@ class ResidualMemory(Memory):
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
             if not isinstance(kept, FlatSelection):
                 overwrite(accumulated, kept)
-                overwrite_accepted(residuals, accumulated, accepted)
-                return
-            for piece, indices, values in kept.pieces(accumulated):
-                flat = piece.read().index_copy_(0, indices, values)
-                some = slice(piece.first, piece.stop)
-                _overwrite_accepted(residuals[some], flat, accepted[some] if accepted.dim() else accepted)
+            overwrite_accepted(residuals, accumulated, accepted)
+            if isinstance(kept, FlatSelection):
+                _overwrite_elements(residuals, kept, accepted)
             return
         are_accepted = accepted.expand(len(names)).tolist()
         if all(are_accepted) and isinstance(kept, FlatSelection):  # residuals lie together, gradients may not
             torch._foreach_copy_(residuals, list(accumulated))
-            overwrite(residuals, kept)
+            if residuals[0].device.type == "cpu":
+                overwrite(residuals, kept)
+            else:
+                _overwrite_elements(residuals, kept, accepted)
             return
         positions = [position for position, is_accepted in enumerate(are_accepted) if is_accepted]
         if not isinstance(kept, FlatSelection):  # what is overwritten as a whole need not be copied first
@@ -271,6 +282,8 @@ def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
     """Return what is kept under some names; under new ones zeros, kept from now on, in one piece of memory."""
     new = {name: like for name, like in zip(names, likes) if name not in kept}
+    if new and likes[0].device.type != "cpu":  # beside each other those that are taken together
+        new = dict(sorted(new.items(), key=lambda each: each[1].numel() >= APART))
     for dtype in {like.dtype for like in new.values()}:
         some = {name: like for name, like in new.items() if like.dtype is dtype}
         numels = [like.numel() for like in some.values()]
@@ -280,9 +293,39 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
     """Copy flat sources, in place, over those tensors that are accepted: bool by tensor, or ``[]`` for all of them."""
-    for piece in pieces(sources):
+    order = sorted(range(len(sources)), key=lambda place: sources[place].numel() >= APART)
+    tensors, sources = [tensors[place] for place in order], [sources[place] for place in order]
+    if accepted.dim():
+        accepted = accepted[copied_to(tuple(order), accepted.device)]
+    for piece in pieces(sources, APART):  # the small ones come first, beside each other
         some = slice(piece.first, piece.stop)
         _overwrite_accepted(tensors[some], piece.read(), accepted[some] if accepted.dim() else accepted)
+
+
+def _overwrite_elements(tensors: Sequence[Tensor], kept: FlatSelection, accepted: Tensor) -> None:
+    """Write the values of a rank's selection over flat tensors of a device, in place, where they are accepted."""
+    accepted = accepted.to(kept.values.device, non_blocking=True)
+    if accepted.dim():
+        accepted = accepted.repeat_interleave(copied_to(kept.counts, accepted.device), output_size=len(kept.values))
+    starts, laid = starts_of(kept.counts), starts_of(kept.numels)
+    storages: defaultdict[int, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        storages[tensor.untyped_storage()._cdata].append(place)
+    if any(members[-1] - members[0] >= len(members) for members in storages.values()):  # which has no need to be
+        for piece, indices, values in kept.pieces(tensors):
+            flat = piece.read()
+            some = accepted[starts[piece.first] : starts[piece.stop]] if accepted.dim() else accepted
+            piece.write(flat.index_copy_(0, indices, torch.where(some, values, flat[indices])))
+        return
+    # At once in all that was kept together, in whatever order it lies there.
+    shifts = tuple(int(tensor.storage_offset()) - start for tensor, start in zip(tensors, laid))
+    places = kept.indices + repeat_each(shifts, kept.counts, kept.indices.device)
+    for members in storages.values():
+        storage = tensors[members[0]]
+        flat = storage.as_strided((storage.untyped_storage().nbytes() // storage.itemsize,), (1,), 0)
+        columns = slice(starts[members[0]], starts[members[-1] + 1])
+        some = accepted[columns] if accepted.dim() else accepted
+        flat.index_copy_(0, places[columns], torch.where(some, kept.values[columns], flat[places[columns]]))
 
 
 def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tensor) -> None:
@@ -292,7 +335,8 @@ def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tenso
         numels = tuple(map(Tensor.numel, tensors))
         of_each = accepted.repeat_interleave(copied_to(numels, accepted.device), output_size=len(flat))
     start = 0
-    for piece in pieces(tensors):
+    lying = [Piece(first, stop, [run]) for first, stop, run in runs(tensors)]
+    for piece in lying if len(lying) <= _FEW_RUNS else pieces(tensors):
         kept = piece.read()
         stop = start + len(kept)
         torch.where(of_each[start:stop] if accepted.dim() else accepted, flat[start:stop], kept, out=kept)

@@ -29,6 +29,7 @@ from lightning_sparse.functional.elements import (
 )
 
 _COUNT_BYTES = 8
+_FEW = 1 << 14  # positions that are sorted faster than their order is looked for
 
 
 class UnionFormat(WireFormat):
@@ -117,16 +118,15 @@ class _Union(NamedTuple):
     @classmethod
     def of(cls, found: Sequence[Tensor], announced: Tensor, numels: Counts) -> "_Union":
         """Unite what ranks have sent, with padding beyond the last element, and read what each has announced."""
-        ordered = torch.cat([positions.flatten() for positions in found])
-        starts = copied_to(starts_of(numels), ordered.device)
+        starts = copied_to(starts_of(numels), announced.device)
         ranks = len(announced)
         # Sizes follow from what ranks selected: on a device this is the one time that the host waits for them.
-        if ordered.device.type == "cpu":
-            ordered = ordered.unique()
-            told = torch.cat([announced, torch.searchsorted(ordered, starts)]).tolist()
-            positions = ordered[: told[-1]]
+        if starts.device.type == "cpu":
+            positions = _different(found, starts)
+            told = torch.cat([announced, torch.searchsorted(positions, starts)]).tolist()
+            positions = positions[: told[-1]]
         else:
-            ordered = ordered.sort().values
+            ordered = torch.cat([positions.flatten() for positions in found]).sort().values
             are_new = torch.ones_like(ordered, dtype=torch.bool)
             torch.ne(ordered[1:], ordered[:-1], out=are_new[1:])
             running = torch.cat([starts.new_zeros(1), are_new.cumsum(0)])
@@ -136,6 +136,23 @@ class _Union(NamedTuple):
         counts = tuple(last - first for first, last in pairwise(told[ranks:]))
         most = max(each if each >= 0 else -1 - each for each in told[:ranks])
         return cls(positions, counts, most, min(told[:ranks]) < 0)
+
+
+def _different(found: Sequence[Tensor], starts: Tensor) -> Tensor:
+    """Return the different ones of ascending rows of positions, ascending, on the host."""
+    rows = [row for positions in found for row in positions.unbind()]
+    if sum(map(len, rows)) > _FEW:  # where ranks look in parts of their own, of each tensor one rank's follow another's
+        ends = [torch.searchsorted(row, starts).tolist() for row in rows]
+        pieces = [
+            row[first:last] for row, places in zip(rows, ends) for first, last in pairwise(places) if first < last
+        ]
+        heads = torch.cat([rows[0][:0], *(piece[:1] for piece in pieces)]).tolist()
+        order = sorted(range(len(pieces)), key=heads.__getitem__)
+        joined = torch.cat([rows[0][:0], *(pieces[place] for place in order)])
+        if bool((joined[1:] > joined[:-1]).all()):
+            return joined
+    different: Tensor = torch.cat(rows).unique()
+    return different
 
 
 def _void(accumulated: Sequence[Tensor], used: Optional[Tensor]) -> ExchangeResult:

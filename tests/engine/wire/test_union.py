@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_sparse.compressors.selection import ReachingSelection, Selection, grouped
+from lightning_sparse.engine.wire import union
 from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.lockstep import run_phases
@@ -116,3 +117,16 @@ def test_where_a_rank_holds_what_is_not_finite_all_ranks_hear_of_it_at_once(valu
     for arrival in arrivals:
         assert not arrival.finite
         assert not torch.cat([mean.values.flatten() for mean in arrival.means]).isfinite().all()
+
+
+@pytest.mark.parametrize("few", [0, 1 << 20])
+def test_a_union_is_one_whether_or_not_ranks_look_in_parts_of_their_own(few, monkeypatch):
+    monkeypatch.setattr(union, "_FEW", few)
+    overlapping = [[[0, 4], [7, 69_999], []], [[4], [7, 8], [2]], [[0, 1, 4], [], []]]
+    beside = [[[0, 1], [5, 6], []], [[2, 3], [1, 70], [2]], [[4], [99, 1000], [0]]]
+    for chosen in (DISJOINT, overlapping, beside, EVERYTHING):
+        expected = [sorted({place for choices in chosen for place in choices[each]}) for each in range(len(NUMELS))]
+        formats = formats_of(len(chosen))
+        for _ in range(2):  # the second has room
+            for arrival in exchange(chosen, formats)[0]:
+                assert [mean.indices.flatten().tolist() for mean in arrival.means] == expected
