@@ -29,6 +29,7 @@ from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.compressors import DGC, SDAGC, Compressor
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
+from lightning_sparse.engine.memory import residual
 from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
@@ -36,7 +37,7 @@ from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
-from lightning_sparse.functional import elements
+from lightning_sparse.functional import elements, segments
 from lightning_sparse.schedule import Single
 
 # BERT-large: the embeddings of words and positions, and 24 blocks of 16 tensors; 334 million elements.
@@ -373,11 +374,14 @@ def launches_of_a_step(
     sizes = system.sizes if sizes is None else sizes
     launches = Launches(tensors_a_launch)
     sizes_of_pieces = {name: getattr(elements, name) // system.divisor for name in ("_PIECE", "_ALONE")}
+    apart = elements.APART // system.divisor
     with (
         launches,
         torch.no_grad(),
         mock.patch.object(torch, "Generator", _HostGenerator),
         mock.patch.multiple(elements, **sizes_of_pieces),
+        mock.patch.object(residual, "APART", apart),
+        mock.patch.object(segments, "APART", apart),
     ):
         pipeline = _pipeline(system, sizes, ranks, launches)
         if system.rounds is None:

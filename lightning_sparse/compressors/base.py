@@ -198,7 +198,8 @@ class Compressor(ABC):
             names: parameter names, in the order in which they were exchanged.
             means: what arrived for each, of :class:`~lightning_sparse.engine.wire.base.ExchangeResult`; returned
                 unless changed.
-            finite: bool ``[]``; where false, the step does not count, and the state has to stay as it is.
+            finite: bool ``[]``, on the host or on a device; where false, the step does not count, and the state has
+                to stay as it is.
             all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, as ``[ranks, n]``; to be called
                 equally often on all ranks.
         """

@@ -7,6 +7,7 @@ Training", HiPC 2023 (arXiv 2310.00967).
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor, Gather, ModelLayout
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import ReachingSelection, Selection
+from lightning_sparse.functional.elements import copied_to, repeat_each
 from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
 
@@ -84,15 +86,22 @@ class ExDyna(Compressor):
         return density
 
     @override
-    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
         owned = self._partitions.owned(self._layout.rank, self._step)
+        starts = [self._starts[name] for name in names]
+        ranges = [_within(owned, start, tensor.numel()) for start, tensor in zip(starts, accumulated)]
+        threshold = self._threshold.threshold
+        counted = partial(self._select_counted, accumulated, starts, ranges)
+        if threshold is None or self._is_whole or accumulated[0].device.type == "cpu":
+            return counted()
+        return ReachingSelection(accumulated, ranges, threshold, counted)
+
+    def _select_counted(
+        self, accumulated: Sequence[Tensor], starts: Sequence[int], ranges: Sequence[tuple[int, int]]
+    ) -> list[Selection]:
         # One element is enough to void the step, in whosever partition it lies.
         spoilt = _first_not_finite(accumulated)
-        starts = [self._starts[name] for name in names]
-        ranges = [
-            (0, 0) if indices is not None else _within(owned, start, tensor.numel())
-            for start, tensor, indices in zip(starts, accumulated, spoilt)
-        ]
+        ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
         pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
         chosen = self._choose(pieces, [start + first for start, (first, _) in zip(starts, ranges)])
         return [
@@ -104,7 +113,7 @@ class ExDyna(Compressor):
 
     def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
         """Return positions in pieces of the model, of which each starts at a place of the flat vector."""
-        if self._wanted(self._layout.numel) == self._layout.numel:
+        if self._is_whole:
             return [torch.arange(piece.numel(), device=piece.device) for piece in pieces]
         if self._threshold.threshold is not None:
             return indices_reaching_each(pieces, self._threshold.threshold)
@@ -120,6 +129,10 @@ class ExDyna(Compressor):
             self._histogram = histogram if self._histogram is None else self._histogram.add_(histogram)
         return top_k_indices(piece, count) if count else torch.empty(0, dtype=torch.int64, device=piece.device)
 
+    @property
+    def _is_whole(self) -> bool:
+        return self._wanted(self._layout.numel) == self._layout.numel
+
     def _wanted(self, numel: int) -> int:
         return min(numel, max(self._layout.ranks, round(self._density * numel)))
 
@@ -128,31 +141,34 @@ class ExDyna(Compressor):
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
         histogram, self._histogram = self._histogram, None
-        # The state is the host's, and waiting for one bool costs little where all messages' sizes were waited for.
+        # The state is the host's; on one level of a device it has been told with the sizes of messages, and knows.
         if not bool(finite):
             return means
-        positions = torch.cat([_positions(mean) + self._starts[name] for name, mean in zip(names, means)])
+        indices = [_indices(mean) for mean in means]
         numel = sum(mean.numel for mean in means)  # without parameters whose gradients have a sparse layout
         wanted = self._wanted(numel)
         if wanted < numel and self._threshold.threshold is not None:
-            self._threshold = self._threshold.updated(positions.numel(), wanted)
+            self._threshold = self._threshold.updated(sum(map(Tensor.numel, indices)), wanted)
         elif wanted < numel:
-            counted = magnitude_histogram(positions[:0].float()) if histogram is None else histogram
+            counted = magnitude_histogram(indices[0][:0].float()) if histogram is None else histogram
             # Half the bytes of int64; a count that fp32 rounds is rounded alike for all who receive it.
             gathered = all_gather(counted.float())
             measured = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
             self._threshold = ThresholdState(measured, self._threshold.gain)
         if self.rebalances:
-            self._rebalance(positions)
+            starts = tuple(self._starts[name] for name in names)
+            counts = tuple(map(Tensor.numel, indices))
+            self._rebalance(torch.cat(indices) + repeat_each(starts, counts, indices[0].device))
         self._step += 1
         return means
 
     def _rebalance(self, positions: Tensor) -> None:
         """Cut anew now and then, after a step that has selected ``positions`` (int64 ``[count]``) of the model."""
         loads = self._partitions.block_loads(positions)
-        self._loads = self._loads.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
-        if (self._step + 1) % _STEPS_BETWEEN_CUTS == 0 and self._loads.any():
-            self._partitions = self._partitions._replace(cuts=balanced_cuts(self._loads, self._layout.ranks))
+        before = self._loads.to(positions.device, non_blocking=True)  # where they stay
+        self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
+        if (self._step + 1) % _STEPS_BETWEEN_CUTS == 0 and (loads := self._loads.cpu()).any():
+            self._partitions = self._partitions._replace(cuts=balanced_cuts(loads, self._layout.ranks))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -160,7 +176,7 @@ class ExDyna(Compressor):
         cuts = torch.tensor(self._partitions.cuts, device="cpu")
         threshold, gain, error = self._threshold
         state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
-        return {**state, "loads": self._loads} if self.rebalances else state
+        return {**state, "loads": self._loads.cpu()} if self.rebalances else state
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,10 +233,9 @@ class Partitions(NamedTuple):
 
     def block_loads(self, positions: Tensor) -> Tensor:
         """Count how many of some positions in the flat vector (int64, on any device) lie in each block."""
-        edges = torch.tensor(self.edges[1:-1], dtype=torch.int64).to(positions.device, non_blocking=True)
-        blocks = torch.bucketize(positions, edges, right=True)
+        blocks = torch.bucketize(positions, copied_to(self.edges, positions.device)[1:-1], right=True)
         loads = torch.zeros(len(self.edges) - 1, dtype=torch.int64, device=positions.device)
-        return loads.index_add_(0, blocks, torch.ones_like(blocks)).cpu()
+        return loads.index_add_(0, blocks, torch.ones_like(blocks))
 
 
 def even_cuts(total: int, parts: int) -> tuple[int, ...]:
@@ -274,7 +289,7 @@ def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
     return first, last
 
 
-def _positions(mean: Selection) -> Tensor:
+def _indices(mean: Selection) -> Tensor:
     assert mean.indices is not None
     return mean.indices.flatten()
 

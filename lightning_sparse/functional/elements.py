@@ -23,7 +23,8 @@ Counts = tuple[int, ...]  # of elements, by tensor
 
 _PIECE = 1 << 27  # elements copied together, which bounds the memory of the copy: 512 MiB
 _BATCH = 1 << 26  # of tensors of one size; launches cost more than 256 MiB for a while
-_ALONE = 1 << 24  # elements from which on a copy takes longer than the launches that it saves
+_ALONE = 1 << 24  # elements from which on a copy takes longer than the launches that it saves,
+APART = 1 << 22  # and where it saves one or two
 # put_ adds so few in order, in one call for index_add_'s three; of some 30 000 (torch 2.13) threads add in any order.
 _FEW = 1 << 12
 _FEW_ROWS = 16  # added row by row in less time than one call takes that sorts
@@ -111,6 +112,14 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
+def all_finite(values: Tensor) -> Tensor:
+    """Return whether all elements are finite, bool ``[]``, in one pass."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    least, most = torch.aminmax(values)
+    return torch.maximum(most, -least) < torch.inf
+
+
 def aligned(nbytes: int) -> int:
     """Return the size of a message of so many bytes, so that what comes behind it starts aligned."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -156,12 +165,13 @@ class IndexCodec(NamedTuple):
         """Read what ranks have written, uint8 ``[ranks, nbytes or more]``, as int64 ``[ranks, room]``."""
         ranks, count = len(wires), self.room
         offset_bytes = count * self.offset_dtype.itemsize
-        offsets = read_as(wires[:, :offset_bytes], self.offset_dtype).long() - torch.iinfo(self.offset_dtype).min
+        offsets = read_as(wires[:, :offset_bytes], self.offset_dtype)
         counts = read_as(wires[:, offset_bytes : self.nbytes], self.count_dtype).long()
         starts = torch.arange(self._blocks, device=wires.device) << self.block_bits
+        starts -= torch.iinfo(self.offset_dtype).min
         # The size is known, so a GPU need not be asked for it.
         block_starts = torch.repeat_interleave(starts.repeat(ranks), counts.flatten(), output_size=ranks * count)
-        return offsets.add_(block_starts.view(ranks, count))
+        return block_starts.view(ranks, count).add_(offsets)
 
     @property
     def _mask(self) -> int:
@@ -231,12 +241,13 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
         first = stop
 
 
-def pieces(tensors: Sequence[Tensor]) -> Iterator[Piece]:
-    """Take flat tensors, see :func:`runs`, together as is fast where they are."""
+def pieces(tensors: Sequence[Tensor], alone: Optional[int] = None) -> Iterator[Piece]:
+    """Take flat tensors, see :func:`runs`, together as is fast where they are; those of many elements ``alone``."""
+    alone = _ALONE if alone is None else alone
     found: list[tuple[int, int, Tensor]] = []
     numel = 0
     for first, stop, flat in runs(tensors):
-        is_alone = flat.device.type == "cpu" or flat.numel() >= _ALONE
+        is_alone = flat.device.type == "cpu" or flat.numel() >= alone
         if found and (is_alone or numel + flat.numel() > _PIECE):
             yield Piece(found[0][0], first, [each for *_, each in found])
             found, numel = [], 0

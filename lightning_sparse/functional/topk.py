@@ -85,7 +85,7 @@ def top_k_of_all(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tens
         chosen = torch.topk(rows.abs(), counts[members[0]], sorted=False).indices
         shifts = copied_to(tuple(starts[place] for place in members), rows.device)
         found.append(((chosen + shifts.unsqueeze(1)).flatten(), rows.gather(1, chosen).flatten()))
-    places, values = map(torch.cat, zip(*found))
+    places, values = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
     places, order = places.sort()
     return places, values[order]
 

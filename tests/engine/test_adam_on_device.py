@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse import AdamCorrection
+from lightning_sparse import AdamCorrection, sparsify
 from lightning_sparse.compressors.selection import FlatSelection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.functional import adam
+from tests.helpers.racing import CPU, CUDA, Skipping, played
 
 NUMELS = (5, 3000, 17, 70_000, 900)
 RATE, STEPS = 0.1, 3
@@ -78,4 +79,33 @@ def test_a_corrected_step_on_a_device_is_that_on_a_cpu(change, dtype):
     with pretended_device():
         found = trained(change, dtype)
     for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def trained_on(device):
+    """Return parameters after a step in which no rank used a layer, whose gradient of the step before is still there.
+
+    The ranks are those of :func:`~tests.helpers.racing.played`.
+    """
+    torch.manual_seed(0)
+    net = Skipping()
+    batches = torch.randn(5, 4, 64)
+    net, batches = net.to(device), batches.to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    correction = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=100)
+    with sparsify(net, optimizer, compressor="topk", density=0.01, schedule="single", optimizer_correction=correction):
+        for step, batch in enumerate(batches):
+            net(batch, skips=step == 4).backward()
+            stale = net.between.weight.grad.cpu().clone()
+            optimizer.step()
+            if step < 3:
+                optimizer.zero_grad()
+    return stale, [parameter.detach().cpu() for parameter in net.parameters()]
+
+
+def test_a_gradient_of_the_step_before_that_no_rank_has_replaced_is_applied_everywhere():
+    with played(), mock.patch.object(adam, "_LARGE", 1):
+        (stale, found), (expected_stale, expected) = trained_on(CUDA), trained_on(CPU)
+    assert stale.any()
+    for one, other in zip([stale, *found], [expected_stale, *expected], strict=True):
         torch.testing.assert_close(one, other)

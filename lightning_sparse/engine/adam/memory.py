@@ -1,7 +1,7 @@
 """Adam before selection: the residual is one of updates; rule and sources stand at ``AdamCorrection``."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple, Optional
@@ -288,6 +288,12 @@ class AdamMemory(ResidualMemory):
             # What arrives at other ranks of the node is not known here.
             is_all = state.is_continued or self._share_of is not None
             state.arrived = None if is_all else found.get(each)
+
+    @override
+    def keep_gradients(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self.states:
+                self.states[name].arrived = None
 
     def _is_due(self, state: AdamState) -> bool:
         step = state.known.step

@@ -5,6 +5,7 @@ a change of the learning rate: Zheng, Huang and Kwok, NeurIPS 2019 (arXiv 1905.1
 Gradient Compression" (arXiv 1712.01887), section 3.2. Decay: SparseLoCo (arXiv 2508.15706).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Optional, Protocol, Union
@@ -15,7 +16,16 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, scatter
-from lightning_sparse.functional.elements import copied_to, copy_elements, pieces
+from lightning_sparse.functional.elements import (
+    APART,
+    Piece,
+    copied_to,
+    copy_elements,
+    pieces,
+    repeat_each,
+    runs,
+    starts_of,
+)
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
@@ -30,6 +40,7 @@ NUMBERS = {
 }
 WHOLE = frozenset({"learned_mean"})  # kinds of which each rank keeps all, also where ranks of a node have shares
 _LARGE = 1 << 15  # elements from which on memory of its own costs nothing
+_FEW_RUNS = 16  # that are chosen from one by one, without a copy
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
 
 
@@ -101,6 +112,9 @@ class Memory:
     ) -> bool:
         """Average what the memory asks for, of names and whether any rank used each; return whether it did."""
         return False
+
+    def keep_gradients(self, names: Iterable[str]) -> None:
+        """Know that no mean was written to these: no rank has used them."""
 
     def clip_to(self, clips: Sequence[Clip]) -> None:
         """Clip the gradients that updates are made of to something else from the next step on; on all ranks."""
@@ -215,36 +229,43 @@ class ResidualMemory(Memory):
     ) -> None:
         self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
-        if accepted.device.type != "cpu":
+        if not isinstance(kept, FlatSelection):
+            self._keep_selections(residuals, accumulated, kept, accepted)
+        elif residuals and residuals[0].device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
-            if not isinstance(kept, FlatSelection):
-                overwrite(accumulated, kept)
-                overwrite_accepted(residuals, accumulated, accepted)
-                return
-            for piece, indices, values in kept.pieces(accumulated):
-                flat = piece.read().index_copy_(0, indices, values)
-                some = slice(piece.first, piece.stop)
-                _overwrite_accepted(residuals[some], flat, accepted[some] if accepted.dim() else accepted)
-            return
-        are_accepted = accepted.expand(len(names)).tolist()
-        positions = [position for position, is_accepted in enumerate(are_accepted) if is_accepted]
-        if not isinstance(kept, FlatSelection):  # what is overwritten as a whole need not be copied first
-            for position in positions:
-                copy_elements(kept[position].values, residuals[position])
-        elif positions:
+            if accepted.device.type == "cpu" and bool(accepted.all()):
+                torch._foreach_copy_(residuals, list(accumulated))
+            else:
+                overwrite_accepted(residuals, accumulated, accepted.to(residuals[0].device, non_blocking=True))
+            _overwrite_elements(residuals, kept, accepted)
+        else:
             overwrite(accumulated, kept)
-            may_trade = [place for place in positions if replaceable and replaceable[place]]
+            places = [place for place, is_accepted in enumerate(accepted.expand(len(names)).tolist()) if is_accepted]
+            may_trade = [place for place in places if replaceable and replaceable[place]]
             traded = {place for place in may_trade if _can_trade(residuals[place], accumulated[place])}
             for place in traded:
                 self._residuals[names[place]], accumulated[place] = accumulated[place], residuals[place]
-            if copied := [place for place in positions if place not in traded]:
+            if copied := [place for place in places if place not in traded]:
                 torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
+
+    def _keep_selections(
+        self, residuals: Sequence[Tensor], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+    ) -> None:
+        """Keep what is told by parameter: whole tensors, for one."""
+        if accepted.device.type != "cpu":
+            overwrite(accumulated, kept)
+            overwrite_accepted(residuals, accumulated, accepted)
+            return
+        for residual, selection, is_accepted in zip(residuals, kept, accepted.expand(len(residuals)).tolist()):
+            if is_accepted:  # what is overwritten as a whole need not be copied first
+                copy_elements(selection.values, residual)
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
         if not self._new_rates:
             return
         present = torch.stack([self._new_rates[name] for name in names])
         last = torch.stack([self._rates.get(name, self._new_rates[name]) for name in names])
+        accepted = accepted.to(present.device, non_blocking=True)
         self._rates.update(zip(names, torch.where(accepted, present, last).unbind()))
 
     @override
@@ -283,10 +304,12 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
     Large ones on a CPU have memory of their own, which may change places with a gradient's.
     """
     new = {name: like for name, like in zip(names, likes) if name not in kept}
-    are_large = {name: like.device.type == "cpu" and like.numel() >= _LARGE for name, like in new.items()}
-    fresh = {name: like.new_zeros(like.numel()) for name, like in new.items() if are_large[name]}
-    for dtype in {like.dtype for name, like in new.items() if name not in fresh}:
-        some = {name: like for name, like in new.items() if like.dtype is dtype and not are_large[name]}
+    is_host = bool(likes) and likes[0].device.type == "cpu"
+    fresh = {name: like.new_zeros(like.numel()) for name, like in new.items() if is_host and like.numel() >= _LARGE}
+    # On a device beside each other those that are taken together.
+    others = sorted((name for name in new if name not in fresh), key=lambda name: new[name].numel() >= APART)
+    for dtype in {new[name].dtype for name in others}:
+        some = {name: new[name] for name in others if new[name].dtype is dtype}
         numels = [like.numel() for like in some.values()]
         fresh.update(zip(some, next(iter(some.values())).new_zeros(sum(numels)).split(numels)))
     kept.update((name, fresh[name]) for name in new)
@@ -301,18 +324,50 @@ def _can_trade(tensor: Tensor, other: Tensor) -> bool:
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
     """Copy flat sources, in place, over those tensors that are accepted: bool by tensor, or ``[]`` for all of them."""
-    for piece in pieces(sources):
+    order = sorted(range(len(sources)), key=lambda place: sources[place].numel() >= APART)
+    tensors, sources = [tensors[place] for place in order], [sources[place] for place in order]
+    if accepted.dim():
+        accepted = accepted[copied_to(tuple(order), accepted.device)]
+    for piece in pieces(sources, APART):  # the small ones come first, beside each other
         some = slice(piece.first, piece.stop)
         _overwrite_accepted(tensors[some], piece.read(), accepted[some] if accepted.dim() else accepted)
 
 
+def _overwrite_elements(tensors: Sequence[Tensor], kept: FlatSelection, accepted: Tensor) -> None:
+    """Write the values of a rank's selection over flat tensors of a device, in place, where they are accepted."""
+    accepted = accepted.to(kept.values.device, non_blocking=True)
+    if accepted.dim():
+        accepted = accepted.repeat_interleave(copied_to(kept.counts, accepted.device), output_size=len(kept.values))
+    starts, laid = starts_of(kept.counts), starts_of(kept.numels)
+    storages: defaultdict[int, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        storages[tensor.untyped_storage()._cdata].append(place)
+    if any(members[-1] - members[0] >= len(members) for members in storages.values()):  # which has no need to be
+        for piece, indices, values in kept.pieces(tensors):
+            flat = piece.read()
+            some = accepted[starts[piece.first] : starts[piece.stop]] if accepted.dim() else accepted
+            piece.write(flat.index_copy_(0, indices, torch.where(some, values, flat[indices])))
+        return
+    # At once in all that was kept together, in whatever order it lies there.
+    shifts = tuple(int(tensor.storage_offset()) - start for tensor, start in zip(tensors, laid))
+    places = kept.indices + repeat_each(shifts, kept.counts, kept.indices.device)
+    for members in storages.values():
+        storage = tensors[members[0]]
+        flat = storage.as_strided((storage.untyped_storage().nbytes() // storage.itemsize,), (1,), 0)
+        columns = slice(starts[members[0]], starts[members[-1] + 1])
+        some = accepted[columns] if accepted.dim() else accepted
+        flat.index_copy_(0, places[columns], torch.where(some, kept.values[columns], flat[places[columns]]))
+
+
 def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tensor) -> None:
     """Copy sources that are laid end to end."""
+    accepted = accepted.to(flat.device, non_blocking=True)
     if accepted.dim():
         numels = tuple(map(Tensor.numel, tensors))
         of_each = accepted.repeat_interleave(copied_to(numels, accepted.device), output_size=len(flat))
     start = 0
-    for piece in pieces(tensors):
+    lying = [Piece(first, stop, [run]) for first, stop, run in runs(tensors)]
+    for piece in lying if len(lying) <= _FEW_RUNS else pieces(tensors):
         kept = piece.read()
         stop = start + len(kept)
         torch.where(of_each[start:stop] if accepted.dim() else accepted, flat[start:stop], kept, out=kept)

@@ -580,6 +580,10 @@ class SparseBackward(Backward):
     def _write_missing(self, unused: Set[Tensor]) -> None:
         super()._write_missing(unused)
         self._route.arrived.note([each.parameter for each in self._order.members], unused)
+        if unused:
+            self._route.pipeline.memory.keep_gradients(
+                each.name for each in self._order.members if each.parameter in unused
+            )
 
 
 class Exchange(SharedOnCopy):

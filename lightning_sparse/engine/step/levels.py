@@ -114,6 +114,7 @@ class DividedRanks(FlatRanks):
 
     @override
     def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
+        flag = flag.to(self._intra.collectives.device, non_blocking=True)
         return self._intra.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
 
     @override

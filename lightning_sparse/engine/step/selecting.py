@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.compressors.selection import (
     FlatSelection,
+    ReachingSelection,
     Selection,
     grouped,
     overwrite,
@@ -135,6 +136,8 @@ class GroupSelector:
         return self._wires.dense if is_shorter else None
 
     def _ways_of(self, selections: Sequence[Selection]) -> list[WireFormat]:
+        if isinstance(selections, ReachingSelection):  # the host knows not how many
+            return [self._wires.sparse] * len(selections)
         if isinstance(selections, FlatSelection):
             return list(map(self._way_of_some, selections.numels, selections.counts))
         return [

@@ -38,18 +38,19 @@ shares to the whole node.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import groupby
-from typing import NamedTuple, Optional
+from itertools import chain, groupby
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.selection import Selection, grouped, scatter
+from lightning_sparse.compressors.selection import FlatSelection, Selection, grouped, scatter
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
@@ -94,6 +95,13 @@ class Exchanged(NamedTuple):
     accumulated: list[Tensor]  # gradients plus residuals, flat, where gradients were or wider copies; then means
     counts: Sequence[float]  # elements that each density asks for; a share where selected across the group
     result: ExchangeResult
+
+    @classmethod
+    def joined(cls, several: Sequence["Exchanged"]) -> "Exchanged":
+        """Take several of one type, of which elements have travelled, for one."""
+        names, group, accumulated, counts = (list(chain.from_iterable(each)) for each in list(zip(*several))[:4])
+        kept = FlatSelection.joined([each.result.kept for each in several])
+        return cls(names, group, accumulated, counts, several[0].result._replace(kept=kept))
 
 
 class Pipeline:
@@ -208,7 +216,7 @@ class Pipeline:
         are_finite, self._are_finite = self._are_finite, []
         if not step:
             return  # every gradient had a sparse layout
-        finite = torch.stack([*are_finite, *(exchanged.result.finite for exchanged in step)]).all()
+        finite = _all_of([*are_finite, *(exchanged.result.finite for exchanged in step)])
         finite = self.levels.all_of(finite, step[0].names)  # what is not finite is in one rank's share
         means = self._finish_step(step, finite)
         used = [self._used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
@@ -216,7 +224,7 @@ class Pipeline:
         if self.memory.after_exchange(travelled, finite, self.levels):
             self.recorder.current.is_typical = False  # no plan is made from its times
         with self.recorder.span("commit"):
-            for exchanged, mean, flags in zip(step, means, used):
+            for exchanged, mean, flags in self._together(step, means, used):
                 self.launched.begin_part()
                 accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged, mean, flags):
@@ -242,6 +250,27 @@ class Pipeline:
             for local, tensor in zip(exchanged.group, accumulated)
         ]
         self.memory.update(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
+
+    def _together(
+        self, step: Sequence[Exchanged], means: Sequence[Sequence[Selection]], used: Sequence[Optional[Tensor]]
+    ) -> Iterator[tuple[Exchanged, Sequence[Selection], Optional[Tensor]]]:
+        """Take groups of which elements have arrived as one where launches cost more than to copy those elements."""
+        alike: defaultdict[Any, list[int]] = defaultdict(list)
+        for place, (exchanged, mean) in enumerate(zip(step, means)):
+            kept, is_apart = exchanged.result.kept, self.collectives.device.type == "cpu" or self.context.samples_deltas
+            if is_apart or not (isinstance(mean, FlatSelection) and isinstance(kept, FlatSelection)):
+                yield exchanged, mean, used[place]
+            else:
+                rows = mean.values.shape[:-1]
+                alike[exchanged.accumulated[0].dtype, mean.values.dtype, kept.values.dtype, rows].append(place)
+        for places in alike.values():
+            flags = [used[place] for place in places]
+            some = [step[place] for place in places]
+            yield (
+                Exchanged.joined(some) if len(some) > 1 else some[0],
+                FlatSelection.joined([means[place] for place in places]) if len(some) > 1 else means[places[0]],
+                _joined_flags(flags, [len(each.names) for each in some]),
+            )
 
     def _used_anywhere(
         self, exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]
@@ -332,3 +361,16 @@ class Pipeline:
         with encoding:
             encoding.enter_context(self.recorder.span("encode"))
             return self.compressor.finish_step(names, means, finite, all_gather)
+
+
+def _joined_flags(flags: Sequence[Optional[Tensor]], lengths: Sequence[int]) -> Optional[Tensor]:
+    known = next((each for each in flags if each is not None), None)
+    if known is None:
+        return None
+    return torch.cat([known.new_ones(n) if each is None else each for each, n in zip(flags, lengths)])
+
+
+def _all_of(flags: Sequence[Tensor]) -> Tensor:
+    """Return whether all flags, bool ``[]``, are true; on the host if it knows them all."""
+    device = next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
+    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()

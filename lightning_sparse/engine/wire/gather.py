@@ -17,7 +17,7 @@ from lightning_sparse.functional.codes import (
     unpack_codes,
     values_of_bins,
 )
-from lightning_sparse.functional.elements import aligned, index_codec, message_of, read_as, round_to
+from lightning_sparse.functional.elements import aligned, all_finite, index_codec, message_of, read_as, round_to
 
 
 class GatherFormat(WireFormat):
@@ -43,10 +43,9 @@ class GatherFormat(WireFormat):
         wires = yield Payload("all_gather", message_of(sections if used is None else [*sections, used]))
         sizes = [section.numel() for section in sections]
         value_bytes, index_bytes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
-        received = self._read(value_bytes, selected.counts).to(values.dtype)
-        received.div_(self.ranks)
+        received = self._read(value_bytes, selected.counts).to(values.dtype) / self.ranks
         return ExchangeResult(
-            finite=received.isfinite().all(),
+            finite=all_finite(received),
             used=None if used is None else rest[:, : used.numel()].bool().any(dim=0),
             means=selected.replaced(received, codec.decode(index_bytes)),
             kept=selected.replaced(values - sent.to(values.dtype), indices),
@@ -66,7 +65,7 @@ class GatherFormat(WireFormat):
     def _read(self, written: Tensor, counts: Sequence[int]) -> Tensor:
         """Read values of several ranks, uint8 ``[ranks, nbytes]``, as ``[ranks, sum(counts)]``."""
         if self._bits is None:
-            return read_as(written, self.dtype)
+            return written.view(self.dtype)  # they stand first in each row, and so aligned
         packed = packed_nbytes(sum(counts), self._bits)
         means = read_as(written[:, : written.shape[1] - packed], BIN_MEANS)
         room = packed * 8 // self._bits

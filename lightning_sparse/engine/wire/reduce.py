@@ -17,7 +17,7 @@ from lightning_sparse.compressors.selection import (
 )
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
-from lightning_sparse.functional.elements import aligned, message_of, round_to
+from lightning_sparse.functional.elements import aligned, all_finite, message_of, round_to
 
 _WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, which is what a round trip over gloo takes
 
@@ -75,7 +75,7 @@ class ReduceFormat(WireFormat):
             used = by_any.values.reshape(-1)[: len(used)] > 0
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
-        return ExchangeResult(torch.stack(torch.aminmax(received)).isfinite().all(), used, means=arrived, kept=left)
+        return ExchangeResult(all_finite(received), used, means=arrived, kept=left)
 
     @override
     def release(self) -> None:

@@ -1,18 +1,35 @@
 """Every rank selects elements of its own, and all ranks contribute their values wherever anybody selected."""
 
 from collections.abc import Generator, Sequence
-from typing import Optional
+from itertools import pairwise
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, end_to_end
+from lightning_sparse.compressors.selection import (
+    FlatSelection,
+    ReachingSelection,
+    Selection,
+    SelectionSize,
+    end_to_end,
+)
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
-from lightning_sparse.functional.elements import IndexCodec, aligned, counts_of, index_codec, message_of, read_as
+from lightning_sparse.functional.elements import (
+    Counts,
+    IndexCodec,
+    aligned,
+    copied_to,
+    index_codec,
+    message_of,
+    read_as,
+    starts_of,
+)
 
 _COUNT_BYTES = 8
+_FEW = 1 << 14  # positions that are sorted faster than their order is looked for
 
 
 class UnionFormat(WireFormat):
@@ -22,7 +39,8 @@ class UnionFormat(WireFormat):
        1 byte each, and their positions in the tensors laid end to end (see
        :mod:`lightning_sparse.functional.elements`; all-gather). There is room for some more positions than any rank
        selected in the last steps, filled with positions beyond the last element. Positions for which there is no room
-       follow in a phase of their own: in a first step, for one, all of them.
+       follow in a phase of their own: in a first step, for one, all of them. On a device a rank that holds what is not
+       finite says so (by a negative number), the step is void, and nothing else travels.
     2. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-gather, and
        all-to-all where they are many): a small dense tensor, or one of each tensor where the wire rounds (its place
        does not count). Where nobody selected anything, this is left out.
@@ -40,14 +58,18 @@ class UnionFormat(WireFormat):
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        selected = end_to_end(selection)
-        positions, used = yield from self._positions(selected.indices, sum(selected.numels), used)
-        counts = counts_of(positions, selected.numels)
-        chosen = FlatSelection.at(accumulated, positions[: sum(counts)], counts)  # without padding, which comes last
-        if not len(chosen.values):
-            finite = torch.ones((), dtype=torch.bool, device=positions.device)
-            return ExchangeResult(finite, used, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
-        arrival = yield from self._values.average(chosen)
+        selected = selection if isinstance(selection, ReachingSelection) else end_to_end(selection)
+        union, used = yield from self._union(selected, used)
+        if union.is_spoilt:
+            return _void(accumulated, used)
+        chosen = FlatSelection.at(accumulated, union.positions, union.counts)
+        if len(chosen.values):
+            arrival = yield from self._values.average(chosen)
+        else:
+            finite = torch.ones((), dtype=torch.bool, device=chosen.values.device)
+            arrival = ExchangeResult(finite, None, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
+        if isinstance(selected, ReachingSelection):  # all ranks have looked before, and told
+            arrival = arrival._replace(finite=torch.ones((), dtype=torch.bool))
         return arrival._replace(used=used)
 
     @override
@@ -55,24 +77,25 @@ class UnionFormat(WireFormat):
         self._place = 0
         self._values.release()
 
-    def _positions(
-        self, mine: Tensor, numel: int, used: Optional[Tensor]
-    ) -> Generator[Payload, Tensor, tuple[Tensor, Optional[Tensor]]]:
-        """Return what any rank selected, ascending, padding last, and whether any rank used each parameter."""
+    def _union(
+        self, mine: Union[FlatSelection, ReachingSelection], used: Optional[Tensor]
+    ) -> Generator[Payload, Tensor, tuple["_Union", Optional[Tensor]]]:
+        """Return what any rank selected, and whether any rank used each parameter."""
         place, self._place = self._place, self._place + 1
-        room = self._room.get(place, 0)
-        header = torch.full((1,), mine.numel(), dtype=torch.int64, device=mine.device).view(torch.uint8)
+        room, numel = self._room.get(place, 0), sum(mine.numels)
+        header = _announced(mine).view(torch.uint8)
         header = header if used is None else torch.cat([header, used])
         first = _codec_of(numel, room)
-        received = yield Payload("all_gather", message_of([header, _written(first, mine[:room])]))
-        # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
-        most = int(max(read_as(received[:, :_COUNT_BYTES], torch.int64).flatten().tolist()))
+        received = yield Payload("all_gather", message_of([header, first.encode(_positions(mine, 0, room))]))
+        announced = read_as(received[:, :_COUNT_BYTES], torch.int64).flatten()
         found = [first.decode(received[:, header.numel() :])]
-        if most > room:
-            rest = _codec_of(numel, most - room)
-            found.append(rest.decode((yield Payload("all_gather", _written(rest, mine[room:])))))
-        self._room[place] = _room_after(room, most)
-        union = torch.cat([positions.flatten() for positions in found]).unique()
+        union = _Union.of(found, announced, mine.numels)
+        if not union.is_spoilt and union.most > room:
+            rest = _codec_of(numel, union.most - room)
+            written = rest.encode(_positions(mine, room, union.most))
+            found.append(rest.decode((yield Payload("all_gather", written))))
+            union = _Union.of(found, announced, mine.numels)
+        self._room[place] = _room_after(room, union.most)
         return union, None if used is None else received[:, _COUNT_BYTES : header.numel()].bool().any(dim=0)
 
     @override
@@ -84,15 +107,84 @@ class UnionFormat(WireFormat):
         return [first, *self._values.average_transfers([size.selected for size in sizes])] if selected else [first]
 
 
+class _Union(NamedTuple):
+    """What any rank selected of tensors laid end to end, ascending."""
+
+    positions: Tensor
+    counts: Counts  # by tensor
+    most: int  # selected by any rank
+    is_spoilt: bool  # whether any rank has said that it holds what is not finite
+
+    @classmethod
+    def of(cls, found: Sequence[Tensor], announced: Tensor, numels: Counts) -> "_Union":
+        """Unite what ranks have sent, with padding beyond the last element, and read what each has announced."""
+        starts = copied_to(starts_of(numels), announced.device)
+        ranks = len(announced)
+        # Sizes follow from what ranks selected: on a device this is the one time that the host waits for them.
+        if starts.device.type == "cpu":
+            positions = _different(found, starts)
+            told = torch.cat([announced, torch.searchsorted(positions, starts)]).tolist()
+            positions = positions[: told[-1]]
+        else:
+            ordered = torch.cat([positions.flatten() for positions in found]).sort().values
+            are_new = torch.ones_like(ordered, dtype=torch.bool)
+            torch.ne(ordered[1:], ordered[:-1], out=are_new[1:])
+            running = torch.cat([starts.new_zeros(1), are_new.cumsum(0)])
+            told = torch.cat([announced, running[torch.searchsorted(ordered, starts)]]).tolist()
+            numbers = torch.arange(1, told[-1] + 1, device=ordered.device)
+            positions = ordered[torch.searchsorted(running, numbers).sub_(1)]
+        counts = tuple(last - first for first, last in pairwise(told[ranks:]))
+        most = max(each if each >= 0 else -1 - each for each in told[:ranks])
+        return cls(positions, counts, most, min(told[:ranks]) < 0)
+
+
+def _different(found: Sequence[Tensor], starts: Tensor) -> Tensor:
+    """Return the different ones of ascending rows of positions, ascending, on the host."""
+    rows = [row for positions in found for row in positions.unbind()]
+    if sum(map(len, rows)) > _FEW:  # where ranks look in parts of their own, of each tensor one rank's follow another's
+        ends = [torch.searchsorted(row, starts).tolist() for row in rows]
+        pieces = [
+            row[first:last] for row, places in zip(rows, ends) for first, last in pairwise(places) if first < last
+        ]
+        heads = torch.cat([rows[0][:0], *(piece[:1] for piece in pieces)]).tolist()
+        order = sorted(range(len(pieces)), key=heads.__getitem__)
+        joined = torch.cat([rows[0][:0], *(pieces[place] for place in order)])
+        if bool((joined[1:] > joined[:-1]).all()):
+            return joined
+    different: Tensor = torch.cat(rows).unique()
+    return different
+
+
+def _void(accumulated: Sequence[Tensor], used: Optional[Tensor]) -> ExchangeResult:
+    """Return a mean that is not finite."""
+    counts = (1, *[0] * (len(accumulated) - 1))
+    place = torch.zeros(1, dtype=torch.int64, device=accumulated[0].device)
+    spoilt = FlatSelection(
+        accumulated[0].new_full((1,), torch.nan), place, tuple(map(Tensor.numel, accumulated)), counts
+    )
+    mean = spoilt.replaced(spoilt.values[None], place[None])
+    return ExchangeResult(torch.zeros((), dtype=torch.bool), used, means=mean, kept=spoilt)
+
+
+def _announced(selected: Union[FlatSelection, ReachingSelection]) -> Tensor:
+    """Return how many elements are selected, int64 ``[1]``; see :meth:`ReachingSelection.announced`."""
+    if isinstance(selected, ReachingSelection):
+        return selected.announced()
+    return torch.full((1,), selected.indices.numel(), dtype=torch.int64, device=selected.indices.device)
+
+
+def _positions(selected: Union[FlatSelection, ReachingSelection], first: int, stop: int) -> Tensor:
+    """Return some of the positions that are selected, filled up with positions beyond the last element."""
+    if isinstance(selected, ReachingSelection):
+        return selected.positions(first, stop)
+    positions, numel = selected.indices[first:stop], sum(selected.numels)
+    padding = torch.arange(numel, numel + stop - first - len(positions), device=positions.device)
+    return torch.cat([positions, padding])
+
+
 def _codec_of(numel: int, room: int) -> IndexCodec:
     """Return how so many positions are written, filled up with positions beyond the last of ``numel`` elements."""
     return index_codec(numel + room, room)
-
-
-def _written(codec: IndexCodec, positions: Tensor) -> Tensor:
-    beyond = codec.numel - codec.room
-    padding = torch.arange(beyond, codec.numel - len(positions), device=positions.device)
-    return codec.encode(torch.cat([positions, padding]))
 
 
 def _room_after(room: int, most: int) -> int:

@@ -5,9 +5,12 @@ from unittest import mock
 import pytest
 import torch
 
+from lightning_sparse import sparsify
+from lightning_sparse.engine.memory import residual
 from lightning_sparse.engine.wire import owners
 from lightning_sparse.functional import elements, segments, topk
 from tests.helpers.examples import load
+from tests.helpers.racing import CPU, CUDA, Skipping, played
 
 launches = load("launches")
 HOST = torch.device("cpu")
@@ -21,6 +24,7 @@ SYSTEMS = {
     "topk, bfloat16": launches.System("topk", 0.01, "gather", wire="bfloat16"),
     "topk, 2 bits": launches.System("topk", 0.01, wire="2bit"),
     "topk, clipped AdamW": launches.System("topk", 0.003, "gather", is_corrected=True, clip_norm=1.0, groups=3),
+    "lags, groups": launches.System("lags", 0.003, "gather", groups=3),
     "omgs": launches.System("omgs", 0.003, "gather"),
     "dgc": launches.System("dgc", 0.003, "gather"),
     "exdyna": launches.System("exdyna", 0.003),
@@ -56,7 +60,8 @@ def ended(system, ranks, device, dtype):
         mock.patch.object(launches, "_gradients", gradients_of),
         mock.patch.object(launches.System, "device", device),
         mock.patch.multiple(elements, _PIECE=200_000, _ALONE=69_000, _BATCH=1 << 17, _FEW_ROWS=8),
-        mock.patch.multiple(segments, _MANY=1 << 12),
+        mock.patch.multiple(segments, _MANY=1 << 12, _MANY_BLOCKS=2000, APART=65_000),
+        mock.patch.object(residual, "APART", 65_000),
         mock.patch.multiple(topk, _FEW_BLOCKS=1 << 10, _SMALL=1 << 10),
         mock.patch.object(owners, "_PROPOSED", torch.float32),  # of which none are equal
     ):
@@ -80,3 +85,33 @@ def test_a_step_on_a_device_ends_as_on_a_cpu(system, ranks):
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
         else:
             assert torch.equal(found[name], tensor), name
+
+
+def trained_on(device, given):
+    """Train with a layer that is not always used, and a step that overflows; return parameters, and which steps did."""
+    torch.manual_seed(0)
+    net = Skipping()
+    batches = torch.randn(12, 4, 64)
+    net, batches, overflows = net.to(device), batches.to(device), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sparsify(net, optimizer, density=0.05, warmup_epochs=0, **given):
+        for step, batch in enumerate(batches):
+            (net(batch, skips=step % 3 == 1) * (float("inf") if step in (5, 7) else 1.0)).backward()
+            gradients = [each.grad.cpu() for each in net.parameters() if each.grad is not None]
+            overflows.append(not all(bool(gradient.isfinite().all()) for gradient in gradients))
+            if not overflows[-1]:
+                optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().cpu() for parameter in net.parameters()], overflows
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "single"])
+@pytest.mark.parametrize("compressor", ["topk", "exdyna", "micro"])
+def test_a_training_on_a_device_ends_as_on_a_cpu(compressor, schedule):
+    given = {"compressor": compressor, "schedule": schedule}
+    with played():
+        (found, overflows), (expected, expected_overflows) = (trained_on(device, given) for device in (CUDA, CPU))
+    assert overflows == expected_overflows
+    assert [step for step, overflowed in enumerate(overflows) if overflowed] == [5, 7]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

@@ -60,28 +60,28 @@ def test_launches_grow_as_is_said_with_tensors_and_with_ranks(system):
 
 NODE_RANKS = {"node_ranks": launches.NODE_RANKS}
 ADAM = {"is_corrected": True}
-# Weighed launches of a step of BERT-large over 64 ranks, at most: what is counted now, and a tenth.
+# Weighed launches of a step of BERT-large over 64 ranks, at most: what is counted now, and a little.
 BUDGETS = {
-    ("topk 0.001, gather", ()): 370,
+    ("topk 0.001, gather", ()): 400,
     ("topk 0.001, owners", ()): 680,
-    ("topk 0.01, gather", ()): 335,
+    ("topk 0.01, gather", ()): 345,
     ("topk 0.01, owners", ()): 580,
-    ("lags 0.001, 16 groups", ()): 2200,
+    ("lags 0.001, 16 groups", ()): 1850,
     # Of large tensors AdamW's elements are looked up one tensor at a time, which saves 15 passes over the model.
-    ("lags 0.001, 16 groups, clipped", ("AdamW",)): 3400,
-    ("topk 0.001, gather", ("AdamW",)): 1225,
-    ("omgs 0.001, gather", ()): 180,
-    ("dgc 0.001, gather", ()): 390,
-    ("sdagc 0.001, gather", ()): 465,
-    ("exdyna 0.001", ()): 260,
-    ("micro 0.001", ()): 255,
-    ("qsgd", ()): 285,
-    ("a2sgd", ()): 180,
-    ("dense", ()): 90,
-    ("diloco, a round", ()): 135,
-    ("loco, a round", ()): 1235,
-    ("topk 0.001, gather", ("two levels",)): 1615,  # each gradient is cut among the ranks of a node by itself
-    ("dense", ("two levels",)): 1515,
+    ("lags 0.001, 16 groups, clipped", ("AdamW",)): 2750,
+    ("topk 0.001, gather", ("AdamW",)): 1200,
+    ("omgs 0.001, gather", ()): 205,
+    ("dgc 0.001, gather", ()): 410,
+    ("sdagc 0.001, gather", ()): 495,
+    ("exdyna 0.001", ()): 265,
+    ("micro 0.001", ()): 250,
+    ("qsgd", ()): 305,
+    ("a2sgd", ()): 165,
+    ("dense", ()): 85,
+    ("diloco, a round", ()): 125,
+    ("loco, a round", ()): 1150,
+    ("topk 0.001, gather", ("two levels",)): 765,  # each gradient is cut among the ranks of a node by itself
+    ("dense", ("two levels",)): 665,
 }
 
 
@@ -93,8 +93,8 @@ def test_a_step_stays_within_its_budget_of_launches(system, way):
     assert counted.weighed.total() <= BUDGETS[system, way]
 
 
-# Reads of thresholds and sizes, and a copy of edges, where what ranks select has no size known beforehand.
-WAITING = {"exdyna 0.001": 10, "micro 0.001": 8}
+# What ranks select has no size known beforehand: a list of numbers, and another where a message had too little room.
+WAITING = {"exdyna 0.001": 2, "micro 0.001": 2}
 
 
 @pytest.mark.sampled(3)
@@ -107,7 +107,7 @@ def test_the_host_waits_for_a_device_only_where_sizes_are_selected(system):
 # Passes over memory: bytes moved by those of the model in fp32. With 64 ranks a 16th of all elements arrives, as int64
 # and fp32; the gradients of a piece are copied together, three times. torch's foreach AdamW makes some 20 by itself.
 @pytest.mark.parametrize(
-    ("is_corrected", "ranks", "most"), [(False, 64, 18.5), (False, 8, 16), (True, 64, 31.5), (True, 8, 26.5)]
+    ("is_corrected", "ranks", "most"), [(False, 64, 14), (False, 8, 12.6), (True, 64, 27), (True, 8, 23)]
 )
 def test_passes_over_memory_are_bounded(is_corrected, ranks, most):
     system = launches.SYSTEMS["topk 0.001, gather"]._replace(is_corrected=is_corrected)

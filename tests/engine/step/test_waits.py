@@ -6,11 +6,13 @@ or a blocking copy.
 
 from collections import Counter
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 from lightning_sparse import AdamCorrection, LocalSteps
+from lightning_sparse.compressors import exdyna
 from tests.helpers.racing import CUDA, Way, played, train
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES
 
@@ -64,11 +66,11 @@ DECLARED = {
 }
 
 
-def waits_of(way):
+def waits_of(way, steps=STEPS):
     """Return, for each step when all is settled, where this package waited, and how often."""
     seen = []
     with played() as device:
-        for _ in train(way, STEPS):
+        for _ in train(way, steps):
             # Clipping is torch's: it asks which device a gradient is on, and is told of the host's.
             seen.append(Counter(wait.where for wait in device.waits if wait.where not in ("", "loop/sparsify.py:clip")))
             device.waits.clear()
@@ -106,12 +108,31 @@ def test_no_host_waits_whatever_the_system(system, schedule):
     assert waits_of(Way(given)) == [Counter()] * (STEPS - SETTLED)
 
 
-# Selecting asks whether all is finite, how many elements reach the threshold, of which tensor they are; the wire how
-# many each rank has, how many differ, and of which tensor; the step's end whether it is finite; ExDyna for its loads.
-@pytest.mark.parametrize(("compressor", "most"), [("exdyna", 8), ("micro", 7)])
-def test_those_that_size_messages_by_what_was_selected_wait_some_times_a_step(compressor, most):
-    for waits in waits_of(Way({"compressor": compressor, "schedule": "single"})):
-        assert 0 < waits.total() <= most
+# What reaches a threshold has no size before a device has looked: one list of numbers tells sizes and, on one level,
+# whether all is finite; a second one where a message has had too little room.
+SIZED = "engine/wire/union.py:of"
+ON_LEVELS = Counter({"compressors/exdyna.py:finish_step": 1})
+SITUATIONS_OF_SIZED = {name: each for name, each in SITUATIONS.items() if name != "owners"}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS_OF_SIZED)
+@pytest.mark.parametrize("compressor", ["exdyna", "micro"])
+def test_those_that_size_messages_by_what_was_selected_wait_for_that_once(compressor, situation):
+    way = Way({"compressor": compressor, "schedule": "single"}, SGD, **SITUATIONS[situation])
+    declared = declared_for(situation) + (ON_LEVELS if situation == "two levels" else Counter())
+    with mock.patch.object(exdyna, "_FAR_OFF", 1e9):  # so that no threshold is measured anew
+        seen = waits_of(way, 7)
+    assert min(waits[SIZED] for waits in seen) == way.backwards
+    for waits in seen:
+        assert waits.pop(SIZED) <= 2 * way.backwards
+        assert waits <= Counter({where: way.backwards * times for where, times in declared.items()})
+
+
+def test_exdyna_waits_for_loads_where_it_cuts_anew_and_to_measure_a_threshold():
+    others = {where for waits in waits_of(Way({"compressor": "exdyna", "schedule": "single"}), 20) for where in waits}
+    measuring = {f"functional/reductions.py:magnitude_{each}" for each in ("histogram", "quantile")}
+    choosing = {f"compressors/exdyna.py:{each}" for each in ("_first_not_finite", "finish_step", "_rebalance")}
+    assert others == {SIZED, *measuring, *choosing}
 
 
 def test_where_second_moments_learn_from_a_mean_gradient_a_host_waits_once():
