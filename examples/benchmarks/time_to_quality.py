@@ -10,7 +10,7 @@ the table has the loss beside the time. Trainings are those of ``quality.py``, i
 * ``--task gpt``: one of 0.36 million, 800 steps that take as long as they take, over slow and far networks.
 
 A training that is in ``--output`` is not made again. One that takes too long can be stopped after some of its steps:
-its time is then that of those steps, as a mean, times all. Root::
+those that are left then count as long as one of its last tenth, or as the mean where there was none. Root::
 
     sudo python examples/benchmarks/time_to_quality.py --networks "r = 3"
     sudo python examples/benchmarks/time_to_quality.py --networks "r = 10" --ways ddp --stop-after 40

@@ -60,12 +60,13 @@ class Progress(Callback):
 
     Attributes:
         seconds: since training began.
+        step_seconds: of a step, in the tenth that was the last to be complete.
         curve: steps and validation loss; of rank 0 alone.
     """
 
     def __init__(self, learner: Learner, steps: int) -> None:
         self.curve: list[tuple[int, float]] = []
-        self.seconds = 0.0
+        self.seconds = self.step_seconds = self._border = 0.0
         self._learner, self._every = learner, max(1, steps // 10)
         self._resumed = 0.0
 
@@ -76,10 +77,12 @@ class Progress(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         self.seconds += time.perf_counter() - self._resumed
-        if trainer.is_global_zero and trainer.global_step % self._every == 0:
-            learner = self._learner
-            self.curve.append((trainer.global_step, scored(learner.learnable, learner.network)))
-            print(f"whole training  {trainer.global_step} {self.seconds:.0f} s {self.curve[-1][1]:.4f}", flush=True)
+        if trainer.global_step % self._every == 0:
+            self.step_seconds, self._border = (self.seconds - self._border) / self._every, self.seconds
+            if trainer.is_global_zero:
+                learner = self._learner
+                self.curve.append((trainer.global_step, scored(learner.learnable, learner.network)))
+                print(f"whole training  {trainer.global_step} {self.seconds:.0f} s {self.curve[-1][1]:.4f}", flush=True)
         self._resumed = time.perf_counter()
 
 
@@ -125,7 +128,9 @@ def main() -> None:
     )
     trainer.fit(learner, DataLoader(range(run.steps), batch_size=None))  # type: ignore[arg-type]  # numbers of steps
     if dist.get_rank() == 0:
-        seconds = progress.seconds / options.slower * run.steps / options.stop_after
+        left = run.steps - options.stop_after
+        seconds = progress.seconds + left * (progress.step_seconds or progress.seconds / options.stop_after)
+        seconds /= options.slower
         seen = {"steps": run.steps, "ran": options.stop_after, "seconds": seconds, "curve": progress.curve}
         options.output.write_text(json.dumps(seen))
     dist.barrier()
