@@ -61,7 +61,8 @@ class ParameterSamples:
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
         """Record what is kept of the parameters whose gradients were seen, and what was added where updates wait."""
-        norms = {name: norm.float() for name, norm in update_norms.items()}
+        # The memory may know of others, which were frozen before.
+        norms = {name: norm.float() for name, norm in update_norms.items() if name in self._gradient_norms}
         self.update_norms.update(_with_earlier(norms, self.update_norms))
         names = [name for name in self._gradient_norms if name in residuals]
         if names:
@@ -77,7 +78,12 @@ class ParameterSamples:
         return float(gradient), float(residual)
 
     def update_error(self) -> float:
-        """Return the norm of all updates that wait over that of those that were added; on a device this waits."""
+        """Return the norm of all updates that wait over that of those that were added; on a device this waits.
+
+        NaN where none was added.
+        """
+        if not self.update_norms:
+            return math.nan
         waiting = torch.stack([self._residual_norms[name] for name in self.update_norms])
         return float(waiting.norm() / torch.stack(list(self.update_norms.values())).norm())
 
@@ -344,8 +350,7 @@ class Recorder:
         self.current = StepRecord(*self._ranks)  # changes only between two backwards
         self.last: Optional[StepRecord] = None  # that ended, with the engine or with plain DDP
         self.last_step: Step = ()  # all of the optimizer step that goes on, or of the last one if none has come since
-        self._steps_before = -1  # its number
-        self.hears_steps = False  # of optimizers; else each exchange is taken for a step
+        self.continues_step = False  # whether the coming exchange is of the step of the one before
         self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples_deltas = False  # of the coming exchanges, on all ranks: each costs a dense all-reduce
         self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
@@ -435,10 +440,8 @@ class Recorder:
 
     def _keep(self, record: StepRecord) -> None:
         self.totals.add(record)
-        steps = self.totals.steps
-        continues = self.hears_steps and steps == self._steps_before
-        self.last_step = (*(self.last_step[-_MOST_EXCHANGES:] if continues else ()), record)
-        self.last, self._steps_before = record, steps
+        self.last_step = (*(self.last_step[-_MOST_EXCHANGES:] if self.continues_step else ()), record)
+        self.last = record
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
         """Record a step whose gradients, of so many elements and bytes, plain DDP exchanges."""

@@ -157,7 +157,6 @@ class Loop:
                 self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
                 self.view.adam.clip(self._clipping, parameters.values())
             self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
-            self.engine.recorder.hears_steps = self.steps.hears
         self.steps.warn_of_adaptive(self.settings, optimizers)
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -341,10 +340,12 @@ class Loop:
             if self.engine.rounds is None:  # else a model is made one, between two backwards
                 self._turn()
             self.unfinished.add_backward(self.optimizers, False)
+        continued = self.engine.arrived.state().keys()
+        self.engine.recorder.continues_step = bool(continued)
         if self.is_dense:
             self.engine.begin_dense_backward()
         if self.settings.local_steps is None:
-            context = self.view.coming_step(self.is_dense, self.engine.arrived.state().keys())
+            context = self.view.coming_step(self.is_dense, continued)
             # Scaling a one gives the scale without asking the device for its value.
             scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)

@@ -66,7 +66,7 @@ class OptimizerView:
             corrected = list(filter(is_correctable, optimizers))
             self.adam = AdamSteps(corrected, {}, target_of, memory, feedback.clip_norm)
         self.know(parameters)
-        self._taken: list[tuple[dict[str, Any], dict[str, Any]]] = []  # parameter groups, and what was theirs
+        self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # groups, theirs, for the update
         self._handles: list[Any] = []
         if feedback.momentum is not None:
             for optimizer in optimizers:
@@ -75,6 +75,7 @@ class OptimizerView:
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(after_closure(self._take)))
                 self._handles.append(optimizer.register_step_post_hook(self._give_back))
+                self._handles.append(optimizer.register_state_dict_pre_hook(self._give_back))
 
     @property
     def takes_momentum(self) -> bool:
@@ -96,10 +97,13 @@ class OptimizerView:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them."""
         if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
             return {}
+        self._give_back()  # an update that failed, or a closure that is called twice, has left it taken
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
-        own = float(self._feedback.momentum or 0.0) if not self.takes_momentum else None
         for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
-            momentum = (group["momentum"], group["nesterov"]) if own is None else (own, self._feedback.nesterov)
+            if self.takes_momentum:
+                momentum = group["momentum"], group["nesterov"]
+            else:
+                momentum = float(self._feedback.momentum or 0.0), self._feedback.nesterov
             settings = Hyperparameters(group["lr"], *momentum)
             found.update(
                 (self._names[parameter], settings._replace(continues_step=parameter in continued))
@@ -125,12 +129,15 @@ class OptimizerView:
         self._give_back()  # what an update that failed has left taken
         for group in optimizer.param_groups:
             if momentum := group["momentum"]:
-                self._taken.append((group, {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}))
-                group.update(momentum=0.0, nesterov=False, weight_decay=group["weight_decay"] / (1 - momentum))
+                own = {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}
+                meanwhile = {"momentum": 0.0, "nesterov": False, "weight_decay": own["weight_decay"] / (1 - momentum)}
+                self._taken.append((group, own, meanwhile))
+                group.update(meanwhile)
 
     def _give_back(self, *step: Any) -> None:
-        for group, own in self._taken:
-            group.update(own)
+        """Give back what is still as it was taken: hooks of others may have set something else meanwhile."""
+        for group, own, meanwhile in self._taken:
+            group.update({name: own[name] for name in own if group[name] == meanwhile[name]})
         self._taken.clear()
 
 
@@ -160,11 +167,6 @@ class CountedSteps:
                 if hasattr(each, "_optimizer_step_post_hooks"):
                     self._handles.append(each.register_step_pre_hook(self._before))
                     self._handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
-
-    @property
-    def hears(self) -> bool:
-        """Whether there is an optimizer that tells of its steps."""
-        return bool(self._handles)
 
     @contextmanager
     def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:

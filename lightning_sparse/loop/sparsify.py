@@ -297,8 +297,9 @@ class Sparsifier(Loop):
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
 
-        Tensors, numbers and words, for ``torch.save``; tensors are not copied. Empty on one process. All ranks must
-        call: with local steps they compare what training has written without an optimizer.
+        Tensors, numbers and words, for ``torch.save``; tensors are not copied: copy what you hold beyond the next
+        backward. Empty on one process. All ranks must call: with local steps they compare what training has written
+        without an optimizer.
         """
         if self._is_closed:
             raise RuntimeError(CLOSED)

@@ -250,6 +250,21 @@ def test_parameters_of_several_optimizers_are_those_of_the_backward_that_uses_th
             assert 0 < float(row[f"sparse_parameters/residual_to_gradient/{name}"]) < math.inf
 
 
+class Freezing(WithAdam):
+    """It freezes a layer in the midst of training, with updates that wait."""
+
+    def on_train_batch_start(self, batch, batch_index):
+        self.network[0].requires_grad_(batch_index < 9)
+
+
+def test_a_frozen_layer_takes_part_in_no_error_of_updates(fitted, tmp_path):
+    correction = AdamCorrection(dense_steps=2, fall_steps=0)
+    fitted(monitor=EVERYTHING, strategy={"density": 0.05, "optimizer_correction": correction}, module=Freezing)
+    rows = rows_of(tmp_path / "rows", "sparse/update_error")
+    assert [int(row["step"]) for row in rows] == STEPS
+    assert all(0 < float(row["sparse/update_error"]) < math.inf for row in rows)
+
+
 class AdamAdversaries(Adversaries):
     def configure_optimizers(self):
         return [torch.optim.Adam(each.parameters()) for each in (self.network, self.other)]

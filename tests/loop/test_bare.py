@@ -357,6 +357,73 @@ def test_large_gradients_are_the_same_whether_they_keep_their_memory(pair, compr
         assert_same(outcome, anew[0])
 
 
+class Factors(nn.Module):
+    """Two parameters, large enough for their gradients to change places with residuals, that are added up.
+
+    Torch gives both one gradient in one memory, unless one is copied on the way.
+    """
+
+    def __init__(self, shares):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Parameter(torch.randn(300, 200)), nn.Parameter(torch.randn(200, 300))
+        self.shares = shares
+
+    def forward(self, factors):
+        second = self.second
+        if not self.shares:
+            second = second.clone()
+            second.register_hook(torch.clone)
+        return ((self.first.view(-1) + second.view(-1)) * factors).square().sum() * 1e-3
+
+
+def train_factors(rank, compressor, shares, creates_graph=False, backwards=1, look=lambda parameter: None):
+    """Train large gradients that others hold; return them, the weights, and what is kept."""
+    model = Factors(shares).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    gradients = []
+    with sparsify(model, optimizer, compressor, **SPARSE) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of graphs that are created
+        model.first.register_post_accumulate_grad_hook(look)
+        for step in range(4):
+            for each in range(backwards):
+                generator = torch.Generator().manual_seed(100 * step + 10 * each + rank)
+                factors = torch.randn(60_000, generator=generator).to(DEVICE)
+                model(factors).backward(create_graph=creates_graph)
+            gradients += [each.grad.detach().clone() for each in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = {name: each.clone() for name, each in handle.state_dict()["rank"]["memory"]["residual"].items()}
+    return gradients, tensors_of(model), kept
+
+
+@pytest.mark.parametrize("compressor", ["topk", "dgc"])
+def test_gradients_in_one_memory_are_two(pair, compressor):
+    together, apart = (pair.run(train_factors, compressor, shares) for shares in (True, False))
+    assert_same(together, apart)
+
+
+def test_a_mean_that_arrived_before_stays_in_a_gradient_that_backward_makes_anew(pair):
+    anew, in_place = (pair.run(train_factors, "topk", False, creates_graph, 2) for creates_graph in (True, False))
+    assert_same(anew, in_place)
+
+
+def train_looked_at(rank):
+    """Train while a hook keeps gradients, and empties what it has kept of the step before."""
+    held = []
+
+    def look(parameter):
+        if held:
+            held.pop().zero_()
+        held.append(parameter.grad)
+
+    return train_factors(rank, "topk", False, look=look)
+
+
+def test_whoever_keeps_a_gradient_keeps_no_residual(pair):
+    assert_same(pair.run(train_looked_at), pair.run(train_factors, "topk", False))
+
+
 class Failing(nn.Module):
     """A model whose backward may fail when gradients for one message are there, and not for the next."""
 

@@ -707,3 +707,77 @@ def test_it_imports_no_lightning(interpreter, tmp_path):
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "plain-loop.md", tmp_path)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"model.pt", "kept-0.pt", "kept-1.pt"}
+
+
+class AskingTwice(torch.optim.SGD):
+    """A step that asks its closure twice, as extragradient does."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+        super().step()
+
+
+def momenta_of(rank, case):
+    """Train with momentum taken over; return that of each backward, and momentum and decay as the user sees them."""
+    model = Edges().to(DEVICE)
+    build = AskingTwice if case == "asking twice" else torch.optim.SGD
+    optimizer = build(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    used, shown, step = [], [], 0
+
+    def disturb(optimizer, *given):
+        if case == "failing" and step == 1:
+            raise ArithmeticError
+        if case == "warming up":
+            optimizer.param_groups[0]["momentum"] = 0.1 * (step + 1)
+
+    with sparsify(model, optimizer, "dgc", density=0.05, warmup_epochs=0) as handle:
+        optimizer.register_step_pre_hook(disturb)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(batch(rank, step))
+            loss.backward()
+            used.append(next(iter(handle.engine.pipeline.context.hyperparameters.values())).momentum)
+            return loss
+
+        for number in range(4):
+            step = number
+            with suppress(ArithmeticError):
+                optimizer.step(closure) if case == "asking twice" else (closure(), optimizer.step())
+            group = optimizer.state_dict()["param_groups"][0]
+            shown.append((group["momentum"], group["weight_decay"]))
+    return used, shown
+
+
+@pytest.mark.parametrize("case", ["asking twice", "failing", "warming up"])
+def test_momentum_that_is_taken_over_is_what_the_user_has_set(pair, case):
+    for used, shown in pair.run(momenta_of, case):
+        set_by_user = [0.1, 0.2, 0.3, 0.4] if case == "warming up" else [0.9] * 4
+        assert [momentum for momentum, _ in shown] == pytest.approx(set_by_user)
+        assert [decay for _, decay in shown] == pytest.approx([0.1] * 4)
+        assert used == pytest.approx([0.9, *set_by_user[:-1]] if case == "warming up" else [0.9] * len(used))
+
+
+def count_skipped(rank):
+    """Train with a scaler that skips two steps; return the statistics after each."""
+    model = Edges().to(DEVICE)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
+    with sparsify(model, optimizer, density=0.05, warmup_epochs=0, schedule="single", scaler=scaler) as handle:
+        stats = []
+        for step in range(5):
+            loss = model(batch(rank, step))
+            scaler.scale(loss * float("inf") if step in (1, 2) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            stats.append(handle.stats())
+        return stats
+
+
+def test_statistics_of_a_step_have_nothing_of_those_that_were_skipped(pair):
+    for stats in pair.run(count_skipped):
+        assert stats[-1]["total_steps"] == 3
+        assert len({each["dense_bytes"] for each in stats}) == 1

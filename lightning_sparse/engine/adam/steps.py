@@ -55,7 +55,8 @@ def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
     """Return a hook before steps that acts as soon as an optimizer's gradients are there: after a closure, if any."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        is_named = "closure" in kwargs
+        closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
         if closure is None:
             act(optimizer)
             return None
@@ -65,7 +66,7 @@ def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
             act(optimizer)
             return loss
 
-        return args[:1], {**kwargs, "closure": close}
+        return (args, {**kwargs, "closure": close}) if is_named else ((args[0], close, *args[2:]), kwargs)
 
     return hook
 

@@ -39,7 +39,7 @@ NUMBERS = {
     "warm_up": 2,
 }
 WHOLE = frozenset({"learned_mean"})  # kinds of which each rank keeps all, also where ranks of a node have shares
-_LARGE = 1 << 15  # elements from which on memory of its own costs nothing
+LARGE = 1 << 15  # elements from which on memory of its own costs nothing
 _FEW_RUNS = 16  # that are chosen from one by one, without a copy
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
 
@@ -305,7 +305,7 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
     """
     new = {name: like for name, like in zip(names, likes) if name not in kept}
     is_host = bool(likes) and likes[0].device.type == "cpu"
-    fresh = {name: like.new_zeros(like.numel()) for name, like in new.items() if is_host and like.numel() >= _LARGE}
+    fresh = {name: like.new_zeros(like.numel()) for name, like in new.items() if is_host and like.numel() >= LARGE}
     # On a device beside each other those that are taken together.
     others = sorted((name for name in new if name not in fresh), key=lambda name: new[name].numel() >= APART)
     for dtype in {new[name].dtype for name in others}:

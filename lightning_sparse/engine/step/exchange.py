@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, ignored_by
-from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.memory.residual import LARGE, widened
 from lightning_sparse.engine.observe import Mark, shown
 from lightning_sparse.engine.step.shards import BareModel, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
@@ -25,7 +25,8 @@ from lightning_sparse.functional.elements import laid_flat, local_tensor
 from lightning_sparse.schedule import Schedule
 
 Wrapper = Union[DistributedDataParallel, BareModel]
-_SMALL = 1 << 15  # elements of a gradient that is copied in less time than a call for it alone takes
+_SMALL = LARGE  # gradients of fewer elements are copied in less time than a call for each takes
+_OWN_USES = 2  # of a gradient's memory: the gradient, and who asks
 _FIRST_DENSE_BYTES = 1024 * 1024  # of the first message of a dense step, so that the network begins soon; each
 _DENSE_BYTES = 25 * 1024 * 1024  # other has twice those of the one before, up to DDP's, so that it stays busy
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
@@ -111,8 +112,8 @@ class ArrivedGradients:
 
     def state(self) -> dict[Tensor, Tensor]:
         """Return the means that have arrived, by parameter (not copied)."""
-        known = {**self._copies, **self._written}
-        return {parameter: arrived for parameter, arrived in known.items() if parameter.grad is not None}
+        copies = {parameter: copy for parameter, copy in self._copies.items() if parameter.grad is not None}
+        return {**copies, **{parameter: each for parameter, each in self._written.items() if parameter.grad is each}}
 
     def restore_means(self, arrived: Mapping[Parameter, Tensor], begun: Iterable[Tensor]) -> None:
         """Go on from what :meth:`state` returned, and from ``begun``."""
@@ -341,7 +342,7 @@ class Backward(ABC):
 
     def _taken_from(self, parameter: Tensor) -> Tensor:
         gradient = self._held_gradient(parameter)
-        if not self._route.is_sharded and gradient.stride() != parameter.stride():
+        if not self._route.is_sharded and (gradient.stride() != parameter.stride() or _shares_memory(parameter)):
             copy = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             self._copied.append((gradient, copy))
             gradient = copy
@@ -528,9 +529,11 @@ class SparseBackward(Backward):
     @override
     def _local_of(self, member: Member) -> LocalGradient:
         local, parameter = super()._local_of(member), member.parameter
-        if member.numel >= _SMALL and not self._route.is_sharded and _is_replaceable(local.gradient, parameter):
-            return local._replace(parameter=parameter)
-        return local
+        # A mean that has arrived before is added to what is in the gradient's memory at the end.
+        can_trade = member.numel >= LARGE and not self._means and not self._route.is_sharded
+        return (
+            local._replace(parameter=parameter) if can_trade and _is_replaceable(local.gradient, parameter) else local
+        )
 
     @override
     def _put_for(self, parameter: Tensor, arrived: Optional[Tensor] = None) -> Tensor:
@@ -774,8 +777,15 @@ def _makes_sparse_layout(module: Module) -> bool:
     return isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
 
 
+def _shares_memory(parameter: Tensor) -> bool:
+    """Tell whether others hold all of a gradient's memory, such as the gradient of a parameter that was added to it."""
+    assert parameter.grad is not None
+    storage = parameter.grad.untyped_storage()
+    return storage.nbytes() == parameter.grad.nbytes and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
+
+
 def _is_replaceable(flat: Tensor, parameter: Tensor) -> bool:
-    """Tell whether a flat tensor is all of a gradient on a CPU that backward has just made: nobody else holds it."""
+    """Tell whether a flat tensor is all of a gradient on a CPU that backward has just made, without a graph."""
     gradient = parameter.grad
     if gradient is None or gradient.requires_grad or gradient._version:
         return False

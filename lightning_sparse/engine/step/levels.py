@@ -24,7 +24,7 @@ class LocalGradient(NamedTuple):
     """One parameter's gradient on this rank, before its exchange."""
 
     name: str
-    gradient: Tensor  # flat view of the gradient's storage; the mean over ranks is written here
+    gradient: Tensor  # flat view of the gradient's storage; the mean goes here, or into memory that takes its place
     is_used: Optional[bool]  # whether backward gave it anything on this rank; ``None`` where it is no gradient
     parameter: Optional[Tensor] = None  # whose gradient it is all of, where other memory may take its place
 

@@ -289,7 +289,8 @@ class Pipeline:
         for local, tensor in zip(exchanged.group, means):
             if local.parameter is not None and tensor.dtype is local.gradient.dtype:
                 if tensor is not local.gradient:  # which is the residual now
-                    local.parameter.grad = tensor.view_as(local.parameter).data  # with a count of changes of its own
+                    assert local.parameter.grad is not None
+                    local.parameter.grad.data = tensor.view_as(local.parameter)  # whoever holds it sees the mean
             elif tensor is not local.gradient:
                 narrow.append((local.gradient, tensor))
         for dtype in dict.fromkeys(gradient.dtype for gradient, _ in narrow):
