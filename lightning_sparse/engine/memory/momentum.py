@@ -28,9 +28,10 @@ _BLOCK = 1 << 17  # elements, of four tensors: two MiB
 class MomentumMemory(ResidualMemory):
     """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, send of ``v``; 12 bytes an element.
 
-    Without momentum 4. With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With ``masks_momentum`` a sent element's ``u`` starts again from
-    zero (momentum factor masking), unless its parameter is sent whole: that is dense momentum SGD. Of several exchanges
-    of one step the first that counts decays ``u``. ``follows_learning_rate`` rescales the residual alone, as SGD would.
+    Without momentum 4. With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With ``masks_momentum`` a sent element's
+    ``u`` starts again from zero (momentum factor masking), unless its parameter is sent whole: that is dense momentum
+    SGD. Of several exchanges of one step the first that counts decays ``u``. ``follows_learning_rate`` rescales the
+    residual alone, as SGD would.
     """
 
     def __init__(
