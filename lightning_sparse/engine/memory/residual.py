@@ -233,10 +233,12 @@ class ResidualMemory(Memory):
             self._keep_selections(residuals, accumulated, kept, accepted)
         elif residuals and residuals[0].device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
-            if accepted.device.type == "cpu" and bool(accepted.all()):
+            is_known = accepted.device.type == "cpu" and bool(accepted.all())
+            accepted = accepted.to(residuals[0].device, non_blocking=True)
+            if is_known:
                 torch._foreach_copy_(residuals, list(accumulated))
             else:
-                overwrite_accepted(residuals, accumulated, accepted.to(residuals[0].device, non_blocking=True))
+                overwrite_accepted(residuals, accumulated, accepted)
             _overwrite_elements(residuals, kept, accepted)
         else:
             overwrite(accumulated, kept)
@@ -335,7 +337,6 @@ def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], acc
 
 def _overwrite_elements(tensors: Sequence[Tensor], kept: FlatSelection, accepted: Tensor) -> None:
     """Write the values of a rank's selection over flat tensors of a device, in place, where they are accepted."""
-    accepted = accepted.to(kept.values.device, non_blocking=True)
     if accepted.dim():
         accepted = accepted.repeat_interleave(copied_to(kept.counts, accepted.device), output_size=len(kept.values))
     starts, laid = starts_of(kept.counts), starts_of(kept.numels)
@@ -361,7 +362,6 @@ def _overwrite_elements(tensors: Sequence[Tensor], kept: FlatSelection, accepted
 
 def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tensor) -> None:
     """Copy sources that are laid end to end."""
-    accepted = accepted.to(flat.device, non_blocking=True)
     if accepted.dim():
         numels = tuple(map(Tensor.numel, tensors))
         of_each = accepted.repeat_interleave(copied_to(numels, accepted.device), output_size=len(flat))

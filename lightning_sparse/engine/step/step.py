@@ -255,10 +255,13 @@ class Pipeline:
         self, step: Sequence[Exchanged], means: Sequence[Sequence[Selection]], used: Sequence[Optional[Tensor]]
     ) -> Iterator[tuple[Exchanged, Sequence[Selection], Optional[Tensor]]]:
         """Take groups of which elements have arrived as one where launches cost more than to copy those elements."""
+        if len(step) == 1 or self.collectives.device.type == "cpu" or self.context.samples_deltas:
+            yield from zip(step, means, used)
+            return
         alike: defaultdict[Any, list[int]] = defaultdict(list)
         for place, (exchanged, mean) in enumerate(zip(step, means)):
-            kept, is_apart = exchanged.result.kept, self.collectives.device.type == "cpu" or self.context.samples_deltas
-            if is_apart or not (isinstance(mean, FlatSelection) and isinstance(kept, FlatSelection)):
+            kept = exchanged.result.kept
+            if not (isinstance(mean, FlatSelection) and isinstance(kept, FlatSelection)):
                 yield exchanged, mean, used[place]
             else:
                 rows = mean.values.shape[:-1]
