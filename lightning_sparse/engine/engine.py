@@ -6,6 +6,7 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any, Optional
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -199,9 +200,11 @@ class Engine(SharedOnCopy):
         self.pipeline.begin_step(context._replace(samples_deltas=self.recorder.samples_deltas))
         self.densities.begin_step(epoch, context.warm_up_progress)
 
-    def begin_dense_backward(self) -> None:
-        """Begin a backward whose gradients plain DDP exchanges."""
-        self.recorder.add_dense_step(self.source.numel, self.source.nbytes)
+    def begin_dense_backward(self, is_warm_up: bool) -> None:
+        """Begin a backward of which everything is sent: in a warm-up in the wire's type, if that has fp32's range."""
+        wire = self._settings.wire
+        nbytes = self.source.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
+        self.recorder.add_dense_step(self.source.numel, nbytes)
 
     def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
         """End a step."""

@@ -119,7 +119,8 @@ class Compression(TypedDict, total=False):
             of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may send more
             than the density asks for, or leave steps to DDP.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
-            send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual.
+            send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual, but
+            those of Adam's first steps, which the last two and ``"bfloat16"`` send in bfloat16.
         warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's,
             but at most a tenth of the steps of a training whose length is known, unless they are local steps.
         optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW``, which would misjudge

@@ -343,7 +343,8 @@ class Loop:
         continued = self.engine.arrived.state().keys()
         self.engine.recorder.continues_step = bool(continued)
         if self.is_dense:
-            self.engine.begin_dense_backward()
+            adam = self.view.adam
+            self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.is_dense)
         if self.settings.local_steps is None:
             context = self.view.coming_step(self.is_dense, continued)
             # Scaling a one gives the scale without asking the device for its value.

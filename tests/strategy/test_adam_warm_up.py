@@ -49,6 +49,20 @@ def test_the_first_steps_are_ddps_to_the_bit(pair):  # of more ranks DDP's sums 
         assert_same(one.batches, other.batches)
 
 
+def test_the_first_steps_travel_in_sixteen_bits_where_the_wire_has_the_range_of_fp32(pair):
+    wires = ("float32", "float16", "bfloat16", "4bit")
+    module = partial(Watched, stop_after=10)
+    wide, half, *narrow = (one_model(fits(pair, module, {**SPARSE, "wire": wire}, **LONG)) for wire in wires)
+    assert_same(half.batches, wide.batches)
+    for each in narrow:
+        assert [stats["wire_bytes"] for stats in each.stats] == [stats["wire_bytes"] / 2 for stats in wide.stats]
+        assert [stats["dense_bytes"] for stats in each.stats] == [stats["dense_bytes"] for stats in wide.stats]
+        with pytest.raises(AssertionError):
+            assert_same(each.batches, wide.batches)
+        torch.testing.assert_close(each.batches, wide.batches, rtol=0, atol=2e-3)  # ten updates of a thousandth each
+    assert_same(narrow[0].batches, narrow[1].batches)
+
+
 def test_in_few_bits_adam_still_learns_from_sixteen(pair):
     module = partial(Watched, stop_after=12)
     by_wire = {}

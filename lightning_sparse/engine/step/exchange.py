@@ -184,6 +184,12 @@ class Route(NamedTuple):
     overlaps_backward: bool  # else groups go when backward has ended
     is_sharded: bool
     packages: dict[tuple[str, ...], "_Package"]  # memory of the backward before, by the names in it
+    dense_dtype: Optional[torch.dtype] = None  # what is dense travels in it if it is wider; ``None``: as it is
+
+    def dense_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which a dense gradient of a type travels."""
+        narrow = self.dense_dtype
+        return dtype if narrow is None or narrow.itemsize >= dtype.itemsize else narrow
 
 
 class _Missing(NamedTuple):
@@ -388,7 +394,7 @@ class _Message(NamedTuple):
         copies, sources = list[Tensor](), list[Tensor]()
         for parameter, gradient, mean in zip(self.parameters, self.gradients, self.means):
             # On a device the memory is of the worker's stream, which would give it out again while others read it.
-            if _is_replaceable(gradient, parameter):
+            if mean.dtype is gradient.dtype and _is_replaceable(gradient, parameter):
                 parameter.grad = mean.view_as(parameter).data  # with a count of changes of its own
             else:
                 copies.append(gradient)
@@ -442,7 +448,7 @@ class DenseBackward(Backward):
         self._route.pipeline.launched.begin_part()
         among = self._route.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
-        flat = gradients[0].new_empty(sum(numels))
+        flat = gradients[0].new_empty(sum(numels), dtype=self._route.dense_dtype_of(gradients[0].dtype))
         *means, rest = flat.split(numels)
         small = [pair for pair in zip(means, gradients) if pair[1].numel() < _SMALL]
         if small:
@@ -614,7 +620,7 @@ class Exchange(SharedOnCopy):
         self._end = end
         # With hooks, also of what is frozen: it may be unfrozen within a step.
         self._hooked: dict[Tensor, tuple[Member, Any]] = {}
-        self.numel = self.nbytes = 0
+        self.numel = 0
         self._used: set[Member] = set()  # those that backward has reached since the last exchange
         self._is_due = False  # a backward goes on whose gradients are exchanged when it ends, and none has come yet
         self._last_graph = -1  # the backward whose end was seen last
@@ -641,9 +647,7 @@ class Exchange(SharedOnCopy):
         self._members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
         for position, each in enumerate(self._members):
             each.position = position
-        dense = [each for each in self._members if not each.is_sparse]
-        self.numel = sum(each.numel for each in dense)
-        self.nbytes = sum(each.numel * each.parameter.dtype.itemsize for each in dense)
+        self.numel = sum(each.numel for each in self._members if not each.is_sparse)
         self._route.packages.clear()
         self.average_among(self._route.among)
 
@@ -651,6 +655,12 @@ class Exchange(SharedOnCopy):
         """Have these ranks average what is dense, and agree on an order of gradients after the next backward."""
         self._route = self._route._replace(among=ranks)
         self._order = Order((), self._route.pipeline.collectives.device)
+
+    def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
+        """Have dense gradients travel in a type from the next backward on, and return the bytes of all of them."""
+        self._route = self._route._replace(dense_dtype=dtype)
+        dense = ((each.numel, each.parameter.dtype) for each in self._members if not each.is_sparse)
+        return sum(numel * self._route.dense_dtype_of(own).itemsize for numel, own in dense)
 
     @property
     def is_open(self) -> bool:
