@@ -108,7 +108,9 @@ def fit_with_a_rate(rank, strategy, searches, folder):
     return outcome.after, [update.rate for update in outcome.updates]
 
 
-@pytest.mark.parametrize("strategy", ["sparse_loco", *exhaustive(["sparse_topk", "sparse_exdyna", "sparse_a2sgd"])])
+@pytest.mark.parametrize(
+    "strategy", ["sparse_loco", "sparse_sdagc", *exhaustive(["sparse_topk", "sparse_exdyna", "sparse_a2sgd"])]
+)
 def test_a_search_for_a_rate_in_fit_leaves_nothing_behind(pair, strategy, tmp_path):
     (searched, rates), _ = pair.run(fit_with_a_rate, strategy, True, str(tmp_path))
     (expected, expected_rates), _ = pair.run(fit_with_a_rate, strategy, False, str(tmp_path))

@@ -13,6 +13,7 @@ from lightning_sparse.callbacks.base import (
     log_scalars,
     mean_over_ranks,
     parameter_tag,
+    shares_of,
     sparse_strategy,
     step_of,
 )
@@ -136,7 +137,8 @@ class AdaptiveDensity(StepObserver):
         facts = samples.facts()
         names = [name for name in self._asked if name in facts]
         norms = [(each.gradient_norm, each.residual_norm, each.added_norm) for each in map(facts.__getitem__, names)]
-        squares = mean_over_ranks(strategy, [norm**2 for each in norms for norm in each])
+        shares = shares_of(strategy)
+        squares = mean_over_ranks(strategy, [shares * norm**2 for each in norms for norm in each])
         gradients, residuals, added = (dict(zip(names, map(math.sqrt, squares[kind::3]))) for kind in range(3))
         updates = {name: norm for name, norm in added.items() if name in samples.update_norms}
         measurement = Measurement(gradients, residuals, updates)

@@ -158,6 +158,14 @@ def mean_over_ranks(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> li
     return list(map(fmean, zip(*gather_rows(strategy, numbers))))
 
 
+def shares_of(strategy: SparseDDPStrategy) -> int:
+    """Return over how many ranks a norm is spread, whose squares add up: over those of a node, with two levels.
+
+    With local steps each rank tells of its own.
+    """
+    return engine_of(strategy).levels.node_ranks if strategy.rounds is None else 1
+
+
 def reduce_over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) -> dict[str, float]:
     """Return the mean over ranks by name; exposed times are those of the slowest rank, samples those of all."""
     columns = zip(*gather_rows(strategy, list(mine.values())))

@@ -22,6 +22,7 @@ from lightning_sparse.callbacks.base import (
     memory_statistics,
     parameter_tag,
     reduce_over_ranks,
+    shares_of,
 )
 from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_text, plan_page
 from lightning_sparse.engine import Engine
@@ -207,12 +208,12 @@ def statistics_over_ranks(
 def parameters_over_ranks(strategy: SparseDDPStrategy, samples: ParameterSamples) -> dict[str, dict[str, float]]:
     """Reduce what a step did to each parameter over ranks, by parameter name in the order of the model."""
     assert strategy.lightning_module is not None
-    facts = samples.facts()
+    facts, shares = samples.facts(), shares_of(strategy)
     names = [name for name, _ in strategy.lightning_module.named_parameters() if name in facts]
     mine = [
         number
         for fact in map(facts.__getitem__, names)
-        for number in (fact.sent, fact.gradient_norm**2, fact.residual_norm**2, fact.added_norm**2)
+        for number in (fact.sent, *(shares * norm**2 for norm in fact[2:]))
     ]
     means = iter(mean_over_ranks(strategy, mine))
     return {

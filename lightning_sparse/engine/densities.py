@@ -30,6 +30,7 @@ class Densities:
         self.planned: Mapping[str, float] = {}
         self.sends_all = False
         self._total_steps: Optional[int] = None  # of the training, where a warm-up goes by it
+        self._is_told = False  # of them, by a checkpoint
         self._steps: Counter[int] = Counter()  # by optimizer
         self._warmed_up = lru_cache(maxsize=1)(self._in_warm_up)  # in most steps as in the one before
         self.begin_step(0)
@@ -67,8 +68,11 @@ class Densities:
         return max(least, same_everywhere(self._target ** ((stage + 1) / (self._epochs + 1))))
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Have a default warm-up go by a training's length, if that is known and a checkpoint has not told of it."""
-        if self._is_bounded and self._total_steps is None:
+        """Have a default warm-up go by a training's length, if that is known and a checkpoint has not told of it.
+
+        A search for a learning rate has told of its own length before.
+        """
+        if self._is_bounded and not self._is_told:
             self._total_steps = total_steps
 
     def count_step(self, optimizer: int) -> None:
@@ -88,6 +92,7 @@ class Densities:
         """Go on with a default warm-up."""
         if self._is_bounded:
             self._steps = Counter(state["steps"])
+            self._is_told = bool(state["total_steps"])
             self._total_steps = state["total_steps"] or self._total_steps
 
 

@@ -314,12 +314,16 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._loop.begin(self._module.automatic_optimization)
+        if self.engine is not None and closure_loss.grad_fn is not None:
+            closure_loss.register_hook(self.engine.source.hear)  # a LightningModule's backward may have several
         super().pre_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self._loop.end_backward()
+        if self.engine is not None and not self._module.automatic_optimization:
+            self.engine.source.hear()  # the next one may be torch's own, of which nobody tells
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

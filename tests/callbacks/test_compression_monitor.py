@@ -250,6 +250,27 @@ def test_parameters_of_several_optimizers_are_those_of_the_backward_that_uses_th
             assert 0 < float(row[f"sparse_parameters/residual_to_gradient/{name}"]) < math.inf
 
 
+class Alike(Small):
+    """A model with the same batches on all ranks."""
+
+    def train_dataloader(self):
+        return DataLoader(Rows(16), batch_size=4)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_norms_are_those_of_whole_parameters_whoever_has_a_part_of_them(pools, tmp_path, levels):
+    model, batch = Alike(), next(iter(Alike().train_dataloader()))
+    (model.network(batch) - batch).square().mean().backward()
+    arguments = {"monitor": EVERYTHING, "module": Alike, "use_distributed_sampler": False, "node_ranks": 2}
+    strategy = {"density": 0.05, "levels": levels}
+    pools[4].run(partial(fit_monitored, directory=str(tmp_path), strategy=strategy, log_every_n_steps=1, **arguments))
+    row = rows_of(tmp_path / "rows", "sparse/wire_bytes")[0]
+    for name, parameter in model.named_parameters():
+        norm = float(parameter.grad.norm())
+        assert float(row[f"sparse_parameters/gradient_norm/{name}"]) == pytest.approx(norm, rel=1e-4)
+        assert 0.5 * norm < float(row[f"sparse_parameters/residual_norm/{name}"]) < norm
+
+
 class Freezing(WithAdam):
     """It freezes a layer in the midst of training, with updates that wait."""
 

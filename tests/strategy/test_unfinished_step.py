@@ -268,3 +268,39 @@ def test_gradients_that_one_rank_changes_in_a_step_are_noticed_on_all(pair, kind
 def test_gradients_may_be_changed_in_a_step_on_all_ranks(pair, kind, change):
     module = partial(Parting, kind=kind, change=change, everywhere=True)
     one_model(fits(pair, module, {**WITH[kind], "density": 0.5}))
+
+
+class Piecewise(Adversaries):
+    """Each loss goes backward in so many pieces, of which Lightning knows no more than of the first."""
+
+    def __init__(self, *arguments, kind, pieces, by_hand):
+        super().__init__(*arguments, kind=kind)
+        self.pieces, self.automatic_optimization = pieces, not by_hand
+
+    def training_step(self, batch, batch_index):
+        loss = self.losses(self.rows(batch_index))[0]
+        if self.automatic_optimization:
+            return loss
+        self.optimizers().zero_grad()
+        self.manual_backward(loss / self.pieces, retain_graph=True)
+        for _ in range(1, self.pieces):
+            (loss / self.pieces).backward(retain_graph=True)
+        self.optimizers().step()
+        return None
+
+    def backward(self, loss, **named):
+        pieces = self.pieces if self.automatic_optimization else 1
+        for _ in range(pieces):
+            (loss / pieces).backward(retain_graph=True)
+
+    def configure_optimizers(self):
+        return self.optimizer_of(self.parameters())
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_backwards_beside_the_one_that_lightning_knows_of_count_as_much(pair, kind, by_hand):
+    settings = {**WITH[kind], "density": 1.0}
+    once, twice = (partial(Piecewise, kind=kind, pieces=pieces, by_hand=by_hand) for pieces in (1, 2))
+    expected = one_model(fits(pair, once, settings)).batches
+    torch.testing.assert_close(one_model(fits(pair, twice, settings)).batches, expected, rtol=1e-4, atol=1e-5)

@@ -697,7 +697,9 @@ class Exchange(SharedOnCopy):
         return bool(self._wrapper.require_backward_grad_sync) and not self.is_silent
 
     def hear(self, gradient: Optional[Tensor] = None) -> None:
-        """Know of the backward that goes on, before any of its gradients."""
+        """Know of the backward that goes on, before any of its gradients, unless somebody has told of it."""
+        if self._is_due:
+            return
         if _graph_number() != self._heard_graph:  # else it has come to another output before
             self._record_start()
         self._attend()
