@@ -322,9 +322,9 @@ class TrainedParameters:
         """
         present = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         if present != self._handled:
-            self._handled = present
             if self.has_new():  # which takes longer, and without an optimizer they are not trained
-                return True
+                return True  # until they are known: a caller may raise, and whoever trains may go on
+            self._handled = present
         are_trained = [parameter.requires_grad for parameter in self._all]
         return are_trained != self._are_known and (forgets or any(map(gt, are_trained, self._are_known)))
 
