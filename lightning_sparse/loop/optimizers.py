@@ -432,12 +432,11 @@ def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     return not any(local_tensor(each).any() for each in gradients)  # a device is asked only if all else speaks for it
 
 
-def before_step_of_training(act: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that acts before an optimizer's steps, but not before torch's own."""
+def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook before an optimizer's steps that is what ``act`` is, but nothing before torch's own."""
 
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_torchs_own(optimizer, kwargs):
-            act()
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if is_torchs_own(optimizer, kwargs) else act(optimizer, args, kwargs)
 
     return hook
 
