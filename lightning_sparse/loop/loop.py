@@ -325,11 +325,11 @@ class Loop:
 
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
+        if self.engine is not None:
+            self._track_model()
         self.unfinished.add_backward(self.optimizers, is_automatic)
-        if self.engine is None:
-            return
-        self._track_model()
-        self.engine.source.expect()
+        if self.engine is not None:
+            self.engine.source.expect()
 
     def _open(self, is_told: bool) -> None:
         """Begin a step's exchange, before the first of its gradients is taken."""

@@ -322,9 +322,9 @@ class TrainedParameters:
         """
         present = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         if present != self._handled:
-            self._handled = present
             if self.has_new():  # which takes longer, and without an optimizer they are not trained
-                return True
+                return True  # until they are known: a caller may raise, and whoever trains may go on
+            self._handled = present
         are_trained = [parameter.requires_grad for parameter in self._all]
         return are_trained != self._are_known and (forgets or any(map(gt, are_trained, self._are_known)))
 
@@ -432,12 +432,11 @@ def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     return not any(local_tensor(each).any() for each in gradients)  # a device is asked only if all else speaks for it
 
 
-def before_step_of_training(act: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that acts before an optimizer's steps, but not before torch's own."""
+def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook before an optimizer's steps that is what ``act`` is, but nothing before torch's own."""
 
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_torchs_own(optimizer, kwargs):
-            act()
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if is_torchs_own(optimizer, kwargs) else act(optimizer, args, kwargs)
 
     return hook
 

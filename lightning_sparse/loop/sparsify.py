@@ -23,6 +23,7 @@ from typing_extensions import Self, Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
+from lightning_sparse.engine.adam.steps import after_closure
 from lightning_sparse.engine.collectives import SharedOnCopy, align, copy_from_first
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
@@ -152,7 +153,7 @@ class Sparsifier(Loop):
         self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
         self._parts = _trained_parts(module)
         # Before those by which Adam's updates are made.
-        exchange = before_step_of_training(self.exchange_shards)
+        exchange = before_step_of_training(after_closure(self.exchange_shards))
         self._handles: list[Any] = [each.register_step_pre_hook(exchange) for each in optimizers]
         if type(self._model) is BareModel:
             align(module)
@@ -248,10 +249,13 @@ class Sparsifier(Loop):
         with self._model.no_sync():
             yield
 
-    def exchange_shards(self) -> None:
-        """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
+    def exchange_shards(self, *stepping: Optimizer) -> None:
+        """Replace the shards of gradients by their means over replicas, once after backward, which ends it."""
         is_ours = isinstance(self._model, ShardedModel) and self.settings.local_steps is None
-        if self.engine is None or not is_ours or self.unfinished.is_begun:
+        if self.engine is None or not is_ours:
+            return
+        # A step that was left out, after a clip, ends nothing.
+        if self.unfinished.is_begun and not self.engine.source.used:
             return
         self.check_epoch()
         self._turn()
@@ -414,7 +418,7 @@ class Sparsifier(Loop):
         elif not (has_grad or is_training):  # any rank may evaluate alone
             self._check_shared()
 
-    def _begin_rounds(self) -> None:
+    def _begin_rounds(self, *step: Any) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")

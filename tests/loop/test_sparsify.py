@@ -536,6 +536,30 @@ def test_layers_may_be_added_and_replaced(pair, wraps, adds):
     assert all(map(torch.equal, first, second))
 
 
+def train_on_after_an_addition(rank):
+    """Add a layer where that is refused, between forward and backward, and train on."""
+    torch.manual_seed(0)
+    model = Layers().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    with sparsify(model, optimizer, density=0.5, warmup_epochs=0):
+        for step in range(4):
+            out = model(inputs(rank, step))
+            if step == 1:
+                model.layers.append(nn.Linear(8, 8).to(DEVICE))
+                optimizer.add_param_group({"params": model.layers[-1].parameters()})
+            with pytest.raises(RuntimeError, match="between two batches") if step == 1 else nullcontext():
+                out.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach().cpu() for each in model.parameters()]
+
+
+def test_a_layer_whose_addition_was_refused_is_exchanged_afterwards(pair):
+    first, second = pair.run(train_on_after_an_addition)
+    assert all(map(torch.equal, first, second))
+
+
 class Stopping(torch.autograd.Function):
     """An error in backward."""
 

@@ -4,7 +4,7 @@ import copy
 import os
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -842,6 +842,73 @@ def test_shards_of_batches_that_accumulate_are_exchanged_once_as_their_sum(pools
         assert sent == sent_at_once
         for name in theirs:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def clip(model, handle, norm):
+    if handle is None:
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
+    else:
+        handle.clip(norm=norm)
+
+
+def step_in_closure(model, optimizer, handle, rank, step):
+    def backpropagate():
+        optimizer.zero_grad()
+        loss = model(rows(rank, step))
+        loss.backward()
+        return loss
+
+    optimizer.step(backpropagate)
+
+
+def step_or_leave_it(model, optimizer, handle, rank, step, set_to_none=True):
+    model(rows(rank, step)).backward()
+    clip(model, handle, 0.5)
+    if step != 2:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def clip_and_add(model, optimizer, handle, rank, step):
+    model(rows(rank, step)).backward()
+    clip(model, handle, 100.0)
+    model(rows(rank, 100 + step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WAYS = {
+    "in a closure": step_in_closure,
+    "left out": step_or_leave_it,
+    "left out, and zeros": partial(step_or_leave_it, set_to_none=False),
+    "added to": clip_and_add,
+}
+
+
+def stepped(rank, kind, way, density):
+    """Train with our exchange, or without a density over both dimensions of the mesh, by torch's HSDP."""
+    forget_groups()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = cut(Sharded(kind), mesh if density is None else mesh["shard"])
+    optimizer, settings = model.configure_optimizers(), {"density": density, "warmup_epochs": 0}
+    if kind != "sgd":
+        settings["optimizer_correction"] = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
+    with nullcontext() if density is None else sparsify(model, optimizer, "lags", **settings) as handle:
+        for step in range(6):
+            WAYS[way](model, optimizer, handle, rank, step)
+    return held(model)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["sgd", "adamw, torch's rate"])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_shards_are_exchanged_after_each_backward_wherever_its_step_is(pools, kind, way):
+    ours, native, sparse = (pools[4].run(stepped, kind, way, density) for density in (1.0, None, 0.1))
+    for one, other in zip(ours, native):
+        for name in other:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5)
+    assert_same(sparse[0], sparse[2])
+    assert_same(sparse[1], sparse[3])
 
 
 def built(rank, which):

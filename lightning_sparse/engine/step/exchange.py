@@ -96,11 +96,15 @@ class ArrivedGradients:
 
     def unwatch(self) -> None:
         """Watch no more; means stay known."""
-        for parameter in list(self._written):
-            self._keep(parameter)
+        self.keep()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+    def keep(self) -> None:
+        """Copy all means, before somebody adds to what they are in."""
+        for parameter in list(self._written):
+            self._keep(parameter)
 
     def _keep(self, parameter: Tensor, *addend: Tensor) -> None:
         """Copy the mean in a gradient that backward is about to add to."""
@@ -549,7 +553,7 @@ class SparseBackward(Backward):
     def _taken_from(self, parameter: Tensor) -> Tensor:
         arrived, flat = self._mean_in(parameter), super()._taken_from(parameter)
         if arrived is not None:
-            mean = laid_flat(arrived, parameter)
+            mean = laid_flat(local_tensor(arrived), local_tensor(parameter))
             self._reduced.append((flat, mean))
             # What is not finite does not become zero, so that the exchange hears of it.
             self._route.worker.submit(partial(torch._foreach_sub_, [flat], [mean]))
@@ -559,7 +563,7 @@ class SparseBackward(Backward):
         """Return the mean that a gradient holds since an exchange before in its step."""
         arrived = self._route.arrived.take(parameter)
         if arrived is not None:
-            self._means.append(arrived)
+            self._means.append(local_tensor(arrived))
         return arrived
 
     @override
@@ -711,7 +715,9 @@ class Exchange(SharedOnCopy):
 
     def _attend(self) -> None:
         self._heard_graph = _graph_number()
-        if self._route.arrived.has_means:
+        if self._route.is_sharded:  # FSDP adds to gradients without a word to their parameters
+            self._route.arrived.keep()
+        elif self._route.arrived.has_means:
             self._route.arrived.watch([each.parameter for each in self._members])
 
     def _ready(self, member: Member, parameter: Tensor) -> None:

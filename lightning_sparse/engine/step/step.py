@@ -204,7 +204,7 @@ class Pipeline:
         held = torch.zeros(1, dtype=torch.int64, device=self.collectives.device)
         for tensor in arrived:
             held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # also of zeros: a gradient of zero is one that is there
-        everywhere = self.levels.world.call(Payload("all_gather", held), names)
+        everywhere = self.levels.same_shard.call(Payload("all_gather", held), names)
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
 
