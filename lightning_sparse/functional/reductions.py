@@ -65,17 +65,25 @@ def sign_totals(tensor: Tensor) -> Tensor:
         tensor([[4., 2.],
                 [2., 1.]], dtype=torch.float64)
     """
-    parts = tensor.split(_PIECE)
-    room = torch.empty_like(parts[0])
-    sums = torch.empty(4, len(parts), dtype=torch.promote_types(tensor.dtype, torch.float32), device=tensor.device)
-    for part, (positive, negative, signs, positives) in zip(parts, sums.unbind(1)):
-        used = room[: part.numel()]
-        torch.sum(torch.clamp(part, min=0.0, out=used), 0, dtype=sums.dtype, out=positive)
-        torch.sum(torch.clamp(part, max=0.0, out=used), 0, dtype=sums.dtype, out=negative)
-        torch.sum(torch.sign(part, out=used), 0, dtype=sums.dtype, out=signs)
-        torch.sum(used.clamp_(min=0.0), 0, dtype=sums.dtype, out=positives)
+    sums = _sums_by_sign(tensor, torch.promote_types(tensor.dtype, torch.float32))
+    if not sums.isfinite().all():  # large magnitudes overflow fp32, as in a norm
+        sums = _sums_by_sign(tensor, torch.float64)
     positive, negative, signs, positives = sums.double().sum(dim=1)
     return torch.stack([positive, positives, negative.abs(), positives - signs]).view(2, 2)
+
+
+def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add up positive elements, negative ones, signs, and the positive signs, of each piece, ``[4, pieces]``."""
+    parts = tensor.split(_PIECE)
+    room = torch.empty_like(parts[0])
+    sums = torch.empty(4, len(parts), dtype=dtype, device=tensor.device)
+    for part, (positive, negative, signs, positives) in zip(parts, sums.unbind(1)):
+        used = room[: part.numel()]
+        torch.sum(torch.clamp(part, min=0.0, out=used), 0, dtype=dtype, out=positive)
+        torch.sum(torch.clamp(part, max=0.0, out=used), 0, dtype=dtype, out=negative)
+        torch.sum(torch.sign(part, out=used), 0, dtype=dtype, out=signs)
+        torch.sum(used.clamp_(min=0.0), 0, dtype=dtype, out=positives)
+    return sums
 
 
 def sign_totals_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
