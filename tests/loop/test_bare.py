@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, LocalSteps, sparsify
 from lightning_sparse.compressors import DGC
-from lightning_sparse.loop.sparsify import Sparsifier
+from lightning_sparse.loop.loop import Training
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
@@ -293,7 +293,7 @@ def begin_anew(rank):
     torch.manual_seed(0)
     model = Edges().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mock.patch.object(Sparsifier, "tell_of_rounds", side_effect=RuntimeError("few rounds")):
+    with mock.patch.object(Training, "tell_of_rounds", side_effect=RuntimeError("few rounds")):
         told = refuse(rank, lambda rank: sparsify(model, optimizer, **SPARSE))
     with sparsify(model, optimizer, **SPARSE) as handle:
         train(rank, model, optimizer, range(2), handle.accumulating)
