@@ -89,6 +89,8 @@ class Loop:
         self.settings = settings  # what the user chose, checked, and what it asks of the memory in this training
         self._log = log
         self.training: Optional[Training] = None  # also on one process
+        self.optimizers: Sequence[Optimizer] = ()  # that train the model, or have done so
+        self._scaler: Any = None
         self.remember({}, None)
 
     @property
@@ -105,6 +107,7 @@ class Loop:
         """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
         self.end()
         self.remember({}, None)
+        self.optimizers, self._scaler = optimizers, given.scaler
         settings = replace(self.settings, adam=None)
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
         check_optimizers(settings, optimizers)
@@ -140,10 +143,17 @@ class Loop:
 
         All ranks must ask: of what they hold differently each then keeps its own.
         """
-        if self.training is not None:
-            return self.training.state(together=True)
-        # Those who save add to the containers.
-        return None if self.final_state is None else tree_map_only(Tensor, lambda each: each, self.final_state)
+        training = self.training
+        kept = self.final_state if training is None else training.state(together=True)
+        if kept is None:
+            return None
+        own = dict(kept[RANK])
+        if self.settings.replicas_diverge:
+            # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
+            own["optimizers"] = states_of(self.optimizers if training is None else training.optimizers)
+            if self._scaler is not None:
+                own["scaler"] = self._scaler.state_dict()
+        return {**kept, RANK: own, EVERYWHERE: dict(kept[EVERYWHERE])}
 
     def remember(self, stats: Mapping[str, float], plan: Optional[Plan]) -> None:
         """Know what a training has come to that has ended, maybe in other processes."""
@@ -160,8 +170,8 @@ class Loop:
         # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
         can_ask = not has_failed or training.device.type == "cpu"
         self.remember(*((self.stats(), self.plan()) if can_ask else ({}, None)))
-        self.training = None
         is_whole = training.close(self._final_stats, has_failed)
+        self.training, self.optimizers = None, training.optimizers
         if is_whole and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
             self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), training.state())
 
@@ -420,12 +430,6 @@ class Training:
         if together:
             self.engine.worker.drain()
         kept = kept_by(self.engine, together)
-        own = kept[RANK]
-        if self.settings.replicas_diverge:
-            # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
-            own["optimizers"] = states_of(self.optimizers)
-            if self._given.scaler is not None:
-                own["scaler"] = self._given.scaler.state_dict()
         kept[EVERYWHERE]["clips"] = [] if self.view.adam is None else self.view.adam.clips()
         return {**kept, "epoch": self.epoch}
 

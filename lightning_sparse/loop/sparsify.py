@@ -39,7 +39,7 @@ from lightning_sparse.loop.checks import (
     check_wrapped,
     refuse_training,
 )
-from lightning_sparse.loop.kept import fitted, origin_of
+from lightning_sparse.loop.kept import check_alike
 from lightning_sparse.loop.loop import CLOSED, Given, Loop, Training
 from lightning_sparse.loop.optimizers import before_step_of_training, handled, unwrapped
 from lightning_sparse.schedule import FixedSize
@@ -120,7 +120,6 @@ class Sparsifier(Loop):
         log: Callable[[str], None],
     ) -> None:
         super().__init__(settings, log)
-        self.optimizers = optimizers
         self._model: Wrapper
         _check_unattended(model)
         if isinstance(model, DistributedDataParallel):
@@ -332,16 +331,7 @@ class Sparsifier(Loop):
                     f"this state is of {ranks} processes, and one keeps nothing: start as many, or leave it out"
                 )
             return
-        present = {**origin_of(training.engine), "number": dist.get_rank()}
-        for kind, cure in _ALIKE.items():
-            if (before := state.get(kind)) != (now := present.get(kind)):
-                raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
-        _, unused = fitted(state, training.engine)
-        if unused:
-            raise ValueError(
-                f"this state holds what is of no use here, {'; '.join(unused)}: build the same model and optimizers,"
-                " with the same arguments, or leave the state out to start with nothing kept"
-            )
+        check_alike(state, training.engine, dist.get_rank())
         training.epoch = state["epoch"]
         self._waiting = dict(state)
         if training.engine.rounds is None:
@@ -428,17 +418,8 @@ class Sparsifier(Loop):
             raise
         finally:
             if engine is not None:
-                self._refuse_training()
+                _refuse_training_of(self._model)
             self._leave(has_failed)
-
-    def _refuse_training(self) -> None:
-        """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.register_forward_pre_hook(partial(refuse_training, CLOSED))
-        else:
-            module = self._model.module
-            hook = Watch(module, torch.compiler.disable(partial(_refuse_alone, module)))
-            _REFUSALS[module] = module.register_forward_pre_hook(hook)
 
 
 def _listen(source: Exchange, inputs: Any, output: Any) -> None:
@@ -476,6 +457,15 @@ _ATTENDED: WeakSet[Module] = WeakSet()  # parts of models whose gradients are ex
 _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
 
 
+def _refuse_training_of(model: Wrapper) -> None:
+    """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
+    if isinstance(model, DistributedDataParallel):
+        model.register_forward_pre_hook(partial(refuse_training, CLOSED))
+    else:
+        hook = Watch(model.module, torch.compiler.disable(partial(_refuse_alone, model.module)))
+        _REFUSALS[model.module] = model.module.register_forward_pre_hook(hook)
+
+
 def _refuse_alone(module: Module, inputs: Any) -> None:
     if DistributedDataParallel._get_active_ddp_module() is None:
         refuse_training(CLOSED, module, None)
@@ -484,16 +474,6 @@ def _refuse_alone(module: Module, inputs: Any) -> None:
 def _trained_parts(module: Module) -> set[Module]:
     """Return the modules that hold what is trained."""
     return {each for each in module.modules() if any(one.requires_grad for one in each.parameters(recurse=False))}
-
-
-# What a state has to have in common with where it is loaded.
-_ALIKE = {
-    "version": "go on with the release of lightning-sparse that saved it, on as many processes, or leave it out to"
-    " start with nothing kept",
-    "topology": "start as many processes as had saved it, or leave it out to start with nothing kept",
-    "number": "each rank saves a state of its own, and is given that one again",
-    "compressor": "choose that compressor, or leave the state out to start with nothing kept",
-}
 
 
 def _check_unattended(model: Any) -> None:

@@ -259,11 +259,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
 
     @override
     def load_checkpoint(
-        self,
-        path: PathLike,
-        state: Optional[Any] = None,
-        strict: bool = True,
-        weights_only: Optional[bool] = None,
+        self, path: PathLike, state: Optional[Any] = None, strict: bool = True, weights_only: Optional[bool] = None
     ) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, strict, weights_only)
         handles = self._trained_in(state) if isinstance(state, dict) else {}

@@ -41,12 +41,7 @@ from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import (
-    AtomicCheckpointIO,
-    Checkpointer,
-    CheckpointError,
-    PathLike,
-)
+from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.uneven import (
