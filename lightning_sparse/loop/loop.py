@@ -174,6 +174,7 @@ class Loop:
         self.training, self.optimizers = None, training.optimizers
         if is_whole and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
             self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), training.state())
+        vars(training).clear()  # its engine calls it: what is as large as the model would wait for Python's collection
 
 
 class Training:
