@@ -2,19 +2,28 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from numbers import Integral
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
+from lightning_sparse.engine.step.exchange import SilentReducer
 from lightning_sparse.engine.step.shards import cut_modules
 from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.loop.optimizers import listed
+from lightning_sparse.loop.optimizers import chain_of, handled, listed
+from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 _ON_NCCL = "and NCCL may wait for ever where ranks launch on two communicators in different orders"
@@ -134,4 +143,136 @@ def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[
         yield (
             "a rank holds no element of any parameter, as no dimension 0 is as long as there are shards: take a smaller"
             " data_parallel_size"
+        )
+
+
+_WRAPPERS = frozenset(  # to ask for all classes would import FSDP, and DeepSpeed
+    {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"}
+)
+
+
+def check_bare(model: Module) -> None:
+    """Refuse a model that does not lie whole on one device, or has nothing to train."""
+    check_parameters(model)
+    named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
+    bases = {name or "itself": {base.__name__ for base in type(each).__mro__} for name, each in model.named_modules()}
+    if wrappers := [name for name, each in bases.items() if not _WRAPPERS.isdisjoint(each)]:
+        raise ValueError(
+            f"{given} holds wrappers that exchange gradients themselves, {listed(wrappers)}: give a model without any,"
+            " or each DistributedDataParallel by itself; for shards call fully_shard"
+        )
+    if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
+        raise ValueError(
+            f"{given} holds parts of {listed(cut)}, cut by something else than fully_shard, such as tensor parallelism:"
+            " each rank has to hold all of every parameter, or call fully_shard"
+        )
+    if any(map(is_lazy, named.values())):
+        raise ValueError(f"{given} has lazy parameters, whose shapes are not known yet: call it with a batch before")
+    if len({each.device for each in named.values()}) > 1:
+        raise ValueError(f"{given} has parameters on several devices: give each process a model on one device")
+    if not any(each.requires_grad for each in named.values()):
+        raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
+
+
+def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
+    """Refuse a model that others have a hook in, or that is wrapped for a part of all ranks."""
+    check_parameters(ddp.module)
+    check_reducer(ddp)
+    if ddp._comm_hooks or isinstance(ddp.reducer, SilentReducer):
+        raise RuntimeError(
+            "model has a communication hook, or sparsify has exchanged its gradients before: wrap the module inside in"
+            " a new DistributedDataParallel, without a hook, or give that module as it is"
+        )
+    if ddp.is_multi_device_module:
+        raise ValueError("model has parameters on several devices: give each process a model on one device")
+    if (ranks := ddp.process_group.size()) != world:
+        raise ValueError(
+            f"model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
+            " leave process_group out"
+        )
+
+
+def check_shards(
+    module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any, rank: int, world: int
+) -> int:
+    """Check a sharded model on all ranks alike; return how many hold a replica."""
+    check_parameters(module)
+    meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
+    count = next((mesh.size() for mesh in meshes), 1)
+    first = rank // count * count
+
+    def reasons() -> Iterator[str]:
+        yield from of_the_settings(settings)
+        yield from of_the_model(module, list(range(first, first + count)), next(module.parameters()).device)
+        if world % count or count == world > 1:
+            yield (
+                f"model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal size,"
+                " two or more, exchange: call fully_shard with the mesh of one replica"
+            )
+        if isinstance(settings.schedule, Auto):
+            yield "schedule='auto' compares with DDP, which does not train shards: leave schedule out"
+        if scaler is not None:
+            yield (
+                "scaler=... looks for overflow before shards are exchanged, on the ranks of a replica alone: train in"
+                " bfloat16, or with SparseModelParallelStrategy"
+            )
+        if len(optimizers) > 1 and settings.local_steps is None:
+            yield (
+                f"optimizer=[...] are {len(optimizers)}, and shards are exchanged once, before a step: give one, or"
+                " local_steps of 2 or more"
+            )
+
+    refuse_together(reasons())
+    return count
+
+
+def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
+    """Refuse what does not train a model, or calls no hooks where steps are counted."""
+    trained = set(module.parameters())
+    counts_steps = settings.local_steps is not None or isinstance(settings.schedule, Auto)
+    if not optimizers:
+        raise ValueError("optimizer=[] names none: give the optimizer that trains the model, or all of them")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or several of them in a list")
+        given = f"optimizer={type(optimizer).__name__}"
+        if trained.isdisjoint(handled(optimizer)):
+            raise ValueError(f"{given} trains no parameter of model: build it from model.parameters()")
+        check_optimizers(settings, [optimizer])
+        if counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise ValueError(
+                f"{given} calls no hooks, by which steps are counted for local_steps and schedule='auto': call"
+                " super().__init__() of torch.optim.Optimizer in its own"
+            )
+
+
+def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that send in their step, where each rank makes steps of its own."""
+    if settings.replicas_diverge:
+        refuse(chain.from_iterable(map(_of_communication, optimizers)))
+
+
+def _of_communication(optimizer: Optimizer) -> Iterator[str]:
+    for each in chain_of(optimizer):
+        if any(map(_sends, vars(each).values())):
+            yield (
+                f"{type(each).__name__} holds a process group, to send in its own step, and with local steps or A2SGD"
+                " each rank steps by itself: what ranks have learned would be overwritten. Give the optimizer that is"
+                " inside, such as torch.optim.AdamW, or exchange in every step, with local_steps=1"
+            )
+
+
+def _sends(held: Any) -> bool:
+    """Tell whether what an optimizer holds is a process group, or an averager that has one."""
+    within = getattr(held, "__dict__", {}) if isinstance(held, ModelAverager) else {}
+    return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
+
+
+def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
+    """Check what a loop of one's own tells of itself."""
+    if not isinstance(scaler, (GradScaler, type(None))):
+        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
+    if not (total_steps is None or (isinstance(total_steps, Integral) and int(total_steps) >= 1)):
+        raise ValueError(
+            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
         )

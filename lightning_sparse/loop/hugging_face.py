@@ -90,8 +90,8 @@ class SparsifyCallback(TrainerCallback):
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Show the shared model, which is what will be evaluated or saved; an evaluation ends a round."""
-        if self._handle is not None and control.should_evaluate:
-            self._handle.end_round()
+        if self._handle is not None and self._handle.training is not None and control.should_evaluate:
+            self._handle.training.end_round()
         if self._handle is not None and (control.should_evaluate or control.should_save):
             self._shown.enter_context(self._handle.shared_model())
 

@@ -20,6 +20,14 @@ from lightning_sparse.functional.elements import as_dtensor, laid_flat, local_te
 
 VERSION = 6  # of this form, and of checkpoints
 SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
+# What a state has to have in common with where it is loaded.
+_ALIKE = {
+    "version": "go on with the release of lightning-sparse that saved it, on as many processes, or leave it out to"
+    " start with nothing kept",
+    "topology": "start as many processes as had saved it, or leave it out to start with nothing kept",
+    "number": "each rank saves a state of its own, and is given that one again",
+    "compressor": "choose that compressor, or leave the state out to start with nothing kept",
+}
 
 
 def kept_by(engine: Engine, together: bool = False) -> dict[str, Any]:
@@ -43,6 +51,19 @@ def kept_by(engine: Engine, together: bool = False) -> dict[str, Any]:
 def origin_of(engine: Engine) -> dict[str, Any]:
     """Return whose it is, as plain values."""
     return {"version": VERSION, "compressor": type(engine.compressor).__name__, "topology": list(engine.topology)}
+
+
+def check_alike(state: Mapping[str, Any], engine: Engine, number: int) -> None:
+    """Refuse a plain loop's state of a rank that is not that of this ``number`` here, or with what is of no use."""
+    present = {**origin_of(engine), "number": number}
+    for kind, cure in _ALIKE.items():
+        if (before := state.get(kind)) != (now := present.get(kind)):
+            raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
+    if unused := fitted(state, engine)[1]:
+        raise ValueError(
+            f"this state holds what is of no use here, {'; '.join(unused)}: build the same model and optimizers,"
+            " with the same arguments, or leave the state out to start with nothing kept"
+        )
 
 
 def fitted(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[str]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -10,6 +10,7 @@ from operator import gt
 from typing import Any, Optional
 
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
@@ -159,14 +160,14 @@ class CountedSteps:
         self._warn = warn
         self._stepping: Any = None  # who has begun a step: an optimizer, or this
         self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
-        self._unknown: list[Optimizer] = []  # of which it is not known whether they are adaptive
-        self._handles: list[Any] = []
+        self._optimizers = optimizers
+        self.handles: list[Any] = []  # that are removed at the end
         for optimizer in optimizers:
             for each in chain_of(optimizer):
                 # Torch's all have hooks; wrappers of other packages may not.
                 if hasattr(each, "_optimizer_step_post_hooks"):
-                    self._handles.append(each.register_step_pre_hook(self._before))
-                    self._handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
+                    self.handles.append(each.register_step_pre_hook(self._before))
+                    self.handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
 
     @contextmanager
     def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:
@@ -193,21 +194,18 @@ class CountedSteps:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self._uncounted = 0
-        if any(each is optimizer for each in self._unknown) and (keeps := keeps_second_moment(optimizer)) is not None:
-            self._unknown = [each for each in self._unknown if each is not optimizer]
-            if keeps:
-                self._warn(warning_for(optimizer))
         self._end(optimizer)
 
-    def warn_of_adaptive(self, settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-        """Warn of those that learn from sparse gradients; of some only what they keep after a step will tell."""
-        for optimizer in optimizers if settings.is_sparse else ():
-            if settings.adam is not None and is_correctable(optimizer):
-                continue
-            if is_adaptive(optimizer):
-                self._warn(warning_for(optimizer))
-            else:
-                self._unknown.append(optimizer)
+    def count_skipped(self, scaler: GradScaler) -> None:
+        """Count also steps that a scaler leaves out, on one rank maybe: rounds begin and end on all ranks."""
+        step = scaler.step
+
+        def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            inside = unwrapped(optimizer)
+            with self.step_of(inside) if any(each is inside for each in self._optimizers) else nullcontext():
+                return step(optimizer, *args, **kwargs)
+
+        scaler.step = counted  # type: ignore[method-assign]
 
     def see_weights(self, module: Module) -> None:
         """Warn where batch after batch changes the weights, and no step that is counted has."""
@@ -219,7 +217,8 @@ class CountedSteps:
 
     def close(self) -> None:
         """Hear no more."""
-        for handle in self._handles:
+        self._optimizers = ()
+        for handle in self.handles:
             handle.remove()
 
 
@@ -246,9 +245,9 @@ class UnfinishedStep:
         self._waiting = [each for each in self._waiting if each is not optimizer]
         self._restored = {}
 
-    def state(self, engine: Optional[Engine]) -> dict[str, Any]:
+    def state(self, engine: Engine) -> dict[str, Any]:
         """Return what a checkpoint has to hold; empty between two steps."""
-        if not self._waiting or engine is None:
+        if not self._waiting:
             return {}
         names: dict[Tensor, str] = {each: name for name, each in engine.wrapper.module.named_parameters()}
         return {
@@ -388,6 +387,32 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
 
 
+def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> list[Any]:
+    """Warn of those that learn from sparse gradients; return hooks on those of which only what they keep will tell."""
+    hooks = []
+    for optimizer in optimizers if settings.is_sparse else ():
+        if settings.adam is not None and is_correctable(optimizer):
+            continue
+        if is_adaptive(optimizer):
+            warn(warning_for(optimizer))
+        elif hasattr(inside := chain_of(optimizer)[-1], "_optimizer_step_post_hooks"):
+            hooks.append(_warn_after_step(optimizer, inside, warn))
+    return hooks
+
+
+def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[str], None]) -> Any:
+    """Warn of an optimizer once the one inside of it keeps something, if that is a second moment."""
+
+    def look(*step: Any) -> None:
+        if (keeps := keeps_second_moment(inside)) is not None:
+            handle.remove()
+            if keeps:
+                warn(warning_for(optimizer))
+
+    handle = inside.register_step_post_hook(look)
+    return handle
+
+
 def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:
     """Return whether an optimizer keeps an average of squares; ``None`` before it keeps anything."""
     kept = {key for state in chain_of(optimizer)[-1].state.values() if isinstance(state, dict) for key in state}
@@ -401,6 +426,13 @@ def chain_of(optimizer: Any) -> list[Any]:
         chain.append(optimizer)
         optimizer = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
     return chain
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that makes the steps, whose hooks are called."""
+    while isinstance(optimizer, Optimizer) and isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inside
+    return optimizer
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:

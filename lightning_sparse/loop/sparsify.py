@@ -2,24 +2,23 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from numbers import Integral
 from types import TracebackType
 from typing import Any, Optional, Union
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from typing_extensions import Self, Unpack, override
+from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
@@ -27,24 +26,24 @@ from lightning_sparse.engine.adam.steps import after_closure
 from lightning_sparse.engine.collectives import SharedOnCopy, align, copy_from_first
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
-from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, is_in_backward
+from lightning_sparse.engine.step.exchange import Exchange, Wrapper, is_in_backward
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import spelt_out, taken_settings
 from lightning_sparse.loop.checks import (
-    check_parameters,
-    check_reducer,
+    check_bare,
+    check_facts,
     check_rounds,
-    of_the_model,
-    of_the_settings,
-    refuse_together,
+    check_shards,
+    check_trainers,
+    check_wrapped,
     refuse_training,
 )
-from lightning_sparse.loop.kept import fitted, origin_of
-from lightning_sparse.loop.loop import CLOSED, Loop, of_communication
-from lightning_sparse.loop.optimizers import before_step_of_training, handled, listed
-from lightning_sparse.schedule import Auto, FixedSize
+from lightning_sparse.loop.kept import check_alike
+from lightning_sparse.loop.loop import CLOSED, Given, Loop, Training
+from lightning_sparse.loop.optimizers import before_step_of_training, handled, unwrapped
+from lightning_sparse.schedule import FixedSize
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -90,18 +89,11 @@ def sparsify(
             An argument that nobody knows is one, too.
         RuntimeError: if the model has a communication hook, or the gradients of a part of it are exchanged already.
     """
-    optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+    optimizers = [unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = taken_settings(sparsify, compressor, density, given)
     refuse(lacking("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
-    return Sparsifier(model, optimizers, settings, scaler, total_steps, timeout, _log)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that makes the steps, whose hooks are called."""
-    while isinstance(optimizer, Optimizer) and isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inside
-    return optimizer
+    return Sparsifier(model, optimizers, settings, Given(timeout, scaler), total_steps, _log)
 
 
 def _log(line: str) -> None:
@@ -124,28 +116,27 @@ class Sparsifier(Loop):
         model: Module,
         optimizers: Sequence[Optimizer],
         settings: Settings,
-        scaler: Optional[GradScaler],
+        given: Given,
         total_steps: Optional[int],
-        timeout: Optional[timedelta],
         log: Callable[[str], None],
     ) -> None:
         super().__init__(settings, log)
         self._model: Wrapper
         _check_unattended(model)
-        replica_ranks = 1
         if isinstance(model, DistributedDataParallel):
-            _check_wrapped(model)
+            check_wrapped(model, dist.get_world_size())
             model.join_hook = _refuse_join  # type: ignore[method-assign]
             self._model = model
         elif any(cut_modules(model)):
             self._model = ShardedModel(model)
-            replica_ranks = _check_shards(model, optimizers, settings, scaler)
+            ranks = dist.get_rank(), dist.get_world_size()
+            given = given._replace(node_ranks=check_shards(model, optimizers, settings, given.scaler, *ranks))
             self.settings = settings = replace(settings, schedule=FixedSize())
         else:
-            _check_bare(model)
+            check_bare(model)
             self._model = BareModel(model)
         module = self._model.module
-        _check_optimizers(module, optimizers, settings)
+        check_trainers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
         self._is_closed = False
         self._is_shared = True  # the model is that of all ranks, as far as this rank knows
@@ -158,26 +149,42 @@ class Sparsifier(Loop):
         if type(self._model) is BareModel:
             align(module)
         try:
-            self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
-            self._attend(model, total_steps)
+            self.start(self._model, optimizers, given)
+            self._attend(model, given.scaler, total_steps)
         except BaseException:  # such as a warning that is an error
             self._leave(has_failed=True)
             raise
 
-    def _attend(self, model: Module, total_steps: Optional[int]) -> None:
-        """Take what is trained for this one's, from the first forward on."""
+    def _attend(self, model: Module, scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
+        """Take what is trained for this one's; follow it where nobody tells of batches, evaluations and saves."""
         _ATTENDED.update(self._parts)
         for each in self._model.module.modules():
             if (refusal := _REFUSALS.pop(each, None)) is not None:
                 refusal.remove()
-        if self.engine is not None and isinstance(self._model, ShardedModel):
-            module, group = self._model.module, self.engine.levels.same_shard.collectives.group
+        if (training := self.training) is None:
+            return
+        if isinstance(self._model, ShardedModel):
+            module, group = self._model.module, training.engine.levels.same_shard.collectives.group
             assert group is not None
             copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], group)
-        self.expect_steps(total_steps)
-        self.tell_of_rounds(total_steps)
-        if self.engine is not None:
-            self._watch(model)
+        training.expect_steps(total_steps)
+        training.tell_of_rounds(total_steps)
+        rounds = training.engine.rounds
+        called = model if rounds is None else self._model.module
+        forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
+        # FSDP's own puts whole parameters there.
+        self._handles.append(called.register_forward_pre_hook(forward, prepend=True))
+        if rounds is None:
+            listen = Watch(model, torch.compiler.disable(partial(_listen, training.engine.source)))
+            self._handles.append(model.register_forward_hook(listen))
+            return
+        begin = before_step_of_training(self._begin_rounds)
+        self._handles += [each.register_step_pre_hook(begin) for each in self.optimizers]
+        self._handles.append(called.register_state_dict_pre_hook(Watch(called, self._check_shared)))
+        training.after_step = partial(self._end_step, training)
+        if scaler is not None:
+            training.steps.count_skipped(scaler)
+        training.turn()
 
     def _leave(self, has_failed: bool) -> None:
         """Leave model and optimizers to others."""
@@ -185,13 +192,6 @@ class Sparsifier(Loop):
         for handle in self._handles:
             handle.remove()
         self.end(has_failed)
-
-    def _listen(self, inputs: Any, output: Any) -> None:
-        """Hear of a backward when it comes to the model, before it adds to gradients."""
-        assert self.engine is not None
-        for each in tree_leaves(output):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(self.engine.source.hear)
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +214,8 @@ class Sparsifier(Loop):
         """
         if epoch < 0:
             raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
-        self.epoch = epoch
+        if self.training is not None:
+            self.training.epoch = epoch
 
     def clip(
         self, norm: Optional[float] = None, value: Optional[float] = None, optimizer: Optional[Optimizer] = None
@@ -230,7 +231,6 @@ class Sparsifier(Loop):
             value: largest magnitude of an element; ``None`` for no limit.
             optimizer: whose gradients are clipped, together; ``None`` for all of the model together.
         """
-        self.exchange_shards()
         parameters = [*self._model.module.parameters()] if optimizer is None else handled(optimizer)
         with self.clipped_before(Clipping(norm=norm, value=value), parameters):
             trained = [each for each in parameters if each.grad is not None]
@@ -240,27 +240,33 @@ class Sparsifier(Loop):
                 torch.nn.utils.clip_grad_norm_(trained, norm)
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Have gradients exchanged that are clipped inside, and those clipped that the next updates are made of."""
+        self.exchange_shards()
+        with nullcontext() if self.training is None else self.training.clipped_before(clipping, parameters):
+            yield
+
+    def accumulating(self) -> AbstractContextManager[None]:
         """Have gradients stay this rank's own inside: put it around all batches of a step but the last.
 
         The next backward outside exchanges the sum. Forward and backward both belong inside. It is DDP's ``no_sync()``,
         and for a sharded model FSDP's ``set_requires_gradient_sync(False)``.
         """
-        with self._model.no_sync():
-            yield
+        no_sync: AbstractContextManager[None] = self._model.no_sync()
+        return no_sync
 
     def exchange_shards(self, *stepping: Optimizer) -> None:
         """Replace the shards of gradients by their means over replicas, once after backward, which ends it."""
-        is_ours = isinstance(self._model, ShardedModel) and self.settings.local_steps is None
-        if self.engine is None or not is_ours:
+        training = self.training if isinstance(self._model, ShardedModel) else None
+        if training is None or self.settings.local_steps is not None:
             return
         # A step that was left out, after a clip, ends nothing.
-        if self.unfinished.is_begun and not self.engine.source.used:
+        if training.unfinished.is_begun and not training.engine.source.used:
             return
-        self.check_epoch()
-        self._turn()
-        self.begin()
-        self.end_backward()
+        training.check_epoch()
+        training.turn()
+        training.begin()
+        training.end_backward()
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -271,8 +277,9 @@ class Sparsifier(Loop):
         """
         self._take_up()
         before = self._is_shared, self._is_shown
-        if not self._is_shown:
-            self.pause()
+        totals = None if self.engine is None or self._is_shown else self.engine.recorder.totals
+        if totals is not None:
+            totals.pause()
         with self.replicas.shared_model():
             self._is_shared = self._is_shown = True
             try:
@@ -280,8 +287,8 @@ class Sparsifier(Loop):
             finally:
                 self._is_shared, self._is_shown = before
                 reshard(self._model.module)
-                if not self._is_shown:
-                    self.resume()
+                if totals is not None:
+                    totals.resume()
 
     def synchronize(self) -> None:
         """End the round of local steps early, and go on from the shared model; all ranks must call."""
@@ -321,32 +328,23 @@ class Sparsifier(Loop):
         """
         if self._is_closed:
             raise RuntimeError(CLOSED)
-        if self.engine is None:
+        if (training := self.training) is None:
             if state:
                 ranks = state.get("topology", ["several"])[0]
                 raise ValueError(
                     f"this state is of {ranks} processes, and one keeps nothing: start as many, or leave it out"
                 )
             return
-        present = {**origin_of(self.engine), "number": dist.get_rank()}
-        for kind, cure in _ALIKE.items():
-            if (before := state.get(kind)) != (now := present.get(kind)):
-                raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
-        _, unused = fitted(state, self.engine)
-        if unused:
-            raise ValueError(
-                f"this state holds what is of no use here, {'; '.join(unused)}: build the same model and optimizers,"
-                " with the same arguments, or leave the state out to start with nothing kept"
-            )
-        self.epoch = state["epoch"]
+        check_alike(state, training.engine, dist.get_rank())
+        training.epoch = state["epoch"]
         self._waiting = dict(state)
-        if self.engine.rounds is None:
+        if training.engine.rounds is None:
             self._take_up()
 
     def _take_up(self) -> None:
         """Go on from the state that was loaded, if one was; with local steps from the model that there is now."""
         state, self._waiting = self._waiting, None
-        if state is None or self.engine is None:
+        if state is None or self.training is None:
             return
         if state.get("shared model") != self._print_of_shared():
             raise ValueError(
@@ -355,12 +353,14 @@ class Sparsifier(Loop):
             )
         self.load(state)
 
-    @override
     def load(self, kept: Mapping[str, Any]) -> list[str]:
-        unused = super().load(kept)
-        self._is_shared = self.settings.local_steps is None
-        if self.engine is not None and self.engine.rounds is not None:
-            self.leave_to_ddp(self.engine.rounds.is_synchronous)
+        """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
+        assert self.training is not None
+        unused, engine = self.training.load(kept), self.training.engine
+        self._is_shared = engine.rounds is None
+        if engine.rounds is not None:
+            self.training.is_dense = engine.rounds.is_synchronous
+            engine.leave_to_ddp(self.training.is_dense)
         return unused
 
     def _print_of_shared(self) -> Optional[list[int]]:
@@ -371,48 +371,16 @@ class Sparsifier(Loop):
             held = map(local_tensor, self._model.module.parameters())
             return [int(fingerprint(each)) for each in held if each.numel()]
 
-    def _watch(self, model: Module) -> None:
-        """Follow backwards, and rounds of local steps, where nobody tells of batches, evaluations and saves."""
-        assert self.engine is not None
-        called = model if self.engine.rounds is None else self._model.module
-        forward = Watch(called, torch.compiler.disable(self._before_forward))
-        # FSDP's own puts whole parameters there.
-        self._handles.append(called.register_forward_pre_hook(forward, prepend=True))
-        if self.engine.rounds is None:
-            listen = Watch(model, torch.compiler.disable(self._listen))
-            self._handles.append(model.register_forward_hook(listen))
-            return
-        self._handles += [
-            called.register_state_dict_pre_hook(Watch(called, self._check_shared)),
-            *(each.register_step_pre_hook(before_step_of_training(self._begin_rounds)) for each in self.optimizers),
-        ]
-        if self._scaler is not None:
-            self._count_skipped(self._scaler)
-        self._turn()
-
-    def _count_skipped(self, scaler: GradScaler) -> None:
-        """Count also steps that a scaler leaves out, on one rank maybe: rounds begin and end on all ranks."""
-        step = scaler.step
-
-        def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            inside = _unwrapped(optimizer)
-            if self.engine is None or not any(each is inside for each in self.optimizers):
-                return step(optimizer, *args, **kwargs)
-            with self.steps.step_of(inside):
-                return step(optimizer, *args, **kwargs)
-
-        scaler.step = counted  # type: ignore[method-assign]
-
-    def _before_forward(self, inputs: Any) -> None:
+    def _before_forward(self, training: Training, inputs: Any) -> None:
         """Begin a batch; none of the gradients of a new layer would tell of it."""
         is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
         if has_grad and (is_training or self._waiting is not None) and not is_in_backward():  # by a checkpoint
-            if self.settings.local_steps is None:
-                self._track_model(between=True)
+            if training.engine.rounds is None:
+                training.track_model(between=True)
             else:
                 self._begin_rounds()
-                self.check_epoch()
-                self.begin_batch()
+                training.check_epoch()
+                training.begin_batch()
             if is_training and type(self._model) is BareModel:
                 self._model.begin_forward()
         elif not (has_grad or is_training):  # any rank may evaluate alone
@@ -433,13 +401,10 @@ class Sparsifier(Loop):
                 " before, on all ranks"
             )
 
-    @override
-    def _end_step(self, optimizer: Optimizer) -> None:
-        super()._end_step(optimizer)
-        if self.engine is None or self.engine.rounds is None:
-            return
-        self._is_shared = self.is_dense
-        self._turn()
+    def _end_step(self, training: Training) -> None:
+        """Know, in rounds of local steps, whose model there is after a step, and how the next is made."""
+        self._is_shared = training.is_dense
+        training.turn()
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.
@@ -457,17 +422,15 @@ class Sparsifier(Loop):
             raise
         finally:
             if engine is not None:
-                self._refuse_training()
+                _refuse_training_of(self._model)
             self._leave(has_failed)
 
-    def _refuse_training(self) -> None:
-        """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.register_forward_pre_hook(partial(refuse_training, CLOSED))
-        else:
-            module = self._model.module
-            hook = Watch(module, torch.compiler.disable(partial(_refuse_alone, module)))
-            _REFUSALS[module] = module.register_forward_pre_hook(hook)
+
+def _listen(source: Exchange, inputs: Any, output: Any) -> None:
+    """Hear of a backward when it comes to the model, before it adds to gradients."""
+    for each in tree_leaves(output):
+        if isinstance(each, torch.Tensor) and each.requires_grad:
+            each.register_hook(source.hear)
 
 
 class Watch(SharedOnCopy):
@@ -495,10 +458,16 @@ def _refuse_join(**settings: Any) -> Any:
 
 
 _ATTENDED: WeakSet[Module] = WeakSet()  # parts of models whose gradients are exchanged
-_WRAPPERS = frozenset(  # to ask for all classes would import FSDP, and DeepSpeed
-    {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"}
-)
 _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
+
+
+def _refuse_training_of(model: Wrapper) -> None:
+    """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
+    if isinstance(model, DistributedDataParallel):
+        model.register_forward_pre_hook(partial(refuse_training, CLOSED))
+    else:
+        hook = Watch(model.module, torch.compiler.disable(partial(_refuse_alone, model.module)))
+        _REFUSALS[model.module] = model.module.register_forward_pre_hook(hook)
 
 
 def _refuse_alone(module: Module, inputs: Any) -> None:
@@ -509,16 +478,6 @@ def _refuse_alone(module: Module, inputs: Any) -> None:
 def _trained_parts(module: Module) -> set[Module]:
     """Return the modules that hold what is trained."""
     return {each for each in module.modules() if any(one.requires_grad for one in each.parameters(recurse=False))}
-
-
-# What a state has to have in common with where it is loaded.
-_ALIKE = {
-    "version": "go on with the release of lightning-sparse that saved it, on as many processes, or leave it out to"
-    " start with nothing kept",
-    "topology": "start as many processes as had saved it, or leave it out to start with nothing kept",
-    "number": "each rank saves a state of its own, and is given that one again",
-    "compressor": "choose that compressor, or leave the state out to start with nothing kept",
-}
 
 
 def _check_unattended(model: Any) -> None:
@@ -532,106 +491,4 @@ def _check_unattended(model: Any) -> None:
             f"model={type(model).__name__} holds parameters whose gradients are already exchanged: give all optimizers"
             " of a model in one call of sparsify; to begin anew, call close() of what sparsify had returned before, or"
             " of fabric.strategy"
-        )
-
-
-def _check_bare(model: Module) -> None:
-    check_parameters(model)
-    named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
-    bases = {name or "itself": {base.__name__ for base in type(each).__mro__} for name, each in model.named_modules()}
-    if wrappers := [name for name, each in bases.items() if not _WRAPPERS.isdisjoint(each)]:
-        raise ValueError(
-            f"{given} holds wrappers that exchange gradients themselves, {listed(wrappers)}: give a model without any,"
-            " or each DistributedDataParallel by itself; for shards call fully_shard"
-        )
-    if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
-        raise ValueError(
-            f"{given} holds parts of {listed(cut)}, cut by something else than fully_shard, such as tensor parallelism:"
-            " each rank has to hold all of every parameter, or call fully_shard"
-        )
-    if any(map(is_lazy, named.values())):
-        raise ValueError(f"{given} has lazy parameters, whose shapes are not known yet: call it with a batch before")
-    if len({each.device for each in named.values()}) > 1:
-        raise ValueError(f"{given} has parameters on several devices: give each process a model on one device")
-    if not any(each.requires_grad for each in named.values()):
-        raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
-
-
-def _check_wrapped(ddp: DistributedDataParallel) -> None:
-    check_parameters(ddp.module)
-    check_reducer(ddp)
-    if ddp._comm_hooks or isinstance(ddp.reducer, SilentReducer):
-        raise RuntimeError(
-            "model has a communication hook, or sparsify has exchanged its gradients before: wrap the module inside in"
-            " a new DistributedDataParallel, without a hook, or give that module as it is"
-        )
-    if ddp.is_multi_device_module:
-        raise ValueError("model has parameters on several devices: give each process a model on one device")
-    ranks, world = dist.get_world_size(ddp.process_group), dist.get_world_size()
-    if ranks != world:
-        raise ValueError(
-            f"model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
-            " leave process_group out"
-        )
-
-
-def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any) -> int:
-    """Check a sharded model on all ranks alike; return how many hold a replica."""
-    check_parameters(module)
-    meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
-    world, count = dist.get_world_size(), next((mesh.size() for mesh in meshes), 1)
-    first = dist.get_rank() // count * count
-
-    def reasons() -> Iterator[str]:
-        yield from of_the_settings(settings)
-        yield from of_the_model(module, list(range(first, first + count)), next(module.parameters()).device)
-        if world % count or count == world > 1:
-            yield (
-                f"model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal size,"
-                " two or more, exchange: call fully_shard with the mesh of one replica"
-            )
-        if isinstance(settings.schedule, Auto):
-            yield "schedule='auto' compares with DDP, which does not train shards: leave schedule out"
-        if scaler is not None:
-            yield (
-                "scaler=... looks for overflow before shards are exchanged, on the ranks of a replica alone: train in"
-                " bfloat16, or with SparseModelParallelStrategy"
-            )
-        if len(optimizers) > 1 and settings.local_steps is None:
-            yield (
-                f"optimizer=[...] are {len(optimizers)}, and shards are exchanged once, before a step: give one, or"
-                " local_steps of 2 or more"
-            )
-
-    refuse_together(reasons())
-    return count
-
-
-def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
-    trained, are_rounds = set(module.parameters()), settings.local_steps is not None
-    counts_steps = are_rounds or isinstance(settings.schedule, Auto)
-    if not optimizers:
-        raise ValueError("optimizer=[] names none: give the optimizer that trains the model, or all of them")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or several of them in a list")
-        given = f"optimizer={type(optimizer).__name__}"
-        if trained.isdisjoint(handled(optimizer)):
-            raise ValueError(f"{given} trains no parameter of model: build it from model.parameters()")
-        if are_rounds:
-            refuse(of_communication(optimizer))
-        if counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise ValueError(
-                f"{given} calls no hooks, by which steps are counted for local_steps and schedule='auto': call"
-                " super().__init__() of torch.optim.Optimizer in its own"
-            )
-
-
-def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
-    """Check what a loop of one's own tells of itself."""
-    if not isinstance(scaler, (GradScaler, type(None))):
-        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
-    if not (total_steps is None or (isinstance(total_steps, Integral) and int(total_steps) >= 1)):
-        raise ValueError(
-            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
         )

@@ -22,9 +22,10 @@ from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.jobs.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
-from lightning_sparse.loop.checks import check_rounds
+from lightning_sparse.loop.checks import check_facts, check_rounds
+from lightning_sparse.loop.loop import Given
 from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.loop.sparsify import Sparsifier, check_facts
+from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike
 from lightning_sparse.strategy.checkpoints.shards import KEY
@@ -158,8 +159,8 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         # Rounds count a step that a scaler leaves out, too.
         handles = self._handles.values() if self.settings.local_steps is not None else ()
-        own = next((handle for handle in handles if any(each is optimizer for each in handle.optimizers)), None)
-        with nullcontext() if own is None else own.steps.step_of(optimizer):
+        own = (handle.training for handle in handles if any(each is optimizer for each in handle.optimizers))
+        with nullcontext() if (training := next(own, None)) is None else training.steps.step_of(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
 
     @override
@@ -177,9 +178,8 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward;"
                 " or, where it is not trained, model.eval() or torch.no_grad()"
             )
-        scaler = getattr(self.precision, "scaler", None)
-        settings = copy.deepcopy(self.settings)
-        handle = Sparsifier(model, optimizers, settings, scaler, self._total_steps, self._timeout, self._log)
+        own = copy.deepcopy(self.settings), Given(self._timeout, getattr(self.precision, "scaler", None))
+        handle = Sparsifier(model, optimizers, *own, self._total_steps, self._log)
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
         self._waiting.pop(model).remove()
@@ -204,7 +204,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         handle = self._handles.get(module)
         if handle is not None:
             handle.exchange_shards()
-        if handle is None or handle.view.adam is None:
+        if handle is None or handle.training is None or handle.training.view.adam is None:
             return clip()
         if norm_type != 2:
             raise ValueError(
@@ -220,8 +220,6 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         handle = self._handles.get(module)
-        if handle is not None:
-            handle.exchange_shards()
         clipping, trained = Clipping(value=float(clip_val)), handled(optimizer)
         with nullcontext() if handle is None else handle.clipped_before(clipping, trained):
             if any(each.grad is not None for each in trained):  # torch clips no list without a member
@@ -261,11 +259,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
 
     @override
     def load_checkpoint(
-        self,
-        path: PathLike,
-        state: Optional[Any] = None,
-        strict: bool = True,
-        weights_only: Optional[bool] = None,
+        self, path: PathLike, state: Optional[Any] = None, strict: bool = True, weights_only: Optional[bool] = None
     ) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, strict, weights_only)
         handles = self._trained_in(state) if isinstance(state, dict) else {}

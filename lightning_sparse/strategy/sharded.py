@@ -1,7 +1,7 @@
 """The strategies of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
@@ -77,7 +77,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         refuse(_of_shards(settings, given, self._sizes))
         self._loop = Loop(replace(settings, schedule=FixedSize()), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._replaced = []
+        self._replaced = ExitStack()
         super().__init__(**given)  # type: ignore[misc]
 
     @override
@@ -91,13 +91,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    @property
     @override
-    def _wrapper(self) -> ShardedModel:
-        return self._sharded
-
-    @override
-    def _start(self, trainer: Trainer) -> None:
+    def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
         module = self._module
         check_parameters(module)
         check_rounds(self.settings.local_steps, module)
@@ -115,7 +110,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         if replicas == 1:
             self._log(_ONE_REPLICA)
         else:
-            super()._start(trainer)
+            super()._start(trainer, self._sharded)
 
     @override
     def on_train_start(self) -> None:

@@ -1,7 +1,7 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Optional, Union
@@ -19,7 +19,6 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together, post_status
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.shards import reshard
 from lightning_sparse.jobs import whereabouts
 from lightning_sparse.jobs.lightning import (
@@ -38,16 +37,11 @@ from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.kept import EVERYWHERE, RANK
-from lightning_sparse.loop.loop import Loop
+from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import (
-    AtomicCheckpointIO,
-    Checkpointer,
-    CheckpointError,
-    PathLike,
-)
+from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.uneven import (
@@ -104,8 +98,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _seen_batch = 0  # the number of the last one, since the start
     _validated_batch = 0  # the number of the one after which the last validation came, or was left out
     _termination: Optional[Termination] = None
-    _replaced: list[tuple[Any, str]]  # methods in whose place ours stand
-    _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
+    _replaced: ExitStack  # which gives back methods in whose place ours stand
 
     @property
     @override
@@ -153,48 +146,32 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.engine is None:  # else users have them set up anew, and the next batch follows them
-            self._let_go()
+            self._replaced.close()
             self._has_failed = False
             self._start(trainer)
 
-    @property
-    @abstractmethod
-    def _wrapper(self) -> Wrapper:
-        """The model whose gradients are exchanged."""
-
-    def _start(self, trainer: Trainer) -> None:
-        """Begin the exchange, unless there is nobody to exchange with."""
-        self._loop.start(
-            self._wrapper,
-            self.optimizers,
-            self._timeout,
-            getattr(self.precision_plugin, "scaler", None),
-            clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
-            self._checkpointer.node_ranks,
-            # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
-            goes_alone=self._checkpointer.has_loaded_save,
-        )
-        if self.engine is None:
+    def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
+        """Begin the exchange of the model, or of what stands for it, unless there is nobody to exchange with."""
+        clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        scaler, node_ranks = getattr(self.precision_plugin, "scaler", None), self._checkpointer.node_ranks
+        given = Given(self._timeout, scaler, clipping, node_ranks)
+        # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
+        model: Any = wrapper or self.model
+        self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
+        if (training := self._loop.training) is None:
             return
         if self.settings.replicas_diverge or self.holds_shards:
-            self._surround(trainer)
-        if self._loop.view.adam is not None:
-            self._clip_gradients = self.precision_plugin.clip_gradients
-            self._replace(self.precision_plugin, "clip_gradients", self._clip)
-
-    def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
-        """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
-        clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
-        with self._loop.clipped_before(clipping, handled(optimizer)):
-            if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
-                self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
+            self._surround(trainer, training)
+        if training.view.adam is not None:
+            clip = clip_before(training, self.precision_plugin.clip_gradients)
+            self._replace(self.precision_plugin, "clip_gradients", clip)
 
     @property
     def rounds(self) -> Optional[Rounds]:
         """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
         return None if self.engine is None else self.engine.rounds
 
-    def _surround(self, trainer: Trainer) -> None:
+    def _surround(self, trainer: Trainer, training: Training) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         validation = epoch.val_loop
@@ -223,7 +200,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
                 self._validated_batch = self._seen_batch
                 if not self._meet("a validation"):
                     return []
-                self._loop.end_round(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
+                training.end_round(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
             with self._loop.replicas.shared_model():
                 try:
                     return validate()
@@ -232,15 +209,15 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
         self._replace(fit_loop, "run", run_to_one)
         self._replace(fit_loop, "on_run_end", end_as_one)
-        self._replace(fit_loop, "on_advance_end", partial(self._end_epoch, trainer, fit_loop.on_advance_end))
+        self._replace(fit_loop, "on_advance_end", partial(self._end_epoch, training, fit_loop.on_advance_end))
         self._replace(validation, "run", validate_as_one)
 
-    def _end_epoch(self, trainer: Trainer, end: Callable[[], None]) -> None:
+    def _end_epoch(self, training: Training, end: Callable[[], None]) -> None:
         """End an epoch as Lightning does, on all ranks together, and training on all where one wants to stop."""
         self._meet("the end of an epoch")
         end()
         if self.rounds is not None:
-            trainer.should_stop = self._loop.is_any(trainer.should_stop)
+            self._trainer.should_stop = training.engine.mean_over_ranks(self._trainer.should_stop) > 0
 
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
@@ -256,15 +233,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         return have_met
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Have ours stand in a method's place until :meth:`_let_go`."""
+        """Have ours stand in a method's place until those replaced are given back."""
         setattr(owner, name, method)
-        self._replaced.append((owner, name))
-
-    def _let_go(self) -> None:
-        """Give Lightning's methods back."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-        self._replaced = []
+        self._replaced.callback(vars(owner).pop, name, None)
 
     def _begin_steps(self) -> None:
         """Tell the loop, and users, of the steps that begin now."""
@@ -272,17 +243,20 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination(trainer) if self.world_size > 1 else None
         self._seen_batch = self._validated_batch = 0
+        was_before, self._is_before_validation = self._is_before_validation, None
+        if (training := self._loop.training) is None:
+            return
+        training.unfinished.put_back(self.optimizers)
         if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
             sync_schedulers(trainer, self.optimizers, trainer.num_training_batches)
-        if self._loop.wants_length:
+        if training.view.adam is not None or self.settings.bounds_warm_up:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
-            self._loop.expect_steps(total_steps_of(trainer))
-        was_before, self._is_before_validation = self._is_before_validation, None
-        if self.rounds is not None and was_before is not None and self._loop.is_any(was_before):
+            training.expect_steps(total_steps_of(trainer))
+        if self.rounds is not None and was_before is not None and training.engine.mean_over_ranks(was_before) > 0:
             self.rounds.synchronize()  # Lightning may leave that validation out
-        self._loop.resume()
-        if self._loop.replicas.are_apart and trainer.lightning_module.automatic_optimization:
-            self._loop.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
+        training.engine.recorder.totals.resume()
+        if training.replicas.are_apart and trainer.lightning_module.automatic_optimization:
+            training.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
 
     @property
     def _has_one_pace(self) -> bool:
@@ -296,10 +270,11 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._loop.epoch = self._trainer.current_epoch
-        self._loop.track_optimizers(self.optimizers)
-        adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
-        self._loop.begin_batch(adopts, forgets=True)
+        if (training := self._loop.training) is not None:
+            training.epoch = self._trainer.current_epoch
+            training.track_optimizers(self.optimizers)
+            adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
+            training.begin_batch(adopts, forgets=True)
         batch = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if self.rounds is not None and batch != self._seen_batch:  # or a closure has asked once more
             self._seen_batch = batch
@@ -313,23 +288,27 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self._loop.begin(self._module.automatic_optimization)
-        if self.engine is not None and closure_loss.grad_fn is not None:
-            closure_loss.register_hook(self.engine.source.hear)  # a LightningModule's backward may have several
+        if (training := self._loop.training) is not None:
+            training.begin(self._module.automatic_optimization)
+            if closure_loss.grad_fn is not None:
+                closure_loss.register_hook(training.engine.source.hear)  # a LightningModule's backward may have several
         super().pre_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self._loop.end_backward()
-        if self.engine is not None and not self._module.automatic_optimization:
-            self.engine.source.hear()  # the next one may be torch's own, of which nobody tells
+        if (training := self._loop.training) is not None:
+            training.end_backward()
+            if not self._module.automatic_optimization:
+                training.engine.source.hear()  # the next one may be torch's own, of which nobody tells
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (training := self._loop.training) is None:
+            return super().optimizer_step(optimizer, *args, **kwargs)
         # Under automatic optimization training_step comes inside the step, too late for the hooks of another optimizer.
-        self._loop.track_optimizers(self.optimizers)
-        with self._loop.steps.step_of(optimizer, counts=not self._has_ended_steps):
+        training.track_optimizers(self.optimizers)
+        with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.rounds is not None:
             skip_steps(self._trainer, self.rounds.meeting.skipped())
@@ -338,12 +317,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._loop.pause()
+        if self.engine is not None:
+            self.engine.recorder.totals.pause()
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self._loop.resume()
+        if self.engine is not None:
+            self.engine.recorder.totals.resume()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -395,14 +376,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _restore(self) -> None:
         """Go on from the checkpoint that was read, if one was."""
-        if self.engine is not None:
-            self._checkpointer.restore_models(self._restore_models)
+        if (training := self._loop.training) is not None:
+            self._checkpointer.restore_models(partial(self._restore_models, training))
         self._checkpointer.loaded = None
 
-    def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
+    def _restore_models(self, training: Training, models: Mapping[str, dict[str, Any]]) -> list[str]:
         """Give the engine and the optimizers what this rank had kept; return what they cannot use."""
         self._is_before_validation = bool(models[_MODEL][EVERYWHERE].get("is_before_validation"))
-        return self._loop.load(models[_MODEL])
+        return training.load(models[_MODEL])
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -418,7 +399,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._answer_signals(has_ended=False)
-        self._let_go()
+        self._replaced.close()
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()
         self._checkpointer.close()
@@ -470,19 +451,13 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._loop = Loop(taken_settings(SparseDDPStrategy, compressor, density, given, *bases), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._reader: Optional[Reader] = None
-        self._replaced = []
+        self._replaced = ExitStack()
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
-
-    @property
-    @override
-    def _wrapper(self) -> Wrapper:
-        assert isinstance(self.model, DistributedDataParallel)
-        return self.model
 
     @property
     def is_dense(self) -> bool:
         """Whether the last step was left to plain DDP."""
-        return self._loop.is_dense
+        return self._loop.training is not None and self._loop.training.is_dense
 
     def told(self) -> dict[str, Any]:
         """Return what a forked or spawned process has to tell the one that launched it."""
@@ -559,7 +534,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().on_train_start()
         post_status("")  # a search for a learning rate has come to an end of its own
         self._reader = Reader.of(self._trainer)
-        self._loop.unfinished.put_back(self.optimizers)
         self._begin_steps()
 
     @override
@@ -589,11 +563,13 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if kept is None:
             return None
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        kept[RANK] |= {**self._loop.unfinished.state(self.engine), "batches": progress.state_dict()}
+        kept[RANK]["batches"] = progress.state_dict()
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
-        if self._loop.choice is not None and self._loop.choice.chosen is not None:
-            kept[EVERYWHERE]["is_dense"] = self._loop.choice.chosen
+        if (training := self._loop.training) is not None:
+            kept[RANK] |= training.unfinished.state(training.engine)
+            if training.choice is not None and training.choice.chosen is not None:
+                kept[EVERYWHERE]["is_dense"] = training.choice.chosen
         return kept
 
     def check_whole(self, checkpoint: Mapping[str, Any]) -> None:
@@ -621,11 +597,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._reader = None
 
     @override
-    def _restore_models(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
-        assert self.engine is not None
-        unused, unfinished = super()._restore_models(models), self._loop.unfinished
+    def _restore_models(self, training: Training, models: Mapping[str, dict[str, Any]]) -> list[str]:
+        unused, unfinished = super()._restore_models(training, models), training.unfinished
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
-        unfinished.restore(own, self.engine)
+        unfinished.restore(own, training.engine)
         self._has_own_position = ranks == self.world_size
         if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(
@@ -634,8 +609,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             )
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
-            if self._loop.choice is not None and "is_dense" in everywhere and not unfinished.is_begun:
-                self._loop.choice.restore_choice(bool(everywhere["is_dense"]))
+            if training.choice is not None and "is_dense" in everywhere and not unfinished.is_begun:
+                training.choice.restore_choice(bool(everywhere["is_dense"]))
         return unused
 
 
@@ -646,6 +621,18 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     except MisconfigurationException:  # batches are accumulated by a schedule
         return None
     return None if total == float("inf") or total < 0 else int(total)  # of batches without a number it is -1
+
+
+def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:
+    """Return what clips as Lightning does what is not corrected, and has the rest clipped before its compression."""
+
+    def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
+        clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
+        with training.clipped_before(clipping, handled(optimizer)):
+            if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
+                clip(optimizer, clip_val, *algorithm, **named_algorithm)
+
+    return clip_gradients
 
 
 def clipping_of(value: Any, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:

@@ -17,10 +17,10 @@ import lightning_sparse.loop.backend_choice as choice_module
 import lightning_sparse.schedule.plan as plan_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
+from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.step.exchange import Backward
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.loop.loop import Loop
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.resuming import Numbered, fit_numbered
@@ -53,7 +53,7 @@ POINTS = {
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
     "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then.
-    "changing to DDP": Point(Loop, "leave_to_ddp", 0, ("lags", "auto"), 12, _ANYWHERE),
+    "changing to DDP": Point(Engine, "leave_to_ddp", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
 }
 SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}

@@ -1,8 +1,10 @@
 """A model that nothing wraps trains as one in DDP does; gradients that accumulate stay on their rank in all forms."""
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -19,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, LocalSteps, sparsify
 from lightning_sparse.compressors import DGC
-from lightning_sparse.loop.sparsify import Sparsifier
+from lightning_sparse.loop.loop import Training
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
@@ -293,7 +295,7 @@ def begin_anew(rank):
     torch.manual_seed(0)
     model = Edges().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mock.patch.object(Sparsifier, "tell_of_rounds", side_effect=RuntimeError("few rounds")):
+    with mock.patch.object(Training, "tell_of_rounds", side_effect=RuntimeError("few rounds")):
         told = refuse(rank, lambda rank: sparsify(model, optimizer, **SPARSE))
     with sparsify(model, optimizer, **SPARSE) as handle:
         train(rank, model, optimizer, range(2), handle.accumulating)
@@ -304,6 +306,32 @@ def test_a_model_whose_start_has_failed_starts_again(pair):
     (told, ours), (_, others) = pair.run(begin_anew)
     assert told == "RuntimeError: few rounds"
     assert_same(ours, others)
+
+
+def close(rank, optimizer, settings):
+    """Return whether what a training has kept is gone as it is closed, without waiting for a collection."""
+    model = Edges().to(DEVICE)
+    optimizer = optimizer(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
+    handle = sparsify(model, optimizer, schedule="single", scaler=scaler, **SPARSE, **settings)
+    train(rank, model, optimizer, range(3), handle.accumulating)
+    memory = weakref.ref(handle.engine.memory)
+    gc.collect()
+    gc.disable()
+    try:
+        handle.close()
+        return memory() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [(torch.optim.SGD, {}), (torch.optim.AdamW, {}), (torch.optim.SGD, {"compressor": "dgc"})],
+    ids=["SGD", "AdamW", "momentum"],
+)
+def test_what_was_kept_takes_no_memory_once_it_is_closed(pair, optimizer, settings):
+    assert pair.run(close, optimizer, settings) == [True, True]
 
 
 class Remembering(torch.optim.SGD):

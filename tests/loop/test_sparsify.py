@@ -603,7 +603,7 @@ def take_turns(rank, kind, density):
         were_plain = []
         for step in range(14):
             train(rank, ddp, [optimizer], [step])
-            were_plain.append(handle.is_dense)
+            were_plain.append(handle.training.is_dense)
     return parameters_of(ddp), were_plain
 
 

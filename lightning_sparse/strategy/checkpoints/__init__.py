@@ -9,9 +9,4 @@ from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
 
-__all__ = [
-    "AtomicCheckpointIO",
-    "CheckpointError",
-    "Checkpointer",
-    "PathLike",
-]
+__all__ = ["AtomicCheckpointIO", "CheckpointError", "Checkpointer", "PathLike"]
