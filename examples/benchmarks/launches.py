@@ -116,7 +116,7 @@ SYSTEMS = {
     "topk 0.01, gather": System("topk", 0.01, "gather"),
     "topk 0.01, owners": System("topk", 0.01, "owners"),
     "lags 0.001, 16 groups": System("lags", 0.001, "gather", groups=16),
-    "lags 0.001, 16 groups, clipped": System("lags", 0.001, "gather", groups=16, clip_norm=1.0),
+    "lags 0.001, clipped": System("lags", 0.001, "gather", clip_norm=1.0),
     "omgs 0.001, gather": System("omgs", 0.001, "gather"),
     "dgc 0.001, gather": System(DGC(momentum=0.9), 0.001, "gather"),
     "sdagc 0.001, gather": System(SDAGC(momentum=0.9), 0.001, "gather"),

@@ -135,7 +135,7 @@ class StepPlanner(Planner):
             self._log(f"as in the run before, {self.plan}")
             yield from self._watch(patience)
         while True:
-            seen = yield from self._try(first_groupings(elements), _ROUNDS)
+            seen = yield from self._try(self._first_groupings(elements), _ROUNDS)
             best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
             contestants = [*self._optimum(elements, seen), best]
             if self._adapts_density:
@@ -163,6 +163,9 @@ class StepPlanner(Planner):
         records = list(chain.from_iterable(seen.values()))
         samples = iter(averaged(self._collectives, records, self._holds_groups()))
         return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
+
+    def _first_groupings(self, elements: Sequence[int]) -> list[Grouping]:
+        return [Grouping((len(elements),))] if self._holds_groups() else first_groupings(elements)
 
     def _optimum(self, elements: Sequence[int], seen: Samples) -> list[Grouping]:
         """Return the grouping that ends a step first by the costs seen, as OMGS-SGD asks; none if they tell nothing."""

@@ -4,9 +4,11 @@ import re
 from contextlib import ExitStack
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
+from lightning_sparse.compressors import DGC
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.sparse_ddp import Edges, batch, parameters_of, sgd_steps, sparse_ddp
 
@@ -24,36 +26,44 @@ class Tabled(nn.Module):
         return self.edges(inputs) + self.table(inputs[:, :3].abs().long().clamp(max=19)).square().sum()
 
 
-def train_either_way(rank):
-    """Train with and without overlap; return the parameters of each, and what happened in which order without."""
-    trained, events = [], list[str]()
+def train_either_way(rank, settings):
+    """Train with and without overlap; return the parameters of each, and what happened in which order."""
+    trained, told = [], []
 
     def note(event, call):
         return lambda *given: (events.append(event), call(*given))[1]
 
     for overlaps_backward in (True, False):
         torch.manual_seed(0)
+        events = list[str]()
         with ExitStack() as stack:
             ddp, engine = stack.enter_context(
-                sparse_ddp(Tabled(), schedule="layerwise", overlaps_backward=overlaps_backward)
+                sparse_ddp(Tabled(), schedule="layerwise", overlaps_backward=overlaps_backward, **settings)
             )
-            if not overlaps_backward:
-                noted = note("exchange", engine.pipeline.exchange)
-                stack.enter_context(mock.patch.object(engine.pipeline, "exchange", noted))
-                for parameter in ddp.parameters():
-                    parameter.register_hook(note("gradient", lambda gradient: gradient))
+            noted = note("exchange", engine.pipeline.exchange)
+            stack.enter_context(mock.patch.object(engine.pipeline, "exchange", noted))
+            for parameter in ddp.parameters():
+                parameter.register_hook(note("gradient", lambda gradient: gradient))
             for _ in sgd_steps(ddp, engine, (ddp(batch(rank, step)) for step in range(4)), lr=0.01):
                 events.append("step")
             trained.append(parameters_of(ddp))
-    return trained[0], trained[1], events
+        told.append(" ".join(events).split("step")[:-1])
+    return trained, told
 
 
-def test_without_overlap_the_bits_are_the_same_and_nothing_travels_in_backward(pair):
-    for overlapping, waiting, events in pair.run(train_either_way):
-        assert differences(overlapping, waiting) == []
-        steps = " ".join(events).removeprefix("step " * 4).split("step")[:-1]
-        assert len(steps) == 4
-        assert all(re.fullmatch(r" *(gradient )+(exchange )+", step) for step in steps)
+CLIPS = {"compressor": DGC(momentum=0.9, clip_norm=0.5)}
+
+
+@pytest.mark.parametrize("settings", [{}, CLIPS], ids=["", "clipped by the norm of all"])
+def test_what_waits_for_backwards_end_goes_in_one_message_and_no_bit_is_another(pair, settings):
+    for trained, (overlapping, waiting) in pair.run(train_either_way, settings):
+        assert differences(*trained) == []
+        late, early = r" *(gradient )+exchange ", r" *(gradient )+(exchange (gradient )*)+"
+        assert all(re.fullmatch(late, step) for step in waiting)
+        assert all(re.fullmatch(late if settings else early, step) for step in overlapping)
+        assert len(waiting) == len(overlapping) == 4
+        if not settings:
+            assert all(step.count("exchange") > 1 for step in overlapping)
 
 
 class Mixed(nn.Module):
