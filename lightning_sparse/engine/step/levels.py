@@ -65,6 +65,10 @@ class FlatRanks:
         """Average gradients in the node, and return this rank's share of each, under the parameter's name."""
         return group
 
+    def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
+        """Tell of which gradients, or shares of a node's means, backward has given anything."""
+        return [local.is_used for local in shares]
+
     def part_of(self, flat: Tensor) -> Tensor:
         """Return the part that this rank exchanges of a flat tensor that all ranks in step hold: a view, or a copy."""
         return flat
@@ -172,6 +176,13 @@ class HierarchicalRanks(DividedRanks):
         names = [local.name for local in group]
         shares = self._intra.run(self._average([local.gradient for local in group]), names)
         return [local._replace(gradient=share, parameter=None) for local, share in zip(group, shares)]
+
+    @override
+    def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
+        idle = [local.gradient.any() for local in shares if local.is_used is False]
+        # Others of the node may have used them. The host waits for a GPU in such a step only.
+        found = iter(torch.stack(idle).tolist() if idle else ())
+        return [next(found) if local.is_used is False else local.is_used for local in shares]
 
     @override
     def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:

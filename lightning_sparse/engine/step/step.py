@@ -164,10 +164,11 @@ class Pipeline:
             if (samples := self.recorder.samples) is not None:
                 samples.add_gradients(names, gradients, self.context.loss_scale)
             with self.recorder.span("select"):
+                are_used = self.levels.are_used(group) if self.compressor.selects_across_group else ()
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
-                densities, are_used = list(map(self.density_of, names)), [local.is_used for local in group]
+                densities = list(map(self.density_of, names))
                 *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.dense)
             used = None if used is None else self.levels.any_of(used, names)
             exchanged = [self._exchange_part(part, group) for part in parts]

@@ -114,6 +114,14 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(n
         assert_balanced(books)
 
 
+def test_what_one_rank_uses_is_sent_by_all_of_its_node_where_parameters_compete(nodes):
+    books = nodes.run(train_branches, {**settings_of("omgs", schedule="single"), "density": 0.9}, 3)
+    assert_balanced(books)
+    for entry in books[0][1:]:
+        assert all(half.any() for half in entry["applied"]["sometimes"].view(2, -1))  # the share of each rank of a node
+        assert not entry["applied"]["never"].any()
+
+
 def exchange_edges(rank, settings, gradients):
     """Exchange the same gradients from all ranks; return what was applied, and the residual here."""
     gradients = moved(gradients, DEVICE)
