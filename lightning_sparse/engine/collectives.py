@@ -132,10 +132,7 @@ class Collectives(SharedOnCopy):
         return received
 
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``)."""
-        if tensor.layout is torch.sparse_coo:
-            self.add_up_sparse(tensor)
-            return tensor
+        """Add up a tensor over ranks, in place."""
         if not self._goes_direct(tensor):
             dist.all_reduce(tensor, group=self.group)
             return tensor
@@ -145,9 +142,9 @@ class Collectives(SharedOnCopy):
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
 
     def add_up_sparse(self, tensor: Tensor) -> float:
-        """Add up, in place, what NCCL has no sum for, in the order of ranks; return the bytes that left this one.
+        """Add up a ``sparse_coo`` tensor, in place, in the order of ranks; return the bytes that left this one.
 
-        The host waits for how many elements each has.
+        NCCL has no sum of what has no fixed size. The host waits for how many elements each has.
         """
         mine = tensor.coalesce()
         indices, values = mine.indices(), mine.values()

@@ -86,7 +86,7 @@ class Engine(SharedOnCopy):
         self.source = self._source_from(ddp, begin, end)
         self.replicas = self._replicas_of(module, log)
         self.source.track(trained)
-        self.leave_to_ddp(False)
+        self.send_dense(False)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Engine(SharedOnCopy):
         if renamed:
             self.memory.load_state_dict(_with_names(self.memory.state_dict(), renamed))
 
-    def leave_to_ddp(self, is_dense: bool) -> None:
+    def send_dense(self, is_dense: bool) -> None:
         """Have the coming steps send everything, as DDP does, or only what is selected, or nothing but in rounds."""
         if self.rounds is None:
             self.source.is_dense = is_dense

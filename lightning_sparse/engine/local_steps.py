@@ -202,7 +202,7 @@ class Rounds(Replicas):
         if not self._has_begun:
             return
         status = self.meeting.status(self._step, self._has_moved())
-        self._apply_until(self._step + self._length.steps)
+        self._apply_until(math.inf)
         everywhere = self._tell(status)
         if any(told.is_stale for told in everywhere):
             self._submit(0, everywhere)
@@ -231,7 +231,7 @@ class Rounds(Replicas):
             self._make_up(int(max(told.step for told in everywhere)) - self._step)
             first, last = (choose(told.place for told in everywhere) for choose in (min, max))
             if not first:
-                self._apply_until(self._step + self._length.steps)
+                self._apply_until(math.inf)
                 self._submit(0, everywhere)
             elif own < last:
                 return False
@@ -266,7 +266,7 @@ class Rounds(Replicas):
         self._worker.submit(exchange, change.done)
         self._apply_until(self._step)
 
-    def _apply_until(self, step: int) -> None:
+    def _apply_until(self, step: float) -> None:
         """Apply the exchange that is due after a step; choose how long rounds are once enough have been timed."""
         change = self._pending
         if change is None or change.due > step:

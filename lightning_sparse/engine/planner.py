@@ -38,7 +38,6 @@ class StepSample(NamedTuple):
 
 Samples = dict[Grouping, list[StepSample]]
 Course = Generator[None, StepRecord, None]
-Watch = Generator[None, StepRecord, None]
 
 
 class Planner:
@@ -215,7 +214,7 @@ class StepPlanner(Planner):
             self._log(f"exchanges take another time than before: {self.plan.summary()}.")
         return known is not None and known.groups == self.plan.groups
 
-    def _watch(self, patience: int) -> Watch:
+    def _watch(self, patience: int) -> Course:
         """Follow the plan until it no longer does what it did."""
         assert self.plan is not None
         while True:

@@ -150,7 +150,7 @@ class SharedModel:
             shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
     def change(self, is_late: bool) -> Change:
-        """Return what this rank's tensors have changed by, to be exchanged while they go on changing if it ``is_late``.
+        """Return shared tensors minus this rank's, to be exchanged while these go on changing if it ``is_late``.
 
         A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
         """

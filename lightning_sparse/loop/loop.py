@@ -320,7 +320,7 @@ class Training:
                 is_dense = adam.is_dense or is_dense
         if is_dense != self.is_dense:
             self.is_dense = is_dense
-            self.engine.leave_to_ddp(is_dense)
+            self.engine.send_dense(is_dense)
 
     @property
     def replicas(self) -> Replicas:

@@ -360,7 +360,7 @@ class Sparsifier(Loop):
         self._is_shared = engine.rounds is None
         if engine.rounds is not None:
             self.training.is_dense = engine.rounds.is_synchronous
-            engine.leave_to_ddp(self.training.is_dense)
+            engine.send_dense(self.training.is_dense)
         return unused
 
     def _print_of_shared(self) -> Optional[list[int]]:

@@ -53,7 +53,7 @@ POINTS = {
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
     "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then.
-    "changing to DDP": Point(Engine, "leave_to_ddp", 0, ("lags", "auto"), 12, _ANYWHERE),
+    "changing to DDP": Point(Engine, "send_dense", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
 }
 SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}

@@ -278,12 +278,12 @@ class ResidualMemory(Memory):
     @override
     def state_dict(self) -> MemoryState:
         state = {"residual": dict(self._residuals)}
-        return {**state, "learning_rate": dict(self._rates)} if self._rates else state
+        return {**state, RATES: dict(self._rates)} if self._rates else state
 
     @override
     def load_state_dict(self, state: MemoryState) -> None:
         self._residuals = laid_clones(state.get("residual", {}))
-        self._rates = cloned(state.get("learning_rate", {}))
+        self._rates = cloned(state.get(RATES, {}))
 
 
 def _in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:

@@ -91,11 +91,14 @@ class GroupSelector:
         accumulated: Sequence[Tensor],
         densities: Sequence[float],
         are_used: Sequence[Optional[bool]],
-        learned: AbstractSet[str] = frozenset(),
+        dense: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
-        """Choose what is sent of gradients plus residuals, flat and not changed; parts sent whole come last."""
+        """Choose what is sent of gradients plus residuals, flat and not changed; parts sent whole come last.
+
+        Those of ``dense``, by name, are sent whole because Adam's second moment is still to be learned from them.
+        """
         ways = [
-            self._wires.refresh if name in learned else self._way_of_dense(tensor.numel(), density)
+            self._wires.refresh if name in dense else self._way_of_dense(tensor.numel(), density)
             for name, tensor, density in zip(names, accumulated, densities)
         ]
         counts = [

@@ -68,7 +68,7 @@ class Wires(NamedTuple):
     dense: WireFormat  # for selections without, which stand for every element; may be the same object
     refresh: WireFormat  # for whole gradients that Adam's second moment is learned from: never in few bits
     owners: Optional[OwnersFormat] = None  # another for selections with indices
-    chooses: bool = False  # whether a tensor leaves ``elements`` only for half the bytes
+    chooses: bool = False  # whether a tensor leaves ``sparse`` only for half the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
@@ -82,7 +82,7 @@ class Wires(NamedTuple):
         return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
     def format_for(self, numel: int, count: int) -> WireFormat:
-        """Return the format of a tensor of which so many elements are selected; ``whole`` where that is much less."""
+        """Return the format of a tensor of which so many elements are selected; ``dense`` where that is much less."""
         if self.owners is None or numel < self.owners.ranks:  # not every rank would own an element
             return self.sparse
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))
@@ -125,8 +125,8 @@ def build_wires(
     """Build the formats of a group: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
     wire = WIRE_FORMATS[name](dtype, rank, ranks, bits)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks, bits)
-    learned = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
+    refresh = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
     if exchange.owners is None or not isinstance(wire, GatherFormat):
-        return Wires(wire, whole, learned)
+        return Wires(wire, whole, refresh)
     owners = OwnersFormat(dtype, rank, ranks, exchange.owners.keep)
-    return Wires(wire, whole, learned, owners, exchange.chooses)
+    return Wires(wire, whole, refresh, owners, exchange.chooses)

@@ -25,7 +25,7 @@ def close_after_an_error(rank):
 
     model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each: a message of its own
     with sparse_ddp(model) as (ddp, engine):
-        engine.leave_to_ddp(True)
+        engine.send_dense(True)
         ddp(torch.ones(1, 600)).sum().backward()  # all ranks agree on an order
         if rank == 1:
             time.sleep(SLOW)
