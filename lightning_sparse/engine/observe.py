@@ -381,6 +381,14 @@ class Recorder:
         finally:
             self._group = None
 
+    @property
+    def subject(self) -> str:
+        """What an exchange is about that is made now, to be named in an error."""
+        if self._group is None:
+            return "what all groups of a step share"
+        names = self._group.names
+        return f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
+
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
         """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
         if isinstance(selection, (FlatSelection, ReachingSelection)):

@@ -182,7 +182,7 @@ class SharedModel:
         pipeline.context = prepare()
         gradients = [LocalGradient(name, part, None) for name, part in zip(names[:trained], parts)]
         pipeline.commit(pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
-        self._average(names[trained:], parts[trained:])
+        self._average(parts[trained:])
         self._move(names, parts)
         for name, start in zip(names, change.corrections or ()):
             start.copy_(_difference(_as(self._shared[name], start.dtype), start))
@@ -191,12 +191,12 @@ class SharedModel:
         pipeline.close_step()
         pipeline.recorder.samples = None  # who asked may have looked by now, and then asks for the next
 
-    def _average(self, names: Sequence[str], changes: Sequence[Tensor]) -> None:
+    def _average(self, changes: Sequence[Tensor]) -> None:
         """Average changes over replicas, in place: all of each, whatever the compressor."""
         if not changes:
             return
         same_shard = self._pipeline.levels.same_shard
-        flat = same_shard.call(Payload("all_reduce", torch.cat(list(changes)).div_(same_shard.ranks)), names)
+        flat = same_shard.call(Payload("all_reduce", torch.cat(list(changes)).div_(same_shard.ranks)))
         for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
             change.copy_(mean)
 
@@ -218,7 +218,7 @@ class SharedModel:
             self._momenta.update({name: outer.state[part][momentum] for name, part in zip(trained, parts)})
         for whole, mean in zip(wholes[len(parts) :], means[len(parts) :]):
             whole.nan_to_num_(0, 0, 0).sub_(mean)
-        levels.put_together(parts, wholes[: len(parts)], trained)
+        levels.put_together(parts, wholes[: len(parts)])
 
     def apply(self, change: Change) -> None:
         """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""

@@ -320,7 +320,7 @@ class AdamMemory(ResidualMemory):
                 )
                 if self.clips_gradients:
                     squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float32)).square_()
-                    self._measure_norms(together, means, ranks.mean_squares(squares, together))
+                    self._measure_norms(together, means, ranks.mean_squares(squares))
                 self._learn(together, means)
         return True
 

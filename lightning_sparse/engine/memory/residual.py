@@ -72,7 +72,7 @@ class Averages(Protocol):
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
         """Return the mean of flat bfloat16 gradients, whole, of so many elements each."""
 
-    def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
+    def mean_squares(self, squares: Tensor) -> Tensor:
         """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
 
 

@@ -582,7 +582,7 @@ class SparseBackward(Backward):
     def _commit(self) -> None:
         pipeline, exchanged = self._route.pipeline, self._exchanged
         if self._continues_step and exchanged:
-            pipeline.check_arrived(self._means, exchanged[0].names)
+            pipeline.check_arrived(self._means)
         pipeline.commit(exchanged, self._order.places)
         for gradients, views in self._packed:
             torch._foreach_copy_(gradients, views)

@@ -73,34 +73,34 @@ class FlatRanks:
         """Return the part that this rank exchanges of a flat tensor that all ranks in step hold: a view, or a copy."""
         return flat
 
-    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Write what each rank in step has as its part into all of each flat tensor, on all of them."""
 
-    def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
+    def all_of(self, flag: Tensor) -> Tensor:
         """Tell whether a flag, bool ``[]``, is set on all ranks of the node."""
         return flag
 
-    def norms_of(self, norms: Tensor, names: Sequence[str]) -> Tensor:
+    def norms_of(self, norms: Tensor) -> Tensor:
         """Combine norms of shares, a vector, into those of the whole."""
         return norms
 
-    def write_back(self, names: Sequence[str]) -> None:
+    def write_back(self) -> None:
         """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
 
-    def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
+    def any_of(self, flags: Tensor) -> Tensor:
         """Tell which flags, uint8, are set on any rank with whose gradients this one's are averaged in its node."""
         return flags
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
         """Return the means over ranks of flat bfloat16 gradients, as whole tensors of so many elements."""
         flat = torch.cat(list(gradients.values()))
-        flat = self.inter.call(Payload("all_reduce", flat), list(gradients)).div_(self.inter.ranks)
+        flat = self.inter.call(Payload("all_reduce", flat)).div_(self.inter.ranks)
         means: Sequence[Tensor] = flat.split([gradient.numel() for gradient in gradients.values()])
         return means
 
-    def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
+    def mean_squares(self, squares: Tensor) -> Tensor:
         """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
-        return self.same_shard.call(Payload("all_reduce", squares), names).div_(self.inter.ranks)
+        return self.same_shard.call(Payload("all_reduce", squares)).div_(self.inter.ranks)
 
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
@@ -117,13 +117,13 @@ class DividedRanks(FlatRanks):
         self.node_ranks = intra.ranks
 
     @override
-    def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
+    def all_of(self, flag: Tensor) -> Tensor:
         flag = flag.to(self._intra.collectives.device, non_blocking=True)
-        return self._intra.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
+        return self._intra.call(Payload("all_gather", flag.view(1).byte())).bool().all()
 
     @override
-    def norms_of(self, norms: Tensor, names: Sequence[str]) -> Tensor:
-        whole: Tensor = torch.linalg.vector_norm(self._intra.call(Payload("all_gather", norms), names), dim=0)
+    def norms_of(self, norms: Tensor) -> Tensor:
+        whole: Tensor = torch.linalg.vector_norm(self._intra.call(Payload("all_gather", norms)), dim=0)
         return whole
 
     @override
@@ -143,7 +143,7 @@ class Shards(DividedRanks):
 
     def total_of(self, numbers: Tensor) -> Tensor:
         """Add up numbers about the shards that ranks hold of one replica."""
-        return self._intra.call(Payload("all_gather", numbers), ["squared norms"]).sum(dim=0)
+        return self._intra.call(Payload("all_gather", numbers)).sum(dim=0)
 
 
 class HierarchicalRanks(DividedRanks):
@@ -173,8 +173,7 @@ class HierarchicalRanks(DividedRanks):
 
     @override
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        names = [local.name for local in group]
-        shares = self._intra.run(self._average([local.gradient for local in group]), names)
+        shares = self._intra.run(self._average([local.gradient for local in group]))
         return [local._replace(gradient=share, parameter=None) for local, share in zip(group, shares)]
 
     @override
@@ -185,21 +184,21 @@ class HierarchicalRanks(DividedRanks):
         return [next(found) if local.is_used is False else local.is_used for local in shares]
 
     @override
-    def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
-        return self._intra.call(Payload("all_gather", flags), names).amax(dim=0)
+    def any_of(self, flags: Tensor) -> Tensor:
+        return self._intra.call(Payload("all_gather", flags)).amax(dim=0)
 
     @override
-    def write_back(self, names: Sequence[str]) -> None:
+    def write_back(self) -> None:
         averaged, self._averaged = self._averaged, []
         for gradients, shares, dtype in averaged:
-            self._intra.run(self._hand_out(shares, gradients, dtype), names)
+            self._intra.run(self._hand_out(shares, gradients, dtype))
         self._workspace.release()
 
     @override
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
         shares = super().mean_gradients(gradients, numels)
         tensors = [share.new_empty(numel) for share, numel in zip(shares, numels)]
-        self._intra.run(self._hand_out(torch.cat(list(shares)), tensors, torch.bfloat16), list(gradients))
+        self._intra.run(self._hand_out(torch.cat(list(shares)), tensors, torch.bfloat16))
         return tensors
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
@@ -280,7 +279,7 @@ class Islands(HierarchicalRanks):
         return group
 
     @override
-    def write_back(self, names: Sequence[str]) -> None:
+    def write_back(self) -> None:
         return
 
     @override
@@ -288,11 +287,11 @@ class Islands(HierarchicalRanks):
         return self.share_of(flat)
 
     @override
-    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for dtype in dict.fromkeys(part.dtype for part in parts):
             alike = [place for place, part in enumerate(parts) if part.dtype is dtype]
             shares = torch.cat([parts[place] for place in alike])
-            self._intra.run(self._hand_out(shares, [tensors[place] for place in alike], dtype), names)
+            self._intra.run(self._hand_out(shares, [tensors[place] for place in alike], dtype))
 
 
 def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -39,7 +39,7 @@ class Part(NamedTuple):
     def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
         """Send what is selected, and return the mean of each parameter."""
         channel.recorder.see_selection(self.selection, self.counts)
-        result = channel.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used), names)
+        result = channel.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
         if self.laid:
             with channel.recorder.span("encode"):
                 result = self._split(result)

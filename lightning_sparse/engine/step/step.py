@@ -42,7 +42,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain, groupby
 from typing import Any, NamedTuple, Optional
 
@@ -141,7 +140,7 @@ class Pipeline:
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
         with self.recorder.span("select"):
             norms = torch.stack([self._norm_of(together) for together in self.memory.clipped_together(names)])
-        norms = self.levels.norms_of(norms, names)
+        norms = self.levels.norms_of(norms)
         self.memory.take_norms(norms if self.context.loss_scale is None else norms / self.context.loss_scale)
 
     def _norm_of(self, names: Sequence[str]) -> Tensor:
@@ -170,7 +169,7 @@ class Pipeline:
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 densities = list(map(self.density_of, names))
                 *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.dense)
-            used = None if used is None else self.levels.any_of(used, names)
+            used = None if used is None else self.levels.any_of(used)
             exchanged = [self._exchange_part(part, group) for part in parts]
             return [*exchanged, self._exchange_part(last, group, used)]
 
@@ -198,14 +197,14 @@ class Pipeline:
         result = part.exchange(self.levels.inter, names, used)
         return Exchanged(names, members, part.tensors, part.counts, result)
 
-    def check_arrived(self, arrived: Sequence[Tensor], names: Sequence[str]) -> None:
+    def check_arrived(self, arrived: Sequence[Tensor]) -> None:
         """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
         if self.compressor.replicas_diverge:
             return
         held = torch.zeros(1, dtype=torch.int64, device=self.collectives.device)
         for tensor in arrived:
             held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # also of zeros: a gradient of zero is one that is there
-        everywhere = self.levels.same_shard.call(Payload("all_gather", held), names)
+        everywhere = self.levels.same_shard.call(Payload("all_gather", held))
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
 
@@ -218,7 +217,7 @@ class Pipeline:
         if not step:
             return  # every gradient had a sparse layout
         finite = _all_of([*are_finite, *(exchanged.result.finite for exchanged in step)])
-        finite = self.levels.all_of(finite, step[0].names)  # what is not finite is in one rank's share
+        finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
         means = self._finish_step(step, finite)
         used = [self._used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
         travelled = [(exchanged.names, flags) for exchanged, flags in zip(step, used)]
@@ -231,7 +230,7 @@ class Pipeline:
                 with self._deltas_sampled(exchanged, mean, flags):
                     self._keep(exchanged, accepted)
                 self._write_back(exchanged, mean)
-        self.levels.write_back(step[0].names)
+        self.levels.write_back()
         self.selector.release()
 
     def close_step(self) -> None:
@@ -317,12 +316,11 @@ class Pipeline:
             return
         names, accumulated = exchanged.names, exchanged.accumulated
         flat = torch.cat(accumulated).div_(self.collectives.ranks)
-        flat = self.levels.inter.call(Payload("all_reduce", flat), names)
+        flat = self.levels.inter.call(Payload("all_reduce", flat))
         yield
         scatter(accumulated, mean)
         dense_means = flat.split([tensor.numel() for tensor in accumulated])
-        of_whole = partial(self.levels.norms_of, names=names)
-        deltas = layer_deltas(dense_means, accumulated, exchanged.counts, of_whole)
+        deltas = layer_deltas(dense_means, accumulated, exchanged.counts, self.levels.norms_of)
         deltas = deltas if used is None else torch.where(used, deltas, math.nan)
         self.recorder.current.deltas.update(zip(names, deltas.unbind()))
 
@@ -359,7 +357,7 @@ class Pipeline:
 
         def all_gather(tensor: Tensor) -> Tensor:
             encoding.close()  # a collective counts as the network's time, not as the compressor's
-            gathered = self.levels.inter.call(Payload("all_gather", tensor), names)
+            gathered = self.levels.inter.call(Payload("all_gather", tensor))
             encoding.enter_context(self.recorder.span("encode"))
             return gathered
 

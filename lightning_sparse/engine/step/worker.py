@@ -27,7 +27,7 @@ class Channel:
         self.recorder = recorder
         self._is_inside_node = is_inside_node
 
-    def run(self, phases: Phases[Result], names: Sequence[str]) -> Result:
+    def run(self, phases: Phases[Result]) -> Result:
         """Run the collective that each phase names, and hand its result to the next phase."""
         received: Optional[Tensor] = None
         while True:
@@ -37,13 +37,12 @@ class Channel:
             except StopIteration as stop:
                 result: Result = stop.value
                 return result
-            received = self.call(payload, names)
+            received = self.call(payload)
 
-    def call(self, payload: Payload, names: Sequence[str]) -> Tensor:
-        """Call one collective; ``names`` are the parameters that it is about."""
+    def call(self, payload: Payload) -> Tensor:
+        """Call one collective."""
         self.recorder.add_bytes(self.collectives.sent_bytes(payload.collective, payload.tensor), self._is_inside_node)
-        subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
-        with self.recorder.span("exchange"), self.collectives.telling_of(subject, payload.collective):
+        with self.recorder.span("exchange"), self.collectives.telling_of(self.recorder.subject, payload.collective):
             return self.collectives.run(*payload)
 
     def add_up_sparse(self, tensor: Tensor, name: str) -> float:
