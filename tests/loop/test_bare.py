@@ -313,7 +313,7 @@ def close(rank, optimizer, settings):
     model = Edges().to(DEVICE)
     optimizer = optimizer(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
-    handle = sparsify(model, optimizer, schedule="single", scaler=scaler, **SPARSE, **settings)
+    handle = sparsify(model, optimizer, **{"schedule": "single", "scaler": scaler, **SPARSE, **settings})
     train(rank, model, optimizer, range(3), handle.accumulating)
     memory = weakref.ref(handle.engine.memory)
     gc.collect()
@@ -327,8 +327,13 @@ def close(rank, optimizer, settings):
 
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
-    [(torch.optim.SGD, {}), (torch.optim.AdamW, {}), (torch.optim.SGD, {"compressor": "dgc"})],
-    ids=["SGD", "AdamW", "momentum"],
+    [
+        (torch.optim.SGD, {"schedule": "auto"}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"compressor": "dgc", "schedule": "merged"}),
+        (torch.optim.SGD, {"local_steps": 2}),
+    ],
+    ids=["SGD", "AdamW", "momentum", "rounds"],
 )
 def test_what_was_kept_takes_no_memory_once_it_is_closed(pair, optimizer, settings):
     assert pair.run(close, optimizer, settings) == [True, True]
