@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, Optional
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -120,7 +122,8 @@ class Engine(SharedOnCopy):
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
             meeting = Meeting(self._collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
-            return Rounds(local, shared, meeting, self.worker, self._begin_exchange, log)
+            begin = partial(type(self)._begin_exchange, proxy(self))  # no cycle, in which memory waits for a collection
+            return Rounds(local, shared, meeting, self.worker, begin, log)
         if self.compressor.replicas_diverge:
             averager = ReplicaAverager(module, self._collectives, self.recorder)
             return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker)
@@ -185,9 +188,10 @@ class Engine(SharedOnCopy):
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
         parts = (settings.schedule, self._collectives, self.recorder, self._numels, self.densities)
+        memory = proxy(self.memory)  # which does not wait for a collection, as a planner and its course do
 
         def holds_groups() -> bool:
-            return self.memory.clips_gradients or not settings.overlaps_backward
+            return memory.clips_gradients or not settings.overlaps_backward
 
         return StepPlanner(*parts, settings.adapts_density, holds_groups, log)
 

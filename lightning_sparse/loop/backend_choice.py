@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple, Optional
+from weakref import proxy
 
 import torch
 
@@ -94,7 +95,7 @@ class BackendChoice(SharedOnCopy):
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
         self.wants_dense = False  # for the next step
         self._is_at_border = True  # no batch has begun since the last optimizer step
-        self._engine = engine
+        self._engine: Engine = proxy(engine)  # which does not wait for a collection, as this and its course do
         self._device = device
         self._log = log
         self._is_comparing = False

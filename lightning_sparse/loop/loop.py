@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import after_closure
 from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
@@ -33,6 +34,7 @@ from lightning_sparse.loop.optimizers import (
     OptimizerView,
     TrainedParameters,
     UnfinishedStep,
+    before_step_of_training,
     can_correct,
     handled,
     warn_of_adaptive,
@@ -66,6 +68,11 @@ _NEW = (
 _BROKEN = (
     "an optimizer steps before gradients are exchanged: the last backward has ended in an error on this rank, so that"
     " training has to end on all, or to go on with a model that is sparsified anew; or the step is made inside backward"
+)
+
+_OWN = (
+    "an optimizer steps by gradients that are this rank's own, and replicas would go apart: let the last backward of a"
+    " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum"
 )
 
 
@@ -215,11 +222,14 @@ class Training:
         """See what the optimizers are to do, and hear of each step."""
         parameters, engine = dict(self.engine.wrapper.module.named_parameters()), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
+        look = before_step_of_training(after_closure(self._check_averaged))  # before an update is applied
+        hooks = [each.register_step_pre_hook(look) for each in optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
             self.view.adam.clip(self._given.clipping, parameters.values())
         self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
+        self.steps.handles += hooks
 
     def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
@@ -408,6 +418,10 @@ class Training:
     def _begin_step(self) -> None:
         if self.engine.source.is_open:
             raise RuntimeError(_BROKEN)
+
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        if self.engine.source.holds_own(handled(optimizer)):
+            raise RuntimeError(_OWN)
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.unfinished.end(optimizer)

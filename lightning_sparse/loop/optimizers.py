@@ -402,15 +402,15 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
 
 def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[str], None]) -> Any:
     """Warn of an optimizer once the one inside of it keeps something, if that is a second moment."""
+    found = list[bool]()  # a hook that removed itself would end the step in an error where another comes after it
 
     def look(*step: Any) -> None:
-        if (keeps := keeps_second_moment(inside)) is not None:
-            handle.remove()
+        if not found and (keeps := keeps_second_moment(inside)) is not None:
+            found.append(keeps)
             if keeps:
                 warn(warning_for(optimizer))
 
-    handle = inside.register_step_post_hook(look)
-    return handle
+    return inside.register_step_post_hook(look)
 
 
 def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:

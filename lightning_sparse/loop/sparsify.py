@@ -174,9 +174,9 @@ class Sparsifier(Loop):
         forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
         # FSDP's own puts whole parameters there.
         self._handles.append(called.register_forward_pre_hook(forward, prepend=True))
+        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.source)))
+        self._handles.append(model.register_forward_hook(listen))
         if rounds is None:
-            listen = Watch(model, torch.compiler.disable(partial(_listen, training.engine.source)))
-            self._handles.append(model.register_forward_hook(listen))
             return
         begin = before_step_of_training(self._begin_rounds)
         self._handles += [each.register_step_pre_hook(begin) for each in self.optimizers]
@@ -386,6 +386,18 @@ class Sparsifier(Loop):
         elif not (has_grad or is_training):  # any rank may evaluate alone
             self._check_shared()
 
+    def _listen(self, source: Exchange, inputs: Any, output: Any) -> None:
+        """Hear of a backward when it comes to the model, before it adds to gradients; refuse it once closed."""
+
+        def hear(gradient: Tensor) -> None:
+            if self._is_closed:
+                raise RuntimeError(CLOSED)
+            source.hear()
+
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(hear)
+
     def _begin_rounds(self, *step: Any) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
         if self._is_shown:
@@ -424,13 +436,6 @@ class Sparsifier(Loop):
             if engine is not None:
                 _refuse_training_of(self._model)
             self._leave(has_failed)
-
-
-def _listen(source: Exchange, inputs: Any, output: Any) -> None:
-    """Hear of a backward when it comes to the model, before it adds to gradients."""
-    for each in tree_leaves(output):
-        if isinstance(each, torch.Tensor) and each.requires_grad:
-            each.register_hook(source.hear)
 
 
 class Watch(SharedOnCopy):

@@ -156,14 +156,6 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         return optimizer
 
     @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        # Rounds count a step that a scaler leaves out, too.
-        handles = self._handles.values() if self.settings.local_steps is not None else ()
-        own = (handle.training for handle in handles if any(each is optimizer for each in handle.optimizers))
-        with nullcontext() if (training := next(own, None)) is None else training.steps.step_of(optimizer):
-            return super().optimizer_step(optimizer, **kwargs)
-
-    @override
     def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
         done: Any = super().setup_module_and_optimizers(module, optimizers, *scheduler)
         self._start(done[0], optimizers)

@@ -139,6 +139,46 @@ def test_gradients_that_accumulate_are_exchanged_once_as_their_sum(pair, form, k
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 
 
+def step_by_own_gradients(rank, form, kind, is_inside):
+    """Step where gradients accumulate, or after that, without a backward that exchanges them; drop them and go on."""
+    model, module = built(rank, form)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with sparsify(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
+        train(rank, model, optimizer, range(4), handle.accumulating)
+        before = copy.deepcopy(list(model.parameters()))
+        with handle.accumulating():
+            model(batch(rank, 10)).backward()
+        around = handle.accumulating() if is_inside else nullcontext()
+        with around, pytest.raises(RuntimeError, match="outside of accumulating"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        optimizer.zero_grad()
+        train(rank, model, optimizer, range(4, 6), handle.accumulating)
+    return list(module.parameters())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "after"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("form", ["bare", "wrapped"])
+def test_a_step_by_a_ranks_own_gradients_is_refused(pair, form, kind, is_inside):
+    one, other = pair.run(step_by_own_gradients, form, kind, is_inside)
+    assert all(map(torch.equal, one, other))
+
+
+def go_backward_when_closed(rank, settings):
+    model, _ = built(rank, "bare")
+    with sparsify(model, OPTIMIZERS["SGD"](model.parameters()), **SPARSE, **settings):
+        loss = model(batch(rank, 0))
+    loss.backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}], ids=["every step", "rounds"])
+def test_a_backward_after_the_end_is_refused(pair, settings):
+    for refusal in pair.run(refuse, go_backward_when_closed, settings):
+        assert refusal.startswith("RuntimeError: closed")
+
+
 def train_a_copy(rank, again):
     """Train copies of a model that is trained, and of one that is closed; return them, and the model before and after.
 
@@ -313,7 +353,7 @@ def close(rank, optimizer, settings):
     model = Edges().to(DEVICE)
     optimizer = optimizer(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
-    handle = sparsify(model, optimizer, schedule="single", scaler=scaler, **SPARSE, **settings)
+    handle = sparsify(model, optimizer, **{"schedule": "single", "scaler": scaler, **SPARSE, **settings})
     train(rank, model, optimizer, range(3), handle.accumulating)
     memory = weakref.ref(handle.engine.memory)
     gc.collect()
@@ -327,8 +367,13 @@ def close(rank, optimizer, settings):
 
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
-    [(torch.optim.SGD, {}), (torch.optim.AdamW, {}), (torch.optim.SGD, {"compressor": "dgc"})],
-    ids=["SGD", "AdamW", "momentum"],
+    [
+        (torch.optim.SGD, {"schedule": "auto"}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"compressor": "dgc", "schedule": "merged"}),
+        (torch.optim.SGD, {"local_steps": 2}),
+    ],
+    ids=["SGD", "AdamW", "momentum", "rounds"],
 )
 def test_what_was_kept_takes_no_memory_once_it_is_closed(pair, optimizer, settings):
     assert pair.run(close, optimizer, settings) == [True, True]

@@ -217,6 +217,20 @@ def test_an_adaptive_optimizer_inside_another_one_is_warned_of_once(pair, kind, 
     assert [len(lines) for lines in pair.run(train_with, kind, {"density": 0.05, "warmup_epochs": 0})] == [count, 0]
 
 
+def step_with_a_hook(rank):
+    """Return how often a hook is called that is registered once the exchange has begun."""
+    steps = []
+    with sparsified("SGD") as (ddp, optimizer, _):
+        optimizer.register_step_post_hook(lambda *step: steps.append(step))
+        train(rank, ddp, [optimizer], range(3))
+    return len(steps)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_of_users_are_called_after_each_step(pools, ranks):
+    assert pools[ranks].run(step_with_a_hook) == [3] * ranks
+
+
 def stored(state):
     file = io.BytesIO()
     torch.save(state, file)

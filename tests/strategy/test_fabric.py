@@ -127,6 +127,21 @@ def test_two_optimizers_accumulate_as_with_ddp(pair):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
+def count_scaled_steps(rank):
+    """Return how many steps rounds have counted of six, one of which the scaler leaves out on one rank."""
+    with launched(rank, sparse(local_steps=3), precision="scaled") as fabric:
+        model, optimizer = set_up(fabric, "SGD")
+        for step in range(6):
+            fabric.backward(model(batch(rank, step)) * (torch.inf if step == 2 and rank == 1 else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        return fabric.strategy.compression_stats()["total_steps"]
+
+
+def test_rounds_count_each_scaled_step_once(pair):
+    assert pair.run(count_scaled_steps) == [6.0, 6.0]
+
+
 ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction": "auto"}
 
 

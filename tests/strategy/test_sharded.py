@@ -178,6 +178,7 @@ class Booked(Sharded):
     def on_train_start(self):
         strategy = self.trainer.strategy
         stream = strategy.engine.source
+        stream._route = stream._route._replace(overlaps_backward=False)  # else means may be there before the books
         finish, memory = stream.finish, strategy.engine.memory
 
         def books():
@@ -210,6 +211,7 @@ def test_mass_is_conserved_and_replicas_are_one(pools, compressor):
     assert_replicas_are_one(answers)
     for shard in (0, 1) if compressor != "dgc" else ():
         for one, other in zip(answers[shard]["notes"], answers[shard + 2]["notes"]):
+            assert any((one["gradient before"][name] != each).any() for name, each in one["gradient after"].items())
             for name, arrived in one["gradient after"].items():
                 sent = [
                     each["residual before"][name] + each["gradient before"][name] - each["residual after"][name]
@@ -909,6 +911,32 @@ def test_shards_are_exchanged_after_each_backward_wherever_its_step_is(pools, ki
             torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5)
     assert_same(sparse[0], sparse[2])
     assert_same(sparse[1], sparse[3])
+
+
+def train_on_after_an_addition(rank):
+    """Add a layer after a backward, where it is refused, go on with it, and then without it."""
+    forget_groups()
+    model = sharded("sgd")
+    optimizer = model.configure_optimizers()
+    with sparsify(model, optimizer, "lags", density=0.1, warmup_epochs=0) as handle:
+        for step in range(6):
+            if step == 4:
+                del model.extra, optimizer.param_groups[-1]
+            with pytest.raises(RuntimeError, match="before training") if step in (2, 3) else nullcontext():
+                model(rows(rank, step)).backward()
+                if step == 2:
+                    model.extra = fully_shard(nn.Linear(4, 4), mesh=next(model.parameters()).device_mesh)
+                    optimizer.add_param_group({"params": list(model.extra.parameters())})
+                handle.clip(norm=0.5)
+                optimizer.step()
+            optimizer.zero_grad()
+    return held(model)
+
+
+def test_a_layer_added_to_shards_is_refused_until_it_is_gone(pools):
+    ends = pools[4].run(train_on_after_an_addition)
+    assert_same(ends[0], ends[2])
+    assert_same(ends[1], ends[3])
 
 
 def built(rank, which):

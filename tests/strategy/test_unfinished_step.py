@@ -304,3 +304,17 @@ def test_backwards_beside_the_one_that_lightning_knows_of_count_as_much(pair, ki
     once, twice = (partial(Piecewise, kind=kind, pieces=pieces, by_hand=by_hand) for pieces in (1, 2))
     expected = one_model(fits(pair, once, settings)).batches
     torch.testing.assert_close(one_model(fits(pair, twice, settings)).batches, expected, rtol=1e-4, atol=1e-5)
+
+
+class Afterwards(Piecewise):
+    """A backward of its own comes when Lightning's has ended, of which nobody is told."""
+
+    def on_after_backward(self):
+        self.losses(self.rows(50))[1].backward()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_a_backward_that_nobody_was_told_of_is_named(pair, kind):
+    module = partial(Afterwards, kind=kind, pieces=1, by_hand=False)
+    for told in refusals(pair, module, {**WITH[kind], "density": 0.5}):
+        assert "on_after_backward" in told

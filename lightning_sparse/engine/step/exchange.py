@@ -678,6 +678,11 @@ class Exchange(SharedOnCopy):
         """Parameters that backward has reached since the last exchange."""
         return {each.parameter for each in self._members if each in self._used}
 
+    def holds_own(self, parameters: Iterable[Tensor]) -> bool:
+        """Tell whether a gradient of some parameters is this rank's own, and was to be exchanged."""
+        used = set() if self.is_silent or self.is_open else self.used  # empty from an exchange to the next backward
+        return bool(used) and any(each in used and each.grad is not None for each in parameters)
+
     def use(self, parameters: Iterable[Tensor]) -> None:
         """Take these for the ones."""
         self._used = {self._hooked[each][0] for each in parameters if each in self._hooked}

@@ -64,9 +64,10 @@ __all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepConte
 
 
 _APART = (
-    "between two exchanges of one optimizer step gradients were changed (zero_grad, a scale) on some ranks, and not"
-    " alike on the others: what had arrived is no longer the same everywhere, and replicas would drift apart. Change"
-    " gradients on all ranks, or after the optimizer's step"
+    "between two exchanges of one optimizer step gradients were changed on some ranks, and not alike on the others, by"
+    " zero_grad, a scale, or a backward that nobody was told of, such as in on_after_backward: what had arrived is no"
+    " longer the same everywhere, and replicas would drift apart. Change gradients on all ranks, or after the"
+    " optimizer's step, and go backward from what the model returned, or once from a sum of losses"
 )
 _ODD = 0x100000001B3  # gradients that change places count differently
 

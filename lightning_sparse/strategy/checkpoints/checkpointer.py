@@ -55,8 +55,9 @@ class Checkpointer:
                 self._remove(state_folder(filepath))
             return
         if self._is_asynchronous:
-            # Waits until the last file is written; the next one starts it again.
-            self._strategy.checkpoint_io.teardown()
+            # Waits until the last file is written, which rank 0 alone may have failed in; the next starts it again.
+            late = "the last checkpoint is not there: another rank could not write it"
+            self.together(self._strategy.checkpoint_io.teardown, late)
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
         ranks, node_ranks, are_islands = self._topology

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -223,6 +224,43 @@ def test_a_full_disk_is_told_on_every_rank_and_spares_the_old_checkpoint(pair, t
         assert ("No space left" if has_failed else "another rank could not write its part") in message
     for resumed, (_, expected, _) in zip(fits(pair, Numbered, DGC, path), answers):
         assert_same(resumed.batches, expected[4:])
+
+
+class Late(AtomicCheckpointIO):
+    """It runs out of space in Lightning's file, when whoever saves has gone on."""
+
+    is_full = False
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if self.is_full and str(path).endswith(".ckpt"):
+            time.sleep(0.2)
+            raise OSError(28, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def save_after_a_full_disk(rank, path):
+    """Return what a save raises where the one before has failed in the background."""
+    plugin, raised = AsyncCheckpointIO(Late()), []
+
+    def fill(model):
+        plugin.checkpoint_io.is_full = True
+        save(path, model)
+
+    def fail(model):
+        try:
+            save(path, model)
+        except (OSError, CheckpointError) as error:
+            raised.append(str(error))
+        plugin._error = None  # else the end raises it once more
+
+    act(rank, {4: fill, 8: fail}, plugin)
+    return raised[0]
+
+
+def test_what_fails_in_the_background_is_told_on_every_rank(pair, tmp_path):
+    one, other = pair.run(save_after_a_full_disk, str(tmp_path / "late.ckpt"))
+    assert "No space left" in one
+    assert "another rank could not write" in other
 
 
 def requeue(rank, folder):
