@@ -61,6 +61,7 @@ def as_hugging_face_wants(rank):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
+        warnings.filterwarnings("error", "gradients were changed")  # by the Trainer, which asks for their norm
         import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
         yield
 
