@@ -45,7 +45,7 @@ class SparsifyCallback(TrainerCallback):
         resume_compression: bool = True,
         **settings: Unpack[LoopArguments],
     ) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer
         self._resume_from = resume_from
         self._resumes = resume_compression
         self._settings = settings
@@ -60,14 +60,13 @@ class SparsifyCallback(TrainerCallback):
         self._give_back()
         if self._handle is not None:
             self._handle.close(has_failed=True)
-        ddp: Any = self._trainer.model_wrapped
+        ddp = self._trainer.model_wrapped
         if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
             return
-        optimizer: Any = self._trainer.optimizer
         self._accelerator = accelerator = self._trainer.accelerator
         scaler = getattr(accelerator, "scaler", None)
         given: LoopArguments = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
-        self._handle = sparsify(ddp, optimizer, **given)
+        self._handle = sparsify(ddp, self._trainer.optimizer, **given)
         accelerator.clip_grad_norm_ = self._clip
         if state.global_step and self._resumes:
             folder = self._resume_from or _folder(args, state)
@@ -110,6 +109,7 @@ class SparsifyCallback(TrainerCallback):
         self._shown.close()
         self._handle.close()
         self.stats = self._handle.stats()
+        self._trainer.model_wrapped = self._trainer.model  # for a further training to wrap
         self._give_back()
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -76,12 +76,11 @@ def norms_of_two_trainings(rank):
 
     args = SimpleNamespace(world_size=2, process_index=rank, max_grad_norm=0.01, load_best_model_at_end=False)
     state = SimpleNamespace(global_step=0, max_steps=4)
-    trainer = SimpleNamespace(accelerator=Accelerator())
+    trainer = SimpleNamespace(accelerator=Accelerator(), model=nn.Linear(4, 4))
     callback = SparsifyCallback(trainer, density=1.0, warmup_epochs=0)
-    model = nn.Linear(4, 4)
     for _ in range(2):
-        trainer.model_wrapped = DistributedDataParallel(model)
-        model.zero_grad()
+        trainer.model_wrapped = DistributedDataParallel(trainer.model)
+        trainer.model.zero_grad()
         trainer.optimizer = torch.optim.SGD(trainer.model_wrapped.parameters(), lr=0.1)
         callback.on_train_begin(args, state, None)
         trainer.model_wrapped(torch.ones(2, 4)).square().sum().backward()
