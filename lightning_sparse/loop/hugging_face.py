@@ -1,11 +1,15 @@
 """Hugging Face's entry points: a callback for its Trainer, and saving with Accelerate; no other file imports either."""
 
+import math
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 from transformers import Trainer, TrainerCallback
 from typing_extensions import Unpack, override
 
@@ -16,7 +20,7 @@ from lightning_sparse.loop.sparsify import Sparsifier, sparsify
 class SparsifyCallback(TrainerCallback):
     """Have Hugging Face's Trainer exchange as :func:`~lightning_sparse.sparsify` does.
 
-    ``TrainingArguments(max_grad_norm=...)`` is clipped to here, as updates of AdamW must not be clipped like gradients.
+    To ``TrainingArguments(max_grad_norm=...)`` this clips, as updates of AdamW must not be clipped like gradients.
     With local steps the shared model is evaluated and saved, and there when ``train`` returns. Each process keeps its
     part in the Trainer's folder of a checkpoint, and takes it up again. On one process nothing is done. Add it after
     callbacks that ask for evaluations and saves.
@@ -41,13 +45,12 @@ class SparsifyCallback(TrainerCallback):
         resume_compression: bool = True,
         **settings: Unpack[LoopArguments],
     ) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer
         self._resume_from = resume_from
         self._resumes = resume_compression
         self._settings = settings
         self._handle: Optional[Sparsifier] = None
-        self._norm = 0.0  # that is clipped to here
-        self._arguments: Any = None  # from which it has been taken, until it is given back
+        self._accelerator: Any = None  # for which this clips, until that is given back
         self._shown = ExitStack()
         self.stats: dict[str, float] = {}
 
@@ -57,15 +60,14 @@ class SparsifyCallback(TrainerCallback):
         self._give_back()
         if self._handle is not None:
             self._handle.close(has_failed=True)
-        ddp: Any = self._trainer.model_wrapped
+        ddp = self._trainer.model_wrapped
         if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
             return
-        optimizer: Any = self._trainer.optimizer
-        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        self._accelerator = accelerator = self._trainer.accelerator
+        scaler = getattr(accelerator, "scaler", None)
         given: LoopArguments = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
-        self._handle = sparsify(ddp, optimizer, **given)
-        self._norm, self._arguments = float(args.max_grad_norm or 0), args
-        args.max_grad_norm = 0.0
+        self._handle = sparsify(ddp, self._trainer.optimizer, **given)
+        accelerator.clip_grad_norm_ = self._clip
         if state.global_step and self._resumes:
             folder = self._resume_from or _folder(args, state)
             self._handle.load_state_dict(_read(Path(folder), args.process_index))
@@ -80,12 +82,6 @@ class SparsifyCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Go on with this process's own model."""
         self._shown.close()
-
-    @override
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Clip."""
-        if self._handle is not None and self._norm:
-            self._handle.clip(norm=self._norm)
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -113,12 +109,23 @@ class SparsifyCallback(TrainerCallback):
         self._shown.close()
         self._handle.close()
         self.stats = self._handle.stats()
+        self._trainer.model_wrapped = self._trainer.model  # for a further training to wrap
         self._give_back()
 
+    def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip in Accelerate's place, and return the norm before, which the Trainer also asks for with no limit."""
+        assert self._handle is not None
+        self._accelerator.unscale_gradients()
+        norm = get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
+        if max_norm < math.inf:
+            self._handle.clip(norm=max_norm)
+        return norm
+
     def _give_back(self) -> None:
-        """Give the Trainer back what it clips to; a training that raises has no other end than the next one's start."""
-        if self._arguments is not None:
-            self._arguments.max_grad_norm, self._arguments = self._norm, None
+        """Have Accelerate clip again; a training that raises has no other end than the next one's start."""
+        if self._accelerator is not None:
+            vars(self._accelerator).pop("clip_grad_norm_", None)
+            self._accelerator = None
 
 
 def save_with(accelerator: Any, handle: Sparsifier) -> None:

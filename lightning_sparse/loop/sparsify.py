@@ -93,6 +93,8 @@ def sparsify(
     settings = taken_settings(sparsify, compressor, density, given)
     refuse(lacking("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
+    wrapped = getattr(model, "_orig_mod", None)  # what torch.compile was given, as Accelerate does
+    model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
     return Sparsifier(model, optimizers, settings, Given(timeout, scaler), total_steps, _log)
 
 

@@ -61,6 +61,7 @@ def as_hugging_face_wants(rank):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
+        warnings.filterwarnings("error", "gradients were changed")  # by the Trainer, which asks for their norm
         import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
         yield
 
@@ -169,7 +170,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"rows": rows_of(rank, step)[row]}
 
 
-def through_hugging_face(rank, settings, folder, resumes, **arguments):
+def through_hugging_face(rank, settings, folder, resumes, trainings=1, **arguments):
     with as_hugging_face_wants(rank):
         transformers = import_module("transformers")
         ours = import_module("lightning_sparse.loop.hugging_face")
@@ -197,7 +198,9 @@ def through_hugging_face(rank, settings, folder, resumes, **arguments):
         data = {"train_dataset": Rows(), "eval_dataset": torch.utils.data.Subset(Rows(), range(8))}
         trainer = InOrder(model=net, args=args, optimizers=optimizer_of(net, settings), **data)
         trainer.add_callback(ours.SparsifyCallback(trainer, **settings))
-        trainer.train(resume_from_checkpoint=str(folder / "hugging-face" / f"checkpoint-{SAVED}") if resumes else None)
+        for _ in range(trainings):
+            checkpoint = str(folder / "hugging-face" / f"checkpoint-{SAVED}") if resumes else None
+            trainer.train(resume_from_checkpoint=checkpoint)
     return tensors_of(net)
 
 

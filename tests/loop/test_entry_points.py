@@ -57,6 +57,21 @@ def test_a_training_is_the_same_to_the_bit_through_each_entry_point(pair, tmp_pa
     assert_same(pair.run(partial(through_a_plain_loop, handle_first=False), settings, tmp_path, True), expected)
 
 
+def further_of_hugging_face(rank, folder, trainings=2, **arguments):
+    settings = {**SETTINGS["AdamW"], "density": 0.3}
+    return through_hugging_face(rank, settings, folder, False, trainings, **arguments)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="Accelerate shares no GPU")
+def test_hugging_faces_trainer_trains_further_and_compiled(pair, tmp_path):
+    once, twice = (pair.run(further_of_hugging_face, tmp_path, trainings) for trainings in (1, 2))
+    first, second = ({name: each[name] for name in each if "running" not in name} for each in twice)
+    assert_same(second, first)
+    compiled = partial(further_of_hugging_face, torch_compile=True, torch_compile_backend="eager")
+    assert_same(pair.run(compiled, tmp_path), twice)
+    assert differences(twice[0], once[0])
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
 def test_the_best_model_is_there_at_the_end_of_hugging_faces_trainer(pair, tmp_path):
     for ends, saved in pair.run(best_of_hugging_face, tmp_path):

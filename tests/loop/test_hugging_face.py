@@ -1,5 +1,6 @@
 """Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify``."""
 
+import math
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -57,29 +58,41 @@ def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
         assert_same(resumed, whole)
 
 
+class Accelerator:
+    scaler = None
+
+    def unscale_gradients(self):
+        """Do nothing, as without a scaler."""
+
+    def clip_grad_norm_(self, parameters, max_norm):
+        return "its own"
+
+
 def norms_of_two_trainings(rank):
-    """Begin a training that raises, then one that makes a step; return the clipped norm, and what is clipped to."""
+    """Begin a training that raises, then one that makes a step; return norms, before and clipped, what is clipped to
+    in between, and what Accelerate's clip returns afterwards.
+    """
     from lightning_sparse.loop.hugging_face import SparsifyCallback
 
     args = SimpleNamespace(world_size=2, process_index=rank, max_grad_norm=0.01, load_best_model_at_end=False)
     state = SimpleNamespace(global_step=0, max_steps=4)
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=None))
+    trainer = SimpleNamespace(accelerator=Accelerator(), model=nn.Linear(4, 4))
     callback = SparsifyCallback(trainer, density=1.0, warmup_epochs=0)
-    model = nn.Linear(4, 4)
-    for raises in (True, False):
-        trainer.model_wrapped = DistributedDataParallel(model)
-        model.zero_grad()
+    for _ in range(2):
+        trainer.model_wrapped = DistributedDataParallel(trainer.model)
+        trainer.model.zero_grad()
         trainer.optimizer = torch.optim.SGD(trainer.model_wrapped.parameters(), lr=0.1)
         callback.on_train_begin(args, state, None)
         trainer.model_wrapped(torch.ones(2, 4)).square().sum().backward()
-        if not raises:
-            callback.on_pre_optimizer_step(args, state, None)
-            callback.on_train_end(args, state, None)
-    gradients = [each.grad.flatten() for each in trainer.model_wrapped.parameters()]
-    return float(torch.cat(gradients).norm()), args.max_grad_norm
+    parameters = [*trainer.model_wrapped.parameters()]
+    before, saved = trainer.accelerator.clip_grad_norm_(parameters, args.max_grad_norm), args.max_grad_norm
+    norms = float(before), *(float(trainer.accelerator.clip_grad_norm_(parameters, limit)) for limit in (math.inf,) * 2)
+    callback.on_train_end(args, state, None)
+    return norms, saved, trainer.accelerator.clip_grad_norm_(parameters, 1.0)
 
 
 def test_a_training_that_follows_one_that_raised_clips(pair):
-    for norm, given_back in pair.run(norms_of_two_trainings):
-        assert norm == pytest.approx(0.01, rel=1e-3)
-        assert given_back == 0.01
+    for (before, *clipped), saved, own in pair.run(norms_of_two_trainings):
+        assert before > 0.1
+        assert clipped == pytest.approx([0.01, 0.01], rel=1e-3)
+        assert (saved, own) == (0.01, "its own")
