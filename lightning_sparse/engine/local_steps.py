@@ -138,6 +138,11 @@ class Rounds(Replicas):
         return self._step - self._origin
 
     @property
+    def is_shared(self) -> bool:
+        """Whether this rank's model is that of all: before rounds begin, and where one was ended early."""
+        return not (self._has_begun and (self._is_stale or self.steps_since_ended or self._pending))
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether the next step is DDP's, as rounds have not begun, and are not to begin yet."""
         made = max(self._steps_of.values(), default=0)
@@ -152,16 +157,17 @@ class Rounds(Replicas):
 
     @override
     def begin_round(self) -> None:
-        if self._is_resumed and self.shared.trained != set(trained := self.shared.trained_now()):
-            # As without a stop, where they are followed before their first step.
-            self._is_resumed = False
-            self.track(trained)
         if self._has_begun:
             return
         self._has_begun, self._steps_of = True, {}
         self.meeting.begin_exchange()
         self.meeting.begin_epoch(self._step)
         self.adopt()
+
+    def leave(self) -> None:
+        """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
+        self._worker.drain()
+        self._has_begun, self._pending = False, None
 
     @override
     def adopt(self) -> None:
@@ -201,9 +207,9 @@ class Rounds(Replicas):
         """End the round early, and go on from the shared model; all ranks must call."""
         if not self._has_begun:
             return
-        status = self.meeting.status(self._step, self._has_moved())
+        has_moved = self._has_moved()
         self._apply_until(math.inf)
-        everywhere = self._tell(status)
+        everywhere = self._tell(self.meeting.status(self._step, self.shared.resting(), has_moved))
         if any(told.is_stale for told in everywhere):
             self._submit(0, everywhere)
         self.shared.unify_rest()
@@ -227,7 +233,8 @@ class Rounds(Replicas):
                 self._hear(self._pending)
             self.meeting.answer()
             # What is late on a rank that trains has been applied by those that wait: all have to end that round.
-            everywhere = self._tell(self.meeting.status(self._step, self._has_moved(), own))
+            status = self.meeting.status(self._step, self.shared.resting(), self._has_moved(), own)
+            everywhere = self._tell(status)
             self._make_up(int(max(told.step for told in everywhere)) - self._step)
             first, last = (choose(told.place for told in everywhere) for choose in (min, max))
             if not first:
@@ -251,8 +258,9 @@ class Rounds(Replicas):
 
     def _submit(self, overlap: int, everywhere: Optional[Sequence[RankStatus]] = None) -> None:
         """Begin an exchange, to be applied now or some steps later; ranks may have told ``everywhere`` before it."""
-        status = self.meeting.status(self._step)
+        status = self.meeting.status(self._step, resting := self.shared.resting())
         change = self._pending = self.shared.change(is_late=overlap > 0)
+        change.resting = resting
         change.steps, change.due = self._step - self._begun, self._step + overlap
         self._begun, self._is_stale = self._step, False
         prepare = self._begin()  # here, and not when the worker gets to it: what ranks have asked for is the same
@@ -261,6 +269,8 @@ class Rounds(Replicas):
         def exchange() -> None:
             told = self.meeting.tell(status) if everywhere is None else everywhere
             change.flags = reduce(or_, (int(each.flags) for each in told))
+            if len({each.resting for each in told}) > 1:  # what rests here has moved elsewhere
+                change.resting = frozenset()
             self.shared.exchange(change, self.meeting.weight(told), prepare)
 
         self._worker.submit(exchange, change.done)

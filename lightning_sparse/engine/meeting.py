@@ -5,8 +5,9 @@ the most makes meanwhile. A change counts by the samples that it was learned fro
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
+from zlib import crc32
 
 from lightning_sparse.engine.collectives import Collectives
 
@@ -23,6 +24,7 @@ class RankStatus(NamedTuple):
     missed_steps: float  # of others, since all ranks last met
     is_stale: float  # whether its model is not the shared one
     flags: float  # as bits
+    resting: float  # what tells apart sets of parameters that nothing is to move
 
 
 class Meeting:
@@ -73,11 +75,11 @@ class Meeting:
         """Count this rank's steps of an epoch from here on."""
         self._epoch = (step, 0)
 
-    def status(self, step: int, is_stale: bool = True, place: int = 0) -> RankStatus:
+    def status(self, step: int, resting: Collection[str], is_stale: bool = True, place: int = 0) -> RankStatus:
         """Return what this rank tells before an exchange that begins now."""
         flags = sum(flag.is_noted << bit for bit, flag in enumerate(self.flags))
         counts = (self._samples, self._batches, step, self.missed_steps)
-        return RankStatus(place, *counts, is_stale, flags)
+        return RankStatus(place, *counts, is_stale, flags, crc32(repr(sorted(resting)).encode()))
 
     def begin_exchange(self) -> None:
         """Count batches for the next exchange."""

@@ -7,7 +7,7 @@ tensors when they are used: it may have others by then, or other names for them.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from threading import Event
 from typing import Any, Optional
 
@@ -30,6 +30,7 @@ _OTHERS = (
     " train them apart. Change what is trained before a training_step, or, in a loop of your own, close() and sparsify"
     " the model anew"
 )
+_ROUNDINGS = 8  # of the type of a parameter
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Change:
     due: int = 0  # the step after which it is applied
     steps: int = 0  # that it is of
     flags: int = 0  # that ranks have set, as bits
+    resting: frozenset[str] = frozenset()  # names of what is frozen and has not moved on any rank
     done: Event = field(default_factory=Event)
 
 
@@ -98,6 +100,21 @@ class SharedModel:
             for name in (*names, *beside)
         }
 
+    def resting(self) -> frozenset[str]:
+        """Return the names of what is frozen and has not moved in this round; a device may be waited for.
+
+        Where it rests on all ranks nothing moves it: no momentum, and no residual from before it was frozen.
+        """
+        frozen = self.trained.intersection(name for each, name in self._known.items() if not each.requires_grad)
+        held = {name: each for name, each in self._tensors().items() if name in frozen} if frozen else {}
+        are_shared = [self._is_shared(name, tensor) for name, tensor in held.items()]
+        return frozenset(compress(held, torch.stack(are_shared).tolist() if held else ()))
+
+    def _is_shared(self, name: str, tensor: Tensor) -> Tensor:
+        """Tell whether a tensor is that of the shared model, up to what a late exchange rounds."""
+        shared = round_to(self._shared[name], tensor.dtype)
+        return tensor.isclose(shared, rtol=_ROUNDINGS * torch.finfo(tensor.dtype).eps, atol=0).all()
+
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors, parameters under the names that they had when they were followed."""
         named = chain(self.module.named_parameters(), self.module.named_buffers())
@@ -126,11 +143,6 @@ class SharedModel:
         gone = sorted(self.trained - present.keys())
         if new or gone:
             raise RuntimeError(_OTHERS.format(new=new, gone=gone))
-
-    def trained_now(self) -> list[str]:
-        """Return the names of the parameters that are trained now."""
-        parameters = self.module.named_parameters()
-        return [name for name, each in parameters if each.requires_grad and local_tensor(each).numel()]
 
     def has_moved(self) -> bool:
         """Tell whether what is trained is not that of the shared model, whoever has written it; a device is waited for.
@@ -172,7 +184,7 @@ class SharedModel:
 
     def exchange(self, change: Change, weight: float, prepare: Callable[[], StepContext]) -> None:
         """Exchange a change, and move the shared model by the mean; on the worker."""
-        pipeline, names, parts, trained = self._pipeline, change.names, change.parts, len(self.trained)
+        pipeline, names, parts, count = self._pipeline, change.names, change.parts, len(self.trained)
         pipeline.recorder.begin_backward()
         pipeline.recorder.end_backward()
         if weight == 0:  # a product with an infinity, as in a mask, would be no number
@@ -180,10 +192,11 @@ class SharedModel:
         elif weight != 1:  # before residuals are added, so that all of what counts arrives in the end
             torch._foreach_mul_(parts, weight)
         pipeline.context = prepare()
-        gradients = [LocalGradient(name, part, None) for name, part in zip(names[:trained], parts)]
+        moving = {name: part for name, part in zip(names[:count], parts) if name not in change.resting}
+        gradients = [LocalGradient(name, part, None) for name, part in moving.items()]
         pipeline.commit(pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
-        self._average(parts[trained:])
-        self._move(names, parts)
+        self._average(parts[count:])
+        self._move(moving, dict(zip(names[count:], parts[count:])))
         for name, start in zip(names, change.corrections or ()):
             start.copy_(_difference(_as(self._shared[name], start.dtype), start))
         pipeline.recorder.current.covered_steps = change.steps
@@ -200,25 +213,24 @@ class SharedModel:
         for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
             change.copy_(mean)
 
-    def _move(self, names: Sequence[str], means: list[Tensor]) -> None:
-        """Make an outer step; what is not trained takes its mean as it is."""
-        levels, trained = self._pipeline.levels, names[: len(self.trained)]
-        wholes = [laid_flat(self._shared[name]) for name in names]
-        parts = [levels.part_of(whole) for whole in wholes[: len(trained)]]
-        how, momentum = self._local, "momentum_buffer"
+    def _move(self, trained: Mapping[str, Tensor], beside: Mapping[str, Tensor]) -> None:
+        """Make an outer step by means; what is not trained takes its mean as it is."""
+        levels, how, momentum = self._pipeline.levels, self._local, "momentum_buffer"
+        wholes = [laid_flat(self._shared[name]) for name in trained]
+        parts = list(map(levels.part_of, wholes))
         # Made for each round, as an optimizer knows its tensors by identity.
         # All at once only where calls count more than the memory of a step of all of them.
         is_together = self.device.type != "cpu"
         outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
-        for name, part, mean in zip(trained, parts, means):
+        for part, (name, mean) in zip(parts, trained.items()):
             part.grad, outer.state[part][momentum] = mean, self._momenta.get(name)
         outer.step()
         outer.zero_grad()
         if how.outer_momentum:
             self._momenta.update({name: outer.state[part][momentum] for name, part in zip(trained, parts)})
-        for whole, mean in zip(wholes[len(parts) :], means[len(parts) :]):
-            whole.nan_to_num_(0, 0, 0).sub_(mean)
-        levels.put_together(parts, wholes[: len(parts)])
+        for name, mean in beside.items():
+            laid_flat(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
+        levels.put_together(parts, wholes)
 
     def apply(self, change: Change) -> None:
         """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""

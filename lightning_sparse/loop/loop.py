@@ -454,6 +454,9 @@ class Training:
         usable, unused = fitted(kept, self.engine)
         self.engine.load_state_dict(usable)
         own, everywhere = kept[RANK], kept[EVERYWHERE]
+        if (rounds := self.engine.rounds) is not None and "rounds" in usable:
+            self._trained.know(rounds.shared.trained)
+            self.engine.source.track(self._trained.parameters)
         if self.view.adam is not None:
             self.view.adam.restore_clips(everywhere["clips"])
         if self.settings.replicas_diverge:

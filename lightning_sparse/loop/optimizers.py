@@ -1,6 +1,6 @@
 """A view of the optimizers: their settings, the momentum that the memory takes over, and the step in progress."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -294,6 +294,10 @@ class TrainedParameters:
         self._handled: list[int] = []  # identities of the parameters that optimizers train
         self.parameters: dict[str, Tensor] = {}
         self._know(self._present(forgets=True))
+
+    def know(self, names: Collection[str]) -> None:
+        """Go on where those of these names were trained; what is frozen or new here by now is still to be noticed."""
+        self._know({name: each for name, each in self._module.named_parameters() if name in names})
 
     def _know(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

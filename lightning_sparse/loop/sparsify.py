@@ -342,6 +342,9 @@ class Sparsifier(Loop):
         self._waiting = dict(state)
         if training.engine.rounds is None:
             self._take_up()
+        else:
+            training.engine.rounds.leave()
+            self._is_shared = True
 
     def _take_up(self) -> None:
         """Go on from the state that was loaded, if one was; with local steps from the model that there is now."""
@@ -359,8 +362,8 @@ class Sparsifier(Loop):
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         assert self.training is not None
         unused, engine = self.training.load(kept), self.training.engine
-        self._is_shared = engine.rounds is None
         if engine.rounds is not None:
+            self._is_shared = engine.rounds.is_shared
             self.training.is_dense = engine.rounds.is_synchronous
             engine.send_dense(self.training.is_dense)
         return unused

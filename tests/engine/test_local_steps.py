@@ -473,9 +473,9 @@ class Numbers:
         return False
 
     def nothing(self, *arguments):
-        pass
+        return ()
 
-    adopt = check_followed = unify_rest = exchange = nothing
+    adopt = check_followed = unify_rest = exchange = resting = nothing
 
 
 class Alone:

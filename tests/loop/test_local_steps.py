@@ -16,6 +16,7 @@ from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import Net, optimizer_of, rows_of, tensors_of
 from tests.helpers.fits import refuse
+from tests.helpers.rounds import ROUNDS
 
 EVERY = 4
 SPARSE = {"density": 0.1, "local_steps": LocalSteps(EVERY, residual_decay=0.9)}
@@ -231,6 +232,143 @@ def test_what_is_unfrozen_in_a_round_is_not_trained_apart(pair):
     (before, one), (_, other) = pair.run(thaw)
     assert_same(one, other)
     assert not torch.equal(one["network.0.weight"], before["network.0.weight"])
+
+
+def freeze(rank, kind, first):
+    """Freeze a layer at a step; return what it is where that round has ended, and the model after more of them."""
+    ddp, optimizer = wrapped()
+    layer = ddp.module.network[0]
+    with sparsify(ddp, optimizer, **ROUNDS[kind]) as handle:
+        train(rank, ddp, optimizer, range(first))
+        layer.requires_grad_(False)
+        train(rank, ddp, optimizer, range(first, 3 * EVERY))
+        handle.synchronize()
+        frozen = layer.weight.detach().clone()
+        train(rank, ddp, optimizer, range(6 * EVERY))
+    return frozen, tensors_of(ddp.module)
+
+
+@pytest.mark.parametrize("first", [2 * EVERY, 2 * EVERY + 1], ids=["as a round begins", "within a round"])
+@pytest.mark.parametrize("kind", ["diloco", "sparse", "late"])
+def test_what_is_frozen_is_moved_by_no_later_round(pair, kind, first):
+    (frozen, one), (_, other) = pair.run(freeze, kind, first)
+    assert_same(one, other)
+    assert torch.equal(one["network.0.weight"], frozen)
+    assert not torch.equal(one["network.0.weight"], tensors_of(Net())["network.0.weight"])
+
+
+def step_frozen(rank):
+    """Have an optimizer step with what is frozen between backward and step, and trained again then; return both."""
+    ddp, optimizer = wrapped()
+    before = tensors_of(ddp.module)
+    with sparsify(ddp, optimizer, "dense", local_steps=EVERY):
+        for step in range(2 * EVERY):
+            ddp(rows_of(rank, step).to(DEVICE))["loss"].backward()
+            ddp.requires_grad_(False)
+            optimizer.step()
+            optimizer.zero_grad()
+            ddp.requires_grad_(True)
+    return before, tensors_of(ddp.module)
+
+
+def test_what_steps_while_it_is_frozen_is_exchanged(pair):
+    (before, one), (_, other) = pair.run(step_frozen)
+    assert_same(one, other)
+    assert not torch.equal(one["network.0.weight"], before["network.0.weight"])
+
+
+class Growing(Net):
+    """A network of which a layer is frozen for a while, and to which one is added meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.ModuleList()
+
+    def forward(self, rows):
+        """Add up both ways."""
+        return {"loss": (self.network(rows) + sum(each(rows) for each in self.more) - rows).square().mean()}
+
+    def change(self, step, optimizer):
+        """Be as from a step on."""
+        self.network[0].requires_grad_(not 3 <= step < 9)
+        if step == 5:
+            self.more.append(torch.nn.Linear(32, 32).to(DEVICE))
+            optimizer.add_param_group({"params": self.more.parameters()})
+
+
+def go_on(rank, kind, save_at, is_anew):
+    """Save in a round, and go on from there, anew or after further steps; return the model of both, and one without."""
+    torch.manual_seed(0)
+    net = Growing().to(DEVICE)
+    optimizer = optimizer_of(net)[0]
+    handle = sparsify(net, optimizer, **ROUNDS[kind])
+
+    def step(number):
+        net.change(number, optimizer)
+        train(rank, net, optimizer, [number])
+
+    for number in range(save_at):
+        step(number)
+    with handle.shared_model():
+        saved = copy.deepcopy([net.state_dict(), optimizer.state_dict(), handle.state_dict()])
+    for number in range(save_at, 14):
+        step(number)
+    handle.synchronize()
+    expected = tensors_of(net)
+    if is_anew:
+        handle.close()
+        net = Growing().to(DEVICE)
+        optimizer = optimizer_of(net)[0]
+        handle = sparsify(net, optimizer, **ROUNDS[kind])
+        for number in range(save_at):
+            net.change(number, optimizer)
+    else:
+        step(13)
+    for part, state in zip((net, optimizer, handle), saved):
+        part.load_state_dict(state)
+    for number in range(save_at, 14):
+        step(number) if is_anew or number != 5 else train(rank, net, optimizer, [number])
+    handle.close()
+    return expected, tensors_of(net)
+
+
+@pytest.mark.parametrize(("save_at", "is_anew"), [(3, True), (4, True), (6, True), (7, True), (6, False), (7, False)])
+@pytest.mark.parametrize("kind", ["diloco", "sparse", "late"])
+def test_it_goes_on_to_the_bit_whatever_has_changed(pair, kind, save_at, is_anew):
+    for expected, resumed in pair.run(go_on, kind, save_at, is_anew):
+        assert_same(resumed, expected)
+
+
+def evaluate_at_once(rank, settings, steps, ends_round):
+    """Save where the model is that of all ranks, load that anew, and return the losses before and after."""
+    losses, saved = [], None
+    for _ in range(2):
+        net = Net().to(DEVICE)
+        optimizer = optimizer_of(net)[0]
+        with sparsify(net, optimizer, **settings) as handle:
+            if saved is None:
+                train(rank, net, optimizer, range(steps))
+                if ends_round:
+                    handle.synchronize()
+                saved = copy.deepcopy([net.state_dict(), optimizer.state_dict(), handle.state_dict()])
+            else:
+                for part, state in zip((net, optimizer, handle), saved):
+                    part.load_state_dict(state)
+                handle.state_dict()  # by which what was loaded is taken up
+            net.eval()
+            with torch.no_grad():
+                losses.append(float(net(rows_of(0, 0).to(DEVICE))["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "ends_round"),
+    [(SPARSE, 0, False), (SPARSE, 2, True), ({"local_steps": LocalSteps(4, synchronous_steps=9)}, 3, False)],
+    ids=["before rounds", "a round was ended", "synchronous"],
+)
+def test_a_model_of_all_ranks_is_evaluated_as_it_was_loaded(pair, settings, steps, ends_round):
+    for before, after in pair.run(evaluate_at_once, settings, steps, ends_round):
+        assert after == before
 
 
 def fail(rank):

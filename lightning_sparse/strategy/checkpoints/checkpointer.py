@@ -37,6 +37,7 @@ class Checkpointer:
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}
+        self._removed: list[str] = []  # files of which rank 0 has removed its part, and others have not heard
 
     def save(
         self,
@@ -60,6 +61,7 @@ class Checkpointer:
             self.together(self._strategy.checkpoint_io.teardown, late)
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
+        self.follow_removals(but=str(filepath))  # whose old save is removed below
         ranks, node_ranks, are_islands = self._topology
         save = SaveHeader(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
         header = {KEY: save.as_header()}
@@ -88,13 +90,27 @@ class Checkpointer:
         return isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
 
     def remove(self, filepath: PathLike) -> None:
-        """Delete the ranks' parts of a checkpoint whose file has been deleted."""
-        save = self._written.pop(str(filepath), None)
-        if saves_beside(filepath):
+        """Delete the ranks' parts of a checkpoint whose file rank 0 has deleted.
+
+        By what a rank has measured alone, it would take another checkpoint for the worst: others follow rank 0 later.
+        """
+        if self._strategy.is_global_zero:
+            self._removed.append(str(filepath))
+            self._remove_parts(str(filepath))
+
+    def follow_removals(self, but: str = "") -> None:
+        """Delete what rank 0 has deleted the parts of, ``but`` those of one file; all ranks call."""
+        removed, self._removed = self._strategy.broadcast(self._removed), []
+        for path in () if self._strategy.is_global_zero else set(removed) - {but}:
+            self._remove_parts(path)
+
+    def _remove_parts(self, path: str) -> None:
+        save = self._written.pop(path, None)
+        if saves_beside(path):
             if self._strategy.local_rank == 0:
-                self._remove(state_folder(filepath))
+                self._remove(state_folder(path))
         elif save:
-            self._remove(shard_path(filepath, save, self._strategy.global_rank))
+            self._remove(shard_path(path, save, self._strategy.global_rank))
 
     def _remove_saves(self, filepath: PathLike, saves: set[str]) -> None:
         if self._strategy.local_rank == 0:

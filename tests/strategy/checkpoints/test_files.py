@@ -99,6 +99,21 @@ def test_what_the_ranks_kept_is_kept_and_deleted_with_its_checkpoint(pair, tmp_p
     assert ("lightning_sparse" in content) == bool(name)
 
 
+class Apart(Numbered):
+    """A model of which ranks hold other epochs for the worst."""
+
+    def validation_step(self, batch, batch_index):
+        warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*")
+        self.log("loss", ((5.0, 3.0, 2.0), (3.0, 5.0, 2.0))[self.global_rank][self.current_epoch], sync_dist=False)
+
+
+def test_rank_0_decides_which_checkpoint_is_deleted_with_what_all_kept(pair, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="loss", save_top_k=2)
+    arguments = {"enable_checkpointing": True, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
+    fits(pair, Apart, DGC, callbacks=[callback], node_ranks=1, **arguments)
+    assert files_in(tmp_path) == with_ranks("epoch=1.ckpt", "epoch=2.ckpt")
+
+
 @pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO, Noting, partial(AsyncCheckpointIO, Noting())])
 def test_a_new_save_takes_the_place_of_the_old_one(pair, tmp_path, plugin):
     path = str(tmp_path / "same.ckpt")
