@@ -179,15 +179,15 @@ def test_a_stopped_training_counts_as_all_of_its_steps(tmp_path, monkeypatch, ca
     folder.mkdir()
     ddp = {"steps": 10, "ran": 10, "seconds": 2.0, "curve": [[5, 3.0], [10, 2.5]]}
     ours = {"steps": 10, "ran": 5, "seconds": 1.0, "curve": [[5, 2.875]]}
-    for name, seen in {"ddp": ddp, "sparse_lags 0.01": ours}.items():
+    for name, seen in {"ddp": ddp, "sparse_lags in 4 bits": ours}.items():
         (folder / f"{name}.json").write_text(json.dumps(seen))
     command = ["time_to_quality.py", "--networks", "r = 3", "--steps", "10", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*command, "--ways", "ddp", "sparse_lags 0.01"])
+    monkeypatch.setattr(sys, "argv", [*command, "--ways", "ddp", "sparse_lags in 4 bits"])
     time_to_quality.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
         "| ddp | 1 | 200.0, 2.5000, 1.00 |",
-        "| sparse_lags 0.01 | 1 | 100.0, 5 of 10 steps, 0.50 |",
+        "| sparse_lags in 4 bits | 0.95 | 100.0, 5 of 10 steps, 0.50 |",
     ]
 
 

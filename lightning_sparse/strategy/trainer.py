@@ -337,7 +337,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         self._loop.replicas.adopt()  # what callbacks have averaged is each rank's own
-        self._checkpointer.follow_removals()
         self._answer_signals(has_ended=True)
         super().on_train_end()
 

@@ -61,7 +61,7 @@ class Checkpointer:
             self.together(self._strategy.checkpoint_io.teardown, late)
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
-        self.follow_removals(but=str(filepath))  # whose old save is removed below
+        self._follow_removals(but=str(filepath))  # whose old save is removed below
         ranks, node_ranks, are_islands = self._topology
         save = SaveHeader(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
         header = {KEY: save.as_header()}
@@ -92,13 +92,14 @@ class Checkpointer:
     def remove(self, filepath: PathLike) -> None:
         """Delete the ranks' parts of a checkpoint whose file rank 0 has deleted.
 
-        By what a rank has measured alone, it would take another checkpoint for the worst: others follow rank 0 later.
+        By what a rank has measured alone, it would take another checkpoint for the worst. So others follow rank 0 at
+        their next save; of the last one deleted, nodes without a file system in common keep their parts.
         """
         if self._strategy.is_global_zero:
             self._removed.append(str(filepath))
             self._remove_parts(str(filepath))
 
-    def follow_removals(self, but: str = "") -> None:
+    def _follow_removals(self, but: str = "") -> None:
         """Delete what rank 0 has deleted the parts of, ``but`` those of one file; all ranks call."""
         removed, self._removed = self._strategy.broadcast(self._removed), []
         for path in () if self._strategy.is_global_zero else set(removed) - {but}:

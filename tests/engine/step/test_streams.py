@@ -4,6 +4,7 @@ Streams are played here: no GPU has to be there.
 """
 
 import threading
+from copy import deepcopy
 from functools import partial
 from unittest import mock
 
@@ -154,9 +155,10 @@ def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(way):
         for step, handle in enumerate(train(WAYS[way]._replace(given=given), 2 * STEPS)):
             if step == STEPS:
                 with handle.shared_model():
-                    state = handle.state_dict()
+                    state, weights = handle.state_dict(), deepcopy(handle.module.state_dict())
                 handle.load_state_dict(state)
-                del state
+                handle.module.load_state_dict(weights)
+                del state, weights
             handle.module.last.requires_grad_(step != STEPS + 2)
     assert device.races == []
     assert "default" not in compressor.streams
