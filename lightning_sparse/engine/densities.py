@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Optional
 
 from lightning_sparse.compressors.base import Compressor, element_count, same_everywhere
 
 WARM_UP_PART = 10  # a warm-up that nobody has asked for takes one in so many of a training's steps at most
+_FEW = 64  # densities asked for of single parameters
 _STAIR = 1.25  # times less in each stair of Adam's falling density: a plan would not follow one that fell in every step
 
 
@@ -16,7 +17,7 @@ class Densities:
     """The density of each parameter in the step that comes.
 
     1. The user asks for one: ``density=`` of the model, or its compressor's of a parameter (``LAGS(densities=...)``).
-    2. Warm-ups raise the model's: over ``warmup_epochs``, and after the dense steps of a corrected Adam.
+    2. Warm-ups raise it: over ``warmup_epochs``, and after the dense steps of a corrected Adam.
     3. Rules (:class:`~lightning_sparse.callbacks.AdaptiveDensity`) raise a parameter's to ``ruled``, up to ``ceiling``.
     4. A plan raises it to ``planned``, where that costs no time.
     5. While ``sends_all``, before ``sparse_auto`` sends dense gradients, all are 1, and nothing is left over.
@@ -32,7 +33,7 @@ class Densities:
         self._total_steps: Optional[int] = None  # of the training, where a warm-up goes by it
         self._is_told = False  # of them, by a checkpoint
         self._steps: Counter[int] = Counter()  # by optimizer
-        self._warmed_up = lru_cache(maxsize=1)(self._in_warm_up)  # in most steps as in the one before
+        self._in_warm_up = lru_cache(_FEW)(partial(_raised, epochs))  # in most steps as in the one before
         self.begin_step(0)
 
     def begin_step(self, epoch: int, progress: float = 1.0) -> None:
@@ -41,7 +42,7 @@ class Densities:
         if self._total_steps:
             made = max(self._steps.values(), default=0)
             stage = max(epoch, WARM_UP_PART * self._epochs * made // self._total_steps)
-        self.density = self._warmed_up(stage, progress)
+        self._stage, self._progress = stage, progress
 
     def of(self, name: str) -> float:
         """Return the fraction of elements to send of a parameter."""
@@ -49,7 +50,7 @@ class Densities:
 
     def wanted(self, name: str) -> float:
         """Return the least density that a plan may send: the user's, a warm-up's, or a rule's."""
-        asked = self._compressor.density_of(name, self.density)
+        asked = self._in_warm_up(self.target(name), self._stage, self._progress)
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:
@@ -59,13 +60,6 @@ class Densities:
     def target(self, name: str) -> float:
         """Return the density that the user asked for, that of a parameter when no warm-up, rule or plan raises it."""
         return self._compressor.density_of(name, self._target)
-
-    def _in_warm_up(self, stage: int, progress: float) -> float:
-        """Return the model's density: it falls geometrically by stages, as in Deep Gradient Compression's code."""
-        least = max(self._target, falling_density(self._target, progress))
-        if stage >= self._epochs:
-            return least
-        return max(least, same_everywhere(self._target ** ((stage + 1) / (self._epochs + 1))))
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Have a default warm-up go by a training's length, if that is known and a checkpoint has not told of it.
@@ -94,6 +88,12 @@ class Densities:
             self._steps = Counter(state["steps"])
             self._is_told = bool(state["total_steps"])
             self._total_steps = state["total_steps"] or self._total_steps
+
+
+def _raised(epochs: int, target: float, stage: int, progress: float) -> float:
+    """Return a density in warm-ups: it falls geometrically by stages, as in Deep Gradient Compression's code."""
+    least = falling_density(target, progress)
+    return least if stage >= epochs else max(least, same_everywhere(target ** ((stage + 1) / (epochs + 1))))
 
 
 def falling_density(target: float, progress: float) -> float:

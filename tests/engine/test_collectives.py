@@ -130,6 +130,7 @@ def timeouts(rank, given):
     collectives = Collectives([0, 1], torch.device("cpu"), given)
     groups = (collectives.group, dist.group.WORLD)
     try:
+        collectives.all_gather(torch.ones(1))  # who is done first would close what the other still connects to
         return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     finally:
         collectives.close()

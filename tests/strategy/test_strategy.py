@@ -185,6 +185,15 @@ def test_a_warm_up_takes_the_published_densities():
     assert densities_of(settings) == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
 
 
+def test_what_has_a_density_of_its_own_has_the_warm_up_of_that_density():
+    own = Settings.of(LAGS(densities={"weight": 0.001}), 0.5, warmup_epochs=4)
+    assert densities_of(own) == densities_of(Settings.of("lags", 0.001, warmup_epochs=4))
+    for progress in (0.0, 0.5, 1.0):
+        densities = own.densities()
+        densities.begin_step(4, progress)
+        assert densities.of("weight") == falling_density(0.001, progress)
+
+
 def test_a_default_warm_up_takes_a_tenth_of_a_short_training_and_a_given_one_its_epochs(pair):
     settings, one_epoch = {"compressor": "dgc", "density": 0.05}, {"max_epochs": 1, "limit_train_batches": 16}
     by_default, given = (fits(pair, Numbered, {**settings, **each}, **one_epoch) for each in ({}, {"warmup_epochs": 4}))
