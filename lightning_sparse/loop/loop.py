@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.steps import after_closure
 from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.exchange import Wrapper
+from lightning_sparse.engine.step.exchange import Wrapper, after_closure
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.loop.backend_choice import BackendChoice

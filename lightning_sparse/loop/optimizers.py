@@ -18,10 +18,11 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.adam.steps import AdamSteps, after_closure, is_correctable
+from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
 from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.exchange import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.kept import fitted_gradients
@@ -296,8 +297,12 @@ class TrainedParameters:
         self._know(self._present(forgets=True))
 
     def know(self, names: Collection[str]) -> None:
-        """Go on where those of these names were trained; what is frozen or new here by now is still to be noticed."""
-        self._know({name: each for name, each in self._module.named_parameters() if name in names})
+        """Go on where those of these names were trained; what is frozen or new here by now is still to be noticed.
+
+        Of what this rank has no element nobody has told: it stays as it is known now.
+        """
+        named, known = self._module.named_parameters(), self._present(forgets=False)
+        self._know({n: each for n, each in named if n in (names if local_tensor(each).numel() else known)})
 
     def _know(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

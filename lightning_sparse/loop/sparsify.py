@@ -22,11 +22,10 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.adam.steps import after_closure
 from lightning_sparse.engine.collectives import SharedOnCopy, align, copy_from_first
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
-from lightning_sparse.engine.step.exchange import Exchange, Wrapper, is_in_backward
+from lightning_sparse.engine.step.exchange import Exchange, Wrapper, after_closure, is_in_backward
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint

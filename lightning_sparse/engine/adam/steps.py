@@ -17,6 +17,7 @@ from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_widened
+from lightning_sparse.engine.step.exchange import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
 from lightning_sparse.functional.elements import laid_flat, local_tensor
@@ -49,26 +50,6 @@ def is_correctable(optimizer: Optimizer) -> bool:
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
-
-
-def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
-    """Return a hook before steps that acts as soon as an optimizer's gradients are there: after a closure, if any."""
-
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_named = "closure" in kwargs
-        closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
-        if closure is None:
-            act(optimizer)
-            return None
-
-        def close() -> Any:
-            loss = closure()
-            act(optimizer)
-            return loss
-
-        return (args, {**kwargs, "closure": close}) if is_named else ((args[0], close, *args[2:]), kwargs)
-
-    return hook
 
 
 class AdamSteps:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, ignored_by
@@ -67,6 +68,26 @@ class SilentReducer:
 def is_in_backward() -> bool:
     """Tell whether this is called from a backward, such as by a checkpoint that goes forward once more."""
     return _graph_number() > -1
+
+
+def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
+    """Return a hook before steps that acts as soon as an optimizer's gradients are there: after a closure, if any."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_named = "closure" in kwargs
+        closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
+        if closure is None:
+            act(optimizer)
+            return None
+
+        def close() -> Any:
+            loss = closure()
+            act(optimizer)
+            return loss
+
+        return (args, {**kwargs, "closure": close}) if is_named else ((args[0], close, *args[2:]), kwargs)
+
+    return hook
 
 
 class ArrivedGradients:
