@@ -508,7 +508,8 @@ class SparseBackward(Backward):
         self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and copies to be copied back
         # Groups that wait until the norm of all is known.
         self._held: list[tuple[Sequence[Member], Sequence[LocalGradient], Optional[Tensor]]] = []
-        self._overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
+        overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
+        self._has_groups = overlaps or route.pipeline.compressor.selects_across_group
         self._exchanged: list[Exchanged] = []
         self._means: list[Tensor] = []  # that have arrived before in the same step, the same on all ranks
         self._reduced: list[tuple[Tensor, Tensor]] = []  # gradients, and those means, which were taken out of them
@@ -520,8 +521,9 @@ class SparseBackward(Backward):
 
     @override
     def _closes(self, member: Member) -> bool:
-        # What has to wait for backward's end goes in one message: the worker makes one exchange after the other.
-        return self._overlaps and self._route.schedule.closes_group(member.name, self._group_numel)
+        # What has to wait for backward's end goes in one message, as the worker makes one exchange after the other; but
+        # where parameters of a group compete, what waits for what changes no number.
+        return self._has_groups and self._route.schedule.closes_group(member.name, self._group_numel)
 
     @override
     def _submit(self, members: Sequence[Member], group: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
