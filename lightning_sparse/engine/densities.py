@@ -50,7 +50,10 @@ class Densities:
 
     def wanted(self, name: str) -> float:
         """Return the least density that a plan may send: the user's, a warm-up's, or a rule's."""
-        asked = self._in_warm_up(self.target(name), self._stage, self._progress)
+        own, models = (
+            self._in_warm_up(each, self._stage, self._progress) for each in (self.target(name), self._target)
+        )
+        asked = max(own, self._compressor.density_of(name, models))  # which a method may remember
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:
