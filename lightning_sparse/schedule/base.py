@@ -13,8 +13,8 @@ class Schedule(ABC):
     """Cut the stream of gradients, in the order in which backward makes them ready, into groups.
 
     The answer must follow from the arguments alone, because every rank has to cut the stream in the same places. It is
-    not asked for where all gradients wait for the end of backward: they go as one group then, unless
-    a method selects across groups.
+    not asked for where all gradients wait for the end of backward: they go as one group then, unless a method selects
+    across a group.
     """
 
     @abstractmethod
