@@ -55,6 +55,7 @@ def echo_pipeline(
     share_of = levels.share_of if isinstance(levels, HierarchicalRanks) else None
     shares = tuple(map(levels.share_numel, sizes))
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), shares, 0, ranks, device))
+    compressor.begin_step(settings.density)
     pipeline = Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks, share_of),

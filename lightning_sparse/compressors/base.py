@@ -174,6 +174,10 @@ class Compressor(ABC):
         """Return the density of one parameter, where ``density`` is that of the model."""
         return density
 
+    def begin_step(self, density: float) -> None:
+        """Know the model's density in the step that comes, warm-ups included."""
+        return
+
     @abstractmethod
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
         """Choose what is sent of each tensor of a group, as one selection for each.

@@ -81,9 +81,8 @@ class ExDyna(Compressor):
         self._loads = torch.zeros(len(edges) - 1, dtype=torch.float64, device="cpu")
 
     @override
-    def density_of(self, name: str, density: float) -> float:
+    def begin_step(self, density: float) -> None:
         self._density = density
-        return density
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:

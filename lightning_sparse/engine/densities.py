@@ -43,7 +43,7 @@ class Densities:
             made = max(self._steps.values(), default=0)
             stage = max(epoch, WARM_UP_PART * self._epochs * made // self._total_steps)
         self._stage, self._progress = stage, progress
-        self._models = self._in_warm_up(self._target, stage, progress)
+        self._compressor.begin_step(self._in_warm_up(self._target, stage, progress))
 
     def of(self, name: str) -> float:
         """Return the fraction of elements to send of a parameter."""
@@ -51,8 +51,7 @@ class Densities:
 
     def wanted(self, name: str) -> float:
         """Return the least density that a plan may send: the user's, a warm-up's, or a rule's."""
-        own = self._in_warm_up(self.target(name), self._stage, self._progress)
-        asked = max(own, self._compressor.density_of(name, self._models))  # asked last: a method may remember it
+        asked = self._in_warm_up(self.target(name), self._stage, self._progress)
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:

@@ -44,6 +44,7 @@ class Simulation:
         return chosen
 
     def _select(self, compressor, flat):
+        compressor.begin_step(self.density)
         counts = [
             element_count(n, compressor.density_of(name, self.density)) for name, n in zip(self.names, self.numels)
         ]
