@@ -480,7 +480,7 @@ def _make_step(pipeline: Pipeline, gradients: Mapping[int, Tensor], launches: La
         exchanged = [part for group in _groups(members, groups) for part in pipeline.exchange(group)]
     with launches.during("commit"):
         pipeline.commit(exchanged)
-        pipeline.recorder.end_step()
+        pipeline.recorder.end_exchange()
 
 
 class _CorrectedAdam:

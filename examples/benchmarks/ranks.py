@@ -118,7 +118,7 @@ def _steps(sizes: Sequence[int], exchange: str, ranks: int) -> tuple[int, int]:
             gradient.normal_()
         groups = [[LocalGradient(str(place), gradient, None)] for place, gradient in enumerate(gradients)]
         pipeline.commit([part for group in groups for part in pipeline.exchange(group)])
-        pipeline.recorder.end_step()
+        pipeline.recorder.end_exchange()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return peak - before, _resident() - before
 

@@ -253,7 +253,7 @@ class VirtualRank:
                 self._clip()
             elif self._settings is None or rounds is not None:
                 self._average_gradients([each.grad for each in self.network.parameters() if each.grad is not None])
-                self.recorder.end_step()
+                self.recorder.end_exchange()
                 self._clip()
             else:
                 self._exchange(epoch)
@@ -263,7 +263,7 @@ class VirtualRank:
                 rounds.count_step(0)
             elif is_local and (self._steps - self._averages_after) % (self._averages_every or 1) == 0:
                 self._mean(list(self.network.parameters()))
-                self.recorder.end_step()
+                self.recorder.end_exchange()
 
     def pass_by(self) -> None:
         """Let a step go by without a batch, in rounds: where one ends, this rank's change counts for nothing."""
@@ -305,7 +305,7 @@ class VirtualRank:
         if self._pipeline.memory.clips_gradients:
             self._pipeline.measure_norms(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step, used=used))
-        self.recorder.end_step()
+        self.recorder.end_exchange()
         with nullcontext() if adam is None else adam.hidden():
             self._clip()
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from lightning_sparse.engine.observe import StepRecord
+from lightning_sparse.engine.observe import ExchangeRecord
 from lightning_sparse.jobs.lightning import TensorBoardLogger, Trainer
 from lightning_sparse.schedule import Plan
 
@@ -63,7 +63,7 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:
         logger.experiment.add_text(tag, markdown, step)
 
 
-def plan_page(compressor: str, plan: Optional[Plan], record: StepRecord) -> str:
+def plan_page(compressor: str, plan: Optional[Plan], record: ExchangeRecord) -> str:
     """Write what is sent, in the groups of the plan or else of ``record``, and what that should take, in Markdown."""
     facts: dict[str, object] = {"compressor": compressor}
     if plan is None:

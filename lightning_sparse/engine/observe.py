@@ -169,12 +169,10 @@ class GroupMarks:
         return _seconds(self.spans, stages)
 
 
-class StepRecord:
+class ExchangeRecord:
     """What one exchange did, and when, without a tensor of what arrived, so that many can be kept.
 
-    A step has one for each of its backwards.
-
-    All seconds wait for a device.
+    An optimizer step has one for each of its backwards. All seconds wait for a device.
     """
 
     def __init__(self, ranks: int = 1, node_ranks: int = 1) -> None:
@@ -198,7 +196,7 @@ class StepRecord:
         self.end: Optional[Mark] = None  # the last exchange had been written back
 
     @classmethod
-    def of_dense(cls, numel: int, nbytes: int, ranks: int, node_ranks: int) -> "StepRecord":
+    def of_dense(cls, numel: int, nbytes: int, ranks: int, node_ranks: int) -> "ExchangeRecord":
         """Return that of an all-reduce of gradients as they are, whose ring leaves each node once."""
         record = cls(ranks, node_ranks)
         record.is_dense, record.elements = True, numel / node_ranks
@@ -215,7 +213,7 @@ class StepRecord:
         )
 
     def seconds(self, *stages: str) -> float:
-        """Return the time spent in stages, of groups and of the step as a whole."""
+        """Return the time spent in stages, of groups and of the exchange as a whole."""
         return _seconds([*chain.from_iterable(group.spans for group in self.groups), *self.spans], stages)
 
     @property
@@ -233,7 +231,7 @@ class StepRecord:
 
     @property
     def have_passed(self) -> bool:
-        """Whether the step is over on the device, too; nobody waits for it."""
+        """Whether the exchange is over on the device, too; nobody waits for it."""
         marks = (self.backward_end, self.end, *(end for _, end in self.waits))
         return all(mark is None or Clock.has_passed(mark) for mark in marks)
 
@@ -242,7 +240,7 @@ def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
     return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)
 
 
-Step = Sequence[StepRecord]  # what was exchanged for one optimizer step, a record for each backward
+Step = Sequence[ExchangeRecord]  # what was exchanged for one optimizer step, a record for each backward
 
 
 def mean_stats(steps: Sequence[Step], has_levels: bool) -> dict[str, float]:
@@ -269,7 +267,7 @@ def compressed(steps: Sequence[Step]) -> list[Step]:
     return [step for step in steps if not any(each.is_dense for each in step)]
 
 
-def mean_of(steps: Sequence[Step], number: Callable[[StepRecord], float]) -> float:
+def mean_of(steps: Sequence[Step], number: Callable[[ExchangeRecord], float]) -> float:
     """Return the mean over steps of what their exchanges come to together; NaN of no step."""
     return fmean(sum(map(number, step)) for step in steps) if steps else math.nan
 
@@ -286,14 +284,14 @@ class Totals:
         self.steps = 0  # of optimizers, those left to plain DDP included
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
         self._exposed_seconds = 0.0
-        self._unread: deque[StepRecord] = deque()  # of steps that a device may not have come to the end of
+        self._unread: deque[ExchangeRecord] = deque()  # that a device may not have come to the end of
         self._is_dense = False
         self._seconds = 0.0
         self._border = perf_counter()
         self._paused: Optional[float] = None
 
-    def add(self, record: StepRecord) -> None:
-        """Add a step whose exchange has ended, as far as the host knows."""
+    def add(self, record: ExchangeRecord) -> None:
+        """Add an exchange that has ended, as far as the host knows."""
         self.wire_bytes += record.wire_bytes
         self.node_bytes += record.node_bytes
         self.dense_bytes += record.dense_bytes
@@ -340,15 +338,15 @@ class Totals:
 
 
 class Recorder:
-    """Write the record of the step in progress, and keep that of the last one that ended."""
+    """Write the record of the exchange in progress, and keep that of the last one that ended."""
 
     def __init__(self, device: torch.device, ranks: int, node_ranks: int = 1) -> None:
         self.clock = Clock(device)
         self.totals = Totals()
         self._ranks = (ranks, node_ranks)
         self.has_levels = node_ranks > 1  # some ranks share a gradient
-        self.current = StepRecord(*self._ranks)  # changes only between two backwards
-        self.last: Optional[StepRecord] = None  # that ended, with the engine or with plain DDP
+        self.current = ExchangeRecord(*self._ranks)  # changes only between two backwards
+        self.last: Optional[ExchangeRecord] = None  # that ended, with the engine or with plain DDP
         self.last_step: Step = ()  # all of the optimizer step that goes on, or of the last one if none has come since
         self.continues_step = False  # whether the coming exchange is of the step of the one before
         self.watches_gradients = False  # mark each, also where that costs an event of the device
@@ -366,7 +364,7 @@ class Recorder:
         self.current.backward_end = self.clock.mark()
 
     def mark_of_gradients(self) -> Callable[[], Optional[Mark]]:
-        """Return what marks that a gradient is ready, in the step in progress."""
+        """Return what marks that a gradient is ready, in the exchange in progress."""
         if self.clock.is_host:
             return perf_counter
         return self.clock.mark if self.watches_gradients else _no_mark
@@ -411,7 +409,7 @@ class Recorder:
             self._group.wire_bytes += count
 
     def add_to_last(self, count: float, is_ddps: bool = False) -> None:
-        """Record that bytes have left this rank that belong to the last step, and leave it with DDP, too, if told."""
+        """Record bytes that have left this rank for the last exchange, and would have left it with DDP, too, if told."""
         if self.last is not None:
             self.last.wire_bytes += count
             self.last.layout_bytes += count * is_ddps
@@ -423,7 +421,7 @@ class Recorder:
         """Count what is done inside as an exchange of the last step for which training stands still."""
         start = self.clock.mark()
         yield
-        end, known, waited = self.clock.mark(), self.last, StepRecord()
+        end, known, waited = self.clock.mark(), self.last, ExchangeRecord()
         if known is not None:
             known.spans.append(Span("exchange", start, end))
             known.waits.append((start, end))
@@ -439,21 +437,21 @@ class Recorder:
         record = self.current if self._group is None else self._group
         record.spans.append(Span(stage, start, self.clock.mark()))
 
-    def end_step(self) -> StepRecord:
-        """Close the record of this step, open the next, and return the former."""
+    def end_exchange(self) -> ExchangeRecord:
+        """Close the record of this exchange, open the next, and return the former."""
         self.current.end = self.clock.mark()
-        record, self.current = self.current, StepRecord(*self._ranks)
+        record, self.current = self.current, ExchangeRecord(*self._ranks)
         self._keep(record)
         return record
 
-    def _keep(self, record: StepRecord) -> None:
+    def _keep(self, record: ExchangeRecord) -> None:
         self.totals.add(record)
         self.last_step = (*(self.last_step[-_MOST_EXCHANGES:] if self.continues_step else ()), record)
         self.last = record
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
         """Record a step whose gradients, of so many elements and bytes, plain DDP exchanges."""
-        self._keep(StepRecord.of_dense(numel, nbytes, *self._ranks))
+        self._keep(ExchangeRecord.of_dense(numel, nbytes, *self._ranks))
         self.samples = self.last_samples = None
 
     def ask_for_samples(self, counts: bool = True) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.densities import Densities
-from lightning_sparse.engine.observe import Clock, Recorder, StepRecord
+from lightning_sparse.engine.observe import Clock, ExchangeRecord, Recorder
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.hiding import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Grouping, Plan, best_of, first_groupings, partly_whole_groupings
@@ -37,7 +37,7 @@ class StepSample(NamedTuple):
 
 
 Samples = dict[Grouping, list[StepSample]]
-Course = Generator[None, StepRecord, None]
+Course = Generator[None, ExchangeRecord, None]
 
 
 class Planner:
@@ -45,8 +45,8 @@ class Planner:
 
     plan: Optional[Plan] = None
 
-    def see_step(self, record: StepRecord) -> None:
-        """Look at a step that has ended; on every rank, between two steps."""
+    def see_exchange(self, record: ExchangeRecord) -> None:
+        """Look at an exchange that has ended; on every rank, between two steps."""
 
     def expect_other_order(self) -> None:
         """Expect a new DDP, whose first steps bring gradients in an order that means nothing."""
@@ -88,7 +88,7 @@ class StepPlanner(Planner):
         schedule.reset()
 
     @override
-    def see_step(self, record: StepRecord) -> None:
+    def see_exchange(self, record: ExchangeRecord) -> None:
         order = tuple(record.ready)
         if not order or not record.is_typical:
             return  # every gradient was sparse_coo, so that nothing is merged; or no step to come is like this one
@@ -149,9 +149,9 @@ class StepPlanner(Planner):
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             yield from self._watch(patience)
 
-    def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, StepRecord, Samples]:
+    def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, ExchangeRecord, Samples]:
         """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
-        seen: dict[Grouping, list[StepRecord]] = {grouping: [] for grouping in groupings}
+        seen: dict[Grouping, list[ExchangeRecord]] = {grouping: [] for grouping in groupings}
         self._recorder.watches_gradients = True
         for grouping, steps in list(seen.items()) * rounds:
             self._group_as(grouping)
@@ -218,7 +218,7 @@ class StepPlanner(Planner):
         """Follow the plan until it no longer does what it did."""
         assert self.plan is not None
         while True:
-            window = deque[StepRecord](maxlen=_CHECKED_STEPS)
+            window = deque[ExchangeRecord](maxlen=_CHECKED_STEPS)
             for _ in range(patience * _CHECK_EVERY):
                 window.append((yield))
             # Callbacks of single ranks may have gradients marked: what all are to know is told without those marks.
@@ -249,7 +249,7 @@ def _learned(*seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
 
 
 def averaged(
-    collectives: Collectives, steps: Sequence[StepRecord], holds_groups: bool, has_ready: bool = True
+    collectives: Collectives, steps: Sequence[ExchangeRecord], holds_groups: bool, has_ready: bool = True
 ) -> list[StepSample]:
     """Average the times of steps over ranks; ``has_ready`` if all have marked when each gradient was ready."""
     read = [_times_of(record, holds_groups) for record in steps]
@@ -269,7 +269,7 @@ def averaged(
     ]
 
 
-def _times_of(record: StepRecord, holds_groups: bool) -> tuple[list[float], list[float]]:
+def _times_of(record: ExchangeRecord, holds_groups: bool) -> tuple[list[float], list[float]]:
     """Read when each gradient was ready, unless nobody watched it, and the other times of a sample."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]

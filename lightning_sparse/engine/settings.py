@@ -20,7 +20,7 @@ from lightning_sparse.engine.densities import Densities
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
 from lightning_sparse.engine.refusals import lacking, refuse, unmet
-from lightning_sparse.engine.wire import Exchange, Wires, build_wires, exchange_of, wire_values
+from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.schedule import SCHEDULES, Merged, Schedule
 
@@ -187,7 +187,7 @@ class Settings:
     warmup_epochs: int
     bounds_warm_up: bool
     optimizer_correction: Union[str, AdamCorrection, None]
-    exchange: Exchange
+    exchange: ExchangeChoice
     overlaps_backward: bool
     local_steps: Optional[LocalSteps]
     levels: Union[str, int]

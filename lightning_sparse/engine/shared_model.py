@@ -201,7 +201,7 @@ class SharedModel:
             start.copy_(_difference(_as(self._shared[name], start.dtype), start))
         pipeline.recorder.current.covered_steps = change.steps
         pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
-        pipeline.close_step()
+        pipeline.close_record()
         pipeline.recorder.samples = None  # who asked may have looked by now, and then asks for the next
 
     def _average(self, changes: Sequence[Tensor]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe import StepRecord, Totals, mean_stats
+from lightning_sparse.engine.observe import ExchangeRecord, Totals, mean_stats
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
 
 
@@ -54,7 +54,7 @@ class Event:
 
 def step(backward_end, end):
     """Return a step that was exposed between two moments."""
-    record = StepRecord(ranks=4)
+    record = ExchangeRecord(ranks=4)
     record.elements, record.wire_bytes = 100, 60.0
     record.backward_end, record.end = backward_end, end
     return record
@@ -82,7 +82,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
     record = step(2.0, 2.25)
     record.covered_steps = 3
     totals.add(record)
-    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=2))
+    totals.add(ExchangeRecord.of_dense(100, 400, ranks=4, node_ranks=2))
     plain, stats = 2 * 3 / 4 * 400, totals.as_stats(has_levels=False)
     dense = plain * (1 + 3 + 1)
     assert stats == {
@@ -101,7 +101,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     totals.resume()
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 2 s
-    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=1))
+    totals.add(ExchangeRecord.of_dense(100, 400, ranks=4, node_ranks=1))
     totals.end_step()  # 3 s, left to DDP
     totals.resume()  # after 85 s of validation
     totals.add(step(2.0, 2.5))
@@ -125,12 +125,12 @@ def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_n
 
 
 def test_of_narrow_gradients_plain_ddp_sends_less():
-    stats = mean_stats([[StepRecord.of_dense(100, 200, ranks=4, node_ranks=1)]], has_levels=False)
+    stats = mean_stats([[ExchangeRecord.of_dense(100, 200, ranks=4, node_ranks=1)]], has_levels=False)
     assert (stats["wire_bytes"], stats["dense_bytes"], stats["compression_ratio"]) == (300.0, 600.0, 2.0)
 
 
 def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
-    plain, ours = StepRecord.of_dense(100, 400, ranks=4, node_ranks=1), step(1.0, 1.5)
+    plain, ours = ExchangeRecord.of_dense(100, 400, ranks=4, node_ranks=1), step(1.0, 1.5)
     stats = mean_stats([[plain]], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0
     assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0

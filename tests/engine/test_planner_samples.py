@@ -9,7 +9,7 @@ import torch
 
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.densities import Densities
-from lightning_sparse.engine.observe import GroupMarks, Span, StepRecord
+from lightning_sparse.engine.observe import ExchangeRecord, GroupMarks, Span
 from lightning_sparse.engine.planner import StepPlanner, averaged
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.merging import predict
@@ -30,7 +30,7 @@ class Told(load("echo").EchoCollectives):
 
 def step(ready, tensors=2):
     """Return a step of some gradients in a group; on a device they have no mark unless somebody watches."""
-    record = StepRecord()
+    record = ExchangeRecord()
     record.backward_start, record.backward_end, record.end = 0.0, 2.0, 3.0
     record.ready = {f"weight {number}": ready for number in range(tensors)}
     group = GroupMarks(tuple(record.ready))
@@ -79,7 +79,7 @@ def exchange(sent):
 
 def step_of(schedule, numels, density):
     """Return a step whose groups, those of a schedule, take what they take by the costs above."""
-    record = StepRecord()
+    record = ExchangeRecord()
     record.ready = dict(zip(numels, accumulate([BACKWARD] * len(numels))))
     record.backward_start, record.backward_end = 0.0, max(record.ready.values())
     names, free = [], 0.0
@@ -105,7 +105,7 @@ def test_the_plan_is_the_optimum_by_the_costs_that_were_seen():
     densities, recorder = Densities(TopK(), density), SimpleNamespace(watches_gradients=False)
     planner = StepPlanner(schedule, Told(2), recorder, numels, densities, False, lambda: False, lines.append)
     for _ in range(100):
-        planner.see_step(step_of(schedule, numels, density))
+        planner.see_exchange(step_of(schedule, numels, density))
     problem = (SIZES, [BACKWARD] * len(SIZES), select, lambda elements: exchange(density * elements))
     groups = plan_groups(*problem)
     assert planner.plan.groups == tuple(tuple(f"weight {place}" for place in group) for group in groups)

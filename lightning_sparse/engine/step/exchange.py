@@ -609,7 +609,7 @@ class SparseBackward(Backward):
         pipeline.commit(exchanged, self._order.places)
         for gradients, views in self._packed:
             torch._foreach_copy_(gradients, views)
-        pipeline.close_step()
+        pipeline.close_record()
         for gradient, arrived in self._reduced:
             gradient.add_(arrived)
         self._used_by_any = exchanged[-1].result.used if exchanged else None

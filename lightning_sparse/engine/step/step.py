@@ -234,15 +234,15 @@ class Pipeline:
         self.levels.write_back()
         self.selector.release()
 
-    def close_step(self) -> None:
-        """Close the record of the step, and have the planner look at it."""
-        record = self.recorder.end_step()
+    def close_record(self) -> None:
+        """Close the record of the exchange, and have the planner look at it."""
+        record = self.recorder.end_exchange()
         # Now, so that it does not count as time of the step.
         if (samples := self.recorder.samples) is not None:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
             self.recorder.last_samples = samples
-        self._planner.see_step(record)
+        self._planner.see_exchange(record)
 
     def _keep(self, exchanged: Exchanged, accepted: Tensor) -> None:
         accumulated = exchanged.accumulated

@@ -44,20 +44,24 @@ def wire_values(wire: str) -> WireValues:
     return WIRES[checked_name("wire", wire, tuple(WIRES))]
 
 
-class Exchange(NamedTuple):
+class ExchangeChoice(NamedTuple):
     """How selections with indices travel: gathered without ``owners``; with ``chooses`` as is fewest bytes."""
 
     owners: Optional[Owners] = None
     chooses: bool = False
 
 
-EXCHANGES = {"auto": Exchange(Owners(), chooses=True), "gather": Exchange(), "owners": Exchange(Owners())}
+EXCHANGES = {
+    "auto": ExchangeChoice(Owners(), chooses=True),
+    "gather": ExchangeChoice(),
+    "owners": ExchangeChoice(Owners()),
+}
 
 
-def exchange_of(exchange: Union[str, Owners]) -> Exchange:
+def exchange_of(exchange: Union[str, Owners]) -> ExchangeChoice:
     """Return the meaning of an ``exchange`` argument; raise ``ValueError`` if the name is unknown."""
     if isinstance(exchange, Owners):
-        return Exchange(exchange)
+        return ExchangeChoice(exchange)
     return EXCHANGES[checked_name("exchange", exchange, tuple(EXCHANGES))]
 
 
@@ -119,7 +123,7 @@ def build_wires(
     dtype: torch.dtype,
     rank: int,
     ranks: int,
-    exchange: Exchange = EXCHANGES["gather"],
+    exchange: ExchangeChoice = EXCHANGES["gather"],
     bits: Optional[int] = None,
 ) -> Wires:
     """Build the formats of a group: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
