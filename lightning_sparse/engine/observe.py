@@ -409,7 +409,7 @@ class Recorder:
             self._group.wire_bytes += count
 
     def add_to_last(self, count: float, is_ddps: bool = False) -> None:
-        """Record bytes that have left this rank for the last exchange, and would have left it with DDP, too, if told."""
+        """Record bytes that the last exchange has sent, and that DDP would have sent, too, if told."""
         if self.last is not None:
             self.last.wire_bytes += count
             self.last.layout_bytes += count * is_ddps

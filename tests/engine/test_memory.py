@@ -23,7 +23,7 @@ def make_step(memory, step, hyperparameters, accepted=YES, replaceable=()):
     before = {name: tensor.clone() for name, tensor in zip(names, accumulated)}
     sent = FlatSelection.of(accumulated, [torch.tensor([0])] * len(names))
     kept = sent.replaced(torch.zeros(len(names)), sent.indices)
-    memory.update(names, accumulated, kept, accepted, replaceable)
+    memory.keep(names, accumulated, kept, accepted, replaceable)
     return before, accumulated
 
 
@@ -70,7 +70,7 @@ def test_a_tensor_that_may_be_replaced_is_kept_itself_and_shares_no_memory_with_
         names, given = list(SIZES), gradients(step)
         accumulated = memory.compensate(names, list(given.values()), {})
         sent = FlatSelection.of(accumulated, [torch.tensor([0])] * len(names))
-        memory.update(names, accumulated, sent.replaced(torch.zeros(3), sent.indices), YES, [True, True, False])
+        memory.keep(names, accumulated, sent.replaced(torch.zeros(3), sent.indices), YES, [True, True, False])
         residuals = memory.state_dict()["residual"]
         assert residuals["large"].data_ptr() == given["large"].data_ptr() != accumulated[0].data_ptr()
         assert accumulated[2] is given["smaller"]

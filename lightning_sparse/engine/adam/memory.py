@@ -290,7 +290,7 @@ class AdamMemory(ResidualMemory):
             state.arrived = None if is_all else found.get(each)
 
     @override
-    def keep_gradients(self, names: Iterable[str]) -> None:
+    def see_unused(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self.states:
                 self.states[name].arrived = None

@@ -88,7 +88,7 @@ class MomentumMemory(ResidualMemory):
             velocity.add_(before)
 
     @override
-    def update(
+    def keep(
         self,
         names: Sequence[str],
         accumulated: list[Tensor],
@@ -114,7 +114,7 @@ class MomentumMemory(ResidualMemory):
         elif moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
             overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
-        super().update(names, accumulated, kept, accepted, replaceable)
+        super().keep(names, accumulated, kept, accepted, replaceable)
 
     @override
     def statistics(self) -> dict[str, Tensor]:

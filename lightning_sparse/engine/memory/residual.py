@@ -89,7 +89,7 @@ class Memory:
         """Return flat gradients plus what is kept, in at least fp32: in place where their type is wide enough."""
         return in_widened(gradients)
 
-    def update(
+    def keep(
         self,
         names: Sequence[str],
         accumulated: list[Tensor],
@@ -113,7 +113,7 @@ class Memory:
         """Average what the memory asks for, of names and whether any rank used each; return whether it did."""
         return False
 
-    def keep_gradients(self, names: Iterable[str]) -> None:
+    def see_unused(self, names: Iterable[str]) -> None:
         """Know that no mean was written to these: no rank has used them."""
 
     def clip_to(self, clips: Sequence[Clip]) -> None:
@@ -219,7 +219,7 @@ class ResidualMemory(Memory):
         return (last / present).nan_to_num(nan=1.0).clamp(1 / _MAX_RATE_RATIO, _MAX_RATE_RATIO)
 
     @override
-    def update(
+    def keep(
         self,
         names: Sequence[str],
         accumulated: list[Tensor],

@@ -619,7 +619,7 @@ class SparseBackward(Backward):
         super()._write_missing(unused)
         self._route.arrived.note([each.parameter for each in self._order.members], unused)
         if unused:
-            self._route.pipeline.memory.keep_gradients(
+            self._route.pipeline.memory.see_unused(
                 each.name for each in self._order.members if each.parameter in unused
             )
 

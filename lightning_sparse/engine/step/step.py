@@ -250,7 +250,7 @@ class Pipeline:
             local.parameter is not None and tensor is local.gradient
             for local, tensor in zip(exchanged.group, accumulated)
         ]
-        self.memory.update(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
+        self.memory.keep(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
 
     def _together(
         self, step: Sequence[Exchanged], means: Sequence[Sequence[Selection]], used: Sequence[Optional[Tensor]]
