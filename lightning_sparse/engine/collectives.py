@@ -263,9 +263,9 @@ def align(module: Module, known: Iterable[str] = ()) -> None:
     _sync_module_states(module, group, _BROADCAST_BYTES, 0, set(left_out), True)
 
 
-def broadcast_buffers(module: Module) -> None:
-    """Copy buffers from rank 0, in place; a graph of an earlier forward does not mind."""
-    group, left_out = dist.distributed_c10d._get_default_group(), ignored_by(module)
+def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
+    """Copy buffers from the first rank of all, or of a group, in place; a graph of an earlier forward does not mind."""
+    group, left_out = group or dist.distributed_c10d._get_default_group(), ignored_by(module)
     buffers: list[Tensor] = [each for name, each in module.named_buffers() if name not in left_out]
     if buffers:
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):

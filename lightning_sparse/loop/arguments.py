@@ -38,7 +38,7 @@ _CALLED_ELSEWHERE = {
     "sparsity": "did you mean density, which is 1 - sparsity?",
     "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
     " AdaptiveDensity([Warmup(length)])",
-    "levels": "two levels are taken by the Trainer's SparseDDPStrategy alone",
+    "levels": "FSDP averages inside a replica, and replicas exchange; leave it out",
     "schedule": _SHARDS,
     "overlaps_backward": _SHARDS,
 }

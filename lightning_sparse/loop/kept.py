@@ -24,7 +24,8 @@ SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
 _ALIKE = {
     "version": "go on with the release of lightning-sparse that saved it, on as many processes, or leave it out to"
     " start with nothing kept",
-    "topology": "start as many processes as had saved it, or leave it out to start with nothing kept",
+    "topology": "start as many processes on as many nodes as had saved it, with the same levels, or leave it out to"
+    " start with nothing kept",
     "number": "each rank saves a state of its own, and is given that one again",
     "compressor": "choose that compressor, or leave the state out to start with nothing kept",
 }
@@ -140,7 +141,7 @@ def _laid_as_now(tensor: Tensor, scope: str, engine: Engine, before: Any, now: l
     if scope == SHARE:
         raise ValueError(
             f"it was saved with the shape and the order {before}, and has {now} now. Of the ranks of a node each keeps"
-            " a share of it: resume with the same memory_format, or with SparseDDPStrategy(levels=1)"
+            " a share of it: resume with the same memory_format, or with levels=1"
         )
     shape, strides, cut = now
     if before[::2] != [shape, cut]:

@@ -28,6 +28,7 @@ from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import check_optimizers, in_one_order
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by, load_states, states_of
+from lightning_sparse.loop.levels import Node
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
@@ -86,6 +87,7 @@ class Given(NamedTuple):
     scaler: Any = None
     clipping: Clipping = NOT_CLIPPED  # of every step
     node_ranks: int = 1  # that have averaged their gradients before, or do so first
+    node: Optional[Node] = None  # of this rank, where an entry point without ``node_ranks`` knows it
 
 
 class Loop:

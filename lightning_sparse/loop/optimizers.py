@@ -211,9 +211,9 @@ class CountedSteps:
     def see_weights(self, module: Module) -> None:
         """Warn where batch after batch changes the weights, and no step that is counted has."""
         versions = sum(each._version for each in module.parameters() if each.requires_grad)
-        self._uncounted += versions != self._versions
-        self._versions = versions
-        if self._uncounted == UNCOUNTED_BATCHES:
+        self._versions, before = versions, self._versions
+        self._uncounted += versions != before
+        if self._uncounted == UNCOUNTED_BATCHES and versions != before:
             self._warn(UNCOUNTED)
 
     def close(self) -> None:

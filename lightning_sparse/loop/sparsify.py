@@ -40,6 +40,7 @@ from lightning_sparse.loop.checks import (
     refuse_training,
 )
 from lightning_sparse.loop.kept import check_alike
+from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
 from lightning_sparse.loop.loop import CLOSED, Given, Loop, Training
 from lightning_sparse.loop.optimizers import before_step_of_training, handled, unwrapped
 from lightning_sparse.schedule import FixedSize
@@ -47,7 +48,7 @@ from lightning_sparse.schedule import FixedSize
 _LOGGER = logging.getLogger(__name__)
 
 
-@spelt_out("levels")
+@spelt_out()
 def sparsify(
     model: Module,
     optimizer: Union[Optimizer, Iterable[Optimizer]],
@@ -77,10 +78,11 @@ def sparsify(
         total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
             and of a compressor go by it.
         timeout: how long an exchange may wait for other ranks; ``None`` for as long as the job's process group.
-        **given: settings as of :class:`~lightning_sparse.Compression`, without ``levels``. With ``warmup_epochs`` call
-            :meth:`Sparsifier.set_epoch` at the start of each; for ``None`` and ``total_steps`` there is no need to.
-            With ``local_steps`` all ranks make equally many steps, evaluate and save the model inside
-            :meth:`Sparsifier.shared_model`, and end with :meth:`Sparsifier.close`.
+        **given: settings as of :class:`~lightning_sparse.Compression`. Nodes, for ``levels``, are told apart by
+            torchrun's numbers of them, or by names of hosts. With ``warmup_epochs`` call :meth:`Sparsifier.set_epoch`
+            at the start of each; for ``None`` and ``total_steps`` there is no need to. With ``local_steps`` all ranks
+            make equally many steps, evaluate and save the model inside :meth:`Sparsifier.shared_model`, and end with
+            :meth:`Sparsifier.close`.
 
     Raises:
         ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
@@ -139,6 +141,9 @@ class Sparsifier(Loop):
         module = self._model.module
         check_trainers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
+        if not isinstance(self._model, ShardedModel):
+            node = own_node() if given.node is None else given.node
+            given = given._replace(node_ranks=agreed_ranks_of_node(settings, node, log))
         self._is_closed = False
         self._is_shared = True  # the model is that of all ranks, as far as this rank knows
         self._is_shown = False  # inside of shared_model
@@ -164,24 +169,25 @@ class Sparsifier(Loop):
                 refusal.remove()
         if (training := self.training) is None:
             return
+        module = self._model.module
         if isinstance(self._model, ShardedModel):
-            module, group = self._model.module, training.engine.levels.same_shard.collectives.group
+            group = training.engine.levels.same_shard.collectives.group
             assert group is not None
             copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], group)
         training.expect_steps(total_steps)
         training.tell_of_rounds(total_steps)
         rounds = training.engine.rounds
-        called = model if rounds is None else self._model.module
-        forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
-        # FSDP's own puts whole parameters there.
-        self._handles.append(called.register_forward_pre_hook(forward, prepend=True))
+        for called in {model} if rounds is None else {model, module}:  # a rank may evaluate what is inside of DDP alone
+            forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
+            # Before FSDP's own, which puts whole parameters there.
+            self._handles.append(called.register_forward_pre_hook(forward, prepend=True))
         listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.source)))
         self._handles.append(model.register_forward_hook(listen))
         if rounds is None:
             return
         begin = before_step_of_training(self._begin_rounds)
         self._handles += [each.register_step_pre_hook(begin) for each in self.optimizers]
-        self._handles.append(called.register_state_dict_pre_hook(Watch(called, self._check_shared)))
+        self._handles.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
         training.after_step = partial(self._end_step, training)
         if scaler is not None:
             training.steps.count_skipped(scaler)

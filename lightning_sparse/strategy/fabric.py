@@ -170,10 +170,12 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward;"
                 " or, where it is not trained, model.eval() or torch.no_grad()"
             )
-        own = copy.deepcopy(self.settings), Given(self._timeout, getattr(self.precision, "scaler", None))
-        handle = Sparsifier(model, optimizers, *own, self._total_steps, self._log)
+        facts = Given(self._timeout, getattr(self.precision, "scaler", None), node=self.node_rank)
+        handle = Sparsifier(model, optimizers, copy.deepcopy(self.settings), facts, self._total_steps, self._log)
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
+        if handle.engine is not None:
+            _, self._checkpointer.node_ranks, self._checkpointer.are_islands = handle.engine.topology
         self._waiting.pop(model).remove()
         self._handles[model] = handle
         atexit.unregister(self._exit)
@@ -290,8 +292,8 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
             and of a compressor go by it.
         gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
-        **given: settings as of :class:`~lightning_sparse.Compression`, without ``levels``, and other arguments of
-            ``DDPStrategy`` and ``DistributedDataParallel``. With ``warmup_epochs`` call :meth:`set_epoch` at the start
+        **given: settings as of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
+            ``DistributedDataParallel``. With ``warmup_epochs`` call :meth:`set_epoch` at the start
             of each epoch; for ``None`` and ``total_steps`` there is no need to.
 
     Attributes:
@@ -302,7 +304,7 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
     """
 
-    @spelt_out("levels")
+    @spelt_out()
     def __init__(
         self,
         compressor: Union[str, Compressor] = "topk",

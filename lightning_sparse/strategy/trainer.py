@@ -37,13 +37,13 @@ from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.kept import EVERYWHERE, RANK
+from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
-from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.uneven import (
     check_batches,
     check_logged,
@@ -505,7 +505,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         checkpointer = self._checkpointer
-        count = checkpointer.node_ranks = self._ranks_of_node()
+        count = checkpointer.node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
         checkpointer.are_islands = count > 1 and self.settings.asks_for_islands
         super().configure_ddp()
 
@@ -514,20 +514,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word. What is done with gradients
         # depends on the optimizers, which Lightning sets up next.
         return
-
-    def _ranks_of_node(self) -> int:
-        """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
-        if self.world_size == 1:
-            return 1
-        several = self.num_nodes > 1 and self.settings.levels != 1
-        nodes = gather_together(self.node_rank) if several else [0] * self.world_size
-        count = ranks_of_node(self.settings, nodes)
-        together = "train in step, and rounds of local steps go between nodes."
-        if not self.settings.asks_for_islands:
-            together = "average their gradients before they exchange with other nodes."
-        if count > 1:
-            self._log(f"two levels, the {count} ranks of each of {self.world_size // count} nodes {together}")
-        return count
 
     @override
     def on_train_start(self) -> None:

@@ -3,8 +3,9 @@
 import os
 import warnings
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,9 @@ class Module(Numbered):
     def training_step(self, batch, batch_index):
         return self.network(rows_of(self.global_rank, batch_index).to(self.device))["loss"]
 
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(range(STEPS * dist.get_world_size()))
+
     def validation_step(self, batch, batch_index):
         self.network(rows_of(0, batch_index).to(self.device))
 
@@ -82,22 +86,40 @@ class Module(Numbered):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+def node_ranks_of(settings):
+    """Return how many ranks are on a node: two where there are to be two levels, else all."""
+    return 2 if settings.get("levels") == 2 else dist.get_world_size()
+
+
+def on_its_node(train):
+    """Have a rank train on its node."""
+
+    @wraps(train)
+    def there(rank, settings, *arguments, **named):
+        node, local = divmod(rank, node_ranks_of(settings))
+        with mock.patch.dict(os.environ, GROUP_RANK=str(node), NODE_RANK=str(node), LOCAL_RANK=str(local)):
+            return train(rank, settings, *arguments, **named)
+
+    return there
+
+
 def through_the_trainer(rank, settings, folder, resumes):
     path = str(folder / "trainer.ckpt")
     module = Module(settings) if resumes else Module(settings, SAVED, path)
     more = {"max_epochs": 1, "limit_train_batches": STEPS, "gradient_clip_val": NORM}
-    more |= {"val_check_interval": 4, "limit_val_batches": 1}
+    more |= {"val_check_interval": 4, "limit_val_batches": 1, "node_ranks": node_ranks_of(settings)}
     fit_numbered(rank, SparseDDPStrategy(**settings), module, path if resumes else None, **more)
     return tensors_of(module.network)
 
 
+@on_its_node
 def through_fabric(rank, settings, folder, resumes):
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     path = folder / "fabric.ckpt"
     with warnings.catch_warnings():
         expect()
         strategy = SparseFabricStrategy(**settings, total_steps=STEPS)
-        fabric = Fabric(strategy=strategy, accelerator=accelerator(), devices=dist.get_world_size())
+        devices, ranks = node_ranks_of(settings), dist.get_world_size()
+        fabric = Fabric(strategy=strategy, accelerator=accelerator(), devices=devices, num_nodes=ranks // devices)
         fabric.launch()
         net = Net()
         optimizer, schedule = optimizer_of(net, settings)
@@ -123,6 +145,7 @@ def through_fabric(rank, settings, folder, resumes):
     return tensors_of(net)
 
 
+@on_its_node
 def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wrap=DistributedDataParallel):
     net = Net().to(DEVICE)
     model = wrap(net)
@@ -170,6 +193,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"rows": rows_of(rank, step)[row]}
 
 
+@on_its_node
 def through_hugging_face(rank, settings, folder, resumes, trainings=1, **arguments):
     with as_hugging_face_wants(rank):
         transformers = import_module("transformers")

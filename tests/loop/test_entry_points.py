@@ -24,6 +24,8 @@ SETTINGS = {
     "lags": {"compressor": "lags", "density": 0.1, "wire": "bfloat16", "local_steps": 5},
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(5, 0.7, 0.9, nesterov=True)},
     "late": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(5, residual_decay=0.9, overlap_steps=3)},
+    "two levels": {"density": 0.1, "levels": 2, "optimizer_correction": AdamCorrection(3, 2, 2)},
+    "islands": {"density": 0.1, "levels": 2, "local_steps": LocalSteps(5, 0.7, 0.9, synchronous_steps=3)},
     "synchronous": {"density": 0.1, "local_steps": LocalSteps(5, overlap_steps=1, synchronous_steps=3)},
 }
 
@@ -40,10 +42,11 @@ def best_of_hugging_face(rank, folder):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_training_is_the_same_to_the_bit_through_each_entry_point(pair, tmp_path, kind):
+def test_a_training_is_the_same_to_the_bit_through_each_entry_point(pools, tmp_path, kind):
     settings = SETTINGS[kind]
-    expected = pair.run(through_the_trainer, settings, tmp_path, False)
-    first, second = ({**each} for each in expected)
+    ranks = pools[4 if "levels" in settings else 2]
+    expected = ranks.run(through_the_trainer, settings, tmp_path, False)
+    first, second, *_ = ({**each} for each in expected)
     if "local_steps" not in settings:  # then a rank's statistics of BatchNorm are its own until DDP's next forward
         for name in [name for name in first if "running" in name]:
             del first[name], second[name]
@@ -53,8 +56,8 @@ def test_a_training_is_the_same_to_the_bit_through_each_entry_point(pair, tmp_pa
         if entry_point is through_hugging_face and (DEVICE.type != "cpu" or find_spec("transformers") is None):
             continue
         for resumes in (False, True):
-            assert_same(pair.run(entry_point, settings, tmp_path, resumes), expected)
-    assert_same(pair.run(partial(through_a_plain_loop, handle_first=False), settings, tmp_path, True), expected)
+            assert_same(ranks.run(entry_point, settings, tmp_path, resumes), expected)
+    assert_same(ranks.run(partial(through_a_plain_loop, handle_first=False), settings, tmp_path, True), expected)
 
 
 def further_of_hugging_face(rank, folder, trainings=2, **arguments):

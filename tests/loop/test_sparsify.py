@@ -8,6 +8,7 @@ import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -659,6 +660,18 @@ def test_steps_are_left_to_ddp_where_that_is_faster(pair, optimizer):
 def test_what_is_refused(pools, ranks, arguments, message):
     for refusal in pools[ranks].run(refuse, give, arguments):
         assert refusal.startswith(message)
+
+
+def ranks_of_a_node(rank, hosts, **settings):
+    with mock.patch("socket.gethostname", return_value=hosts[rank]), sparsified("SGD", **settings) as (_, _, handle):
+        return handle.engine.topology.node_ranks
+
+
+def test_nodes_are_told_apart_by_names_of_hosts(pools):
+    assert pools[4].run(ranks_of_a_node, ["one", "one", "other", "other"]) == [2] * 4
+    assert pools[4].run(ranks_of_a_node, ["one", "other"] * 2) == [1] * 4
+    for refusal in pools[2].run(refuse, give, {"levels": 2}):
+        assert refusal.startswith("ValueError: levels=2 was given, but all ranks are on one node")
 
 
 def refused_states(rank):

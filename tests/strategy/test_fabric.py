@@ -279,7 +279,7 @@ def test_mistakes_are_refused_with_their_cure(pair):
     [
         ({"denstiy": 0.01}, TypeError, "denstiy=0.01 .*density"),
         ({"local_steps": 4, "compressor": "dgc"}, ValueError, "local_steps=4"),
-        ({"levels": 2}, TypeError, "levels=2"),
+        ({"levels": 3}, ValueError, "levels=3"),
         ({"density": 1.5}, ValueError, "density=1.5"),
         ({"bucket_cap_mb": 25}, ValueError, "bucket_cap_mb=25"),
         ({"total_steps": 0}, ValueError, "total_steps=0"),

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.strategy.levels import ranks_of_node
+from lightning_sparse.loop.levels import ranks_of_node
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.resuming import Numbered

@@ -16,7 +16,7 @@ from lightning_sparse.callbacks import (
 )
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.strategy.levels import ranks_of_node
+from lightning_sparse.loop.levels import ranks_of_node
 from tests.helpers.fits import NotingLogger, fits, one_model
 from tests.helpers.trainers import Small
 

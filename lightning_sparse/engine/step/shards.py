@@ -15,7 +15,7 @@ from lightning_sparse.functional.elements import local_tensor
 class BareModel:
     """A model that nothing wraps: it has those parts of a DDP wrapper that are asked for."""
 
-    process_group = None  # all ranks
+    process_group: Any = None  # of ranks whose buffers are one; all
     broadcast_buffers = True
     require_backward_grad_sync = require_forward_param_sync = True
 
@@ -34,7 +34,7 @@ class BareModel:
     def begin_forward(self) -> None:
         """Copy buffers from rank 0 as DDP does: before a step's first forward, not between those that accumulate."""
         if self.require_forward_param_sync and self.broadcast_buffers:
-            broadcast_buffers(self.module)
+            broadcast_buffers(self.module, self.process_group)
         self.require_forward_param_sync = self.require_backward_grad_sync
 
 

@@ -1,14 +1,38 @@
 """One level or two: whether the ranks of a node average their gradients before they exchange with other nodes."""
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Union
 
+from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.optimizers import listed
 
+Node = Union[int, str]
 
-def ranks_of_node(settings: Settings, nodes: Sequence[int]) -> int:
-    """Return how many ranks of a node average their gradients first; 1 for one level."""
+
+def own_node() -> Node:
+    """Return what tells the node of this process from others: torchrun's number of it, else the host's name."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], None]) -> int:
+    """Return how many ranks of a node, of which each tells its own, average their gradients first, and say so."""
+    # In the store: which device is whose nobody may have told NCCL so far.
+    nodes = [] if settings.levels == 1 else gather_apart(str(node))
+    count = ranks_of_node(settings, nodes) if len(nodes) > 1 else 1
+    together = "average their gradients before they exchange with other nodes."
+    if settings.asks_for_islands:
+        together = "train in step, and rounds of local steps go between nodes."
+    if count > 1:
+        log(f"two levels, the {count} ranks of each of {len(nodes) // count} nodes {together}")
+    return count
+
+
+def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
+    """Return how many ranks of a node average their gradients first, by each rank's node; 1 for one level."""
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     reason = None
     if len(set(nodes)) == 1:
