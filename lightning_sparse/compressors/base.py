@@ -175,7 +175,7 @@ class Compressor(ABC):
         return density
 
     def begin_step(self, density: float) -> None:
-        """Know the model's density in the step that comes, warm-ups included."""
+        """Know the model's density in the steps that come, warm-ups included; before :meth:`begin`, too."""
         return
 
     @abstractmethod

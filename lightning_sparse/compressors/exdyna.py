@@ -66,13 +66,13 @@ class ExDyna(Compressor):
     rebalances: ClassVar[bool] = True  # cut anew; else partitions are of equal size, and stay
 
     def __init__(self) -> None:
+        self._density = self.default_density or 1.0
         self.begin(ModelLayout((), (), 0, 1, torch.device("cpu")))
 
     @override
     def begin(self, layout: ModelLayout) -> None:
         self._layout = layout
         self._starts = layout.starts()
-        self._density = self.default_density or 1.0
         self._step = 0
         self._threshold = ThresholdState()
         self._histogram: Optional[Tensor] = None

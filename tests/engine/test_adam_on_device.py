@@ -93,7 +93,9 @@ def trained_on(device):
     net, batches = net.to(device), batches.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
     correction = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=100)
-    with sparsify(net, optimizer, compressor="topk", density=0.01, schedule="single", optimizer_correction=correction):
+    with sparsify(
+        net, optimizer, compressor="topk", density=0.01, schedule="single", levels=1, optimizer_correction=correction
+    ):
         for step, batch in enumerate(batches):
             net(batch, skips=step == 4).backward()
             stale = net.between.weight.grad.cpu().clone()

@@ -444,7 +444,10 @@ def train(way, steps):
         return Engine(ddp, settings, timeout, say, way.node_ranks, *around)
 
     given = {"density": 0.05, "schedule": "layerwise", "warmup_epochs": 0, **way.given}
-    with mock.patch.object(loop, "Engine", engine), sparsify(net, optimizer, scaler=scaler, **given) as handle:
+    with (
+        mock.patch.object(loop, "Engine", engine),
+        sparsify(net, optimizer, scaler=scaler, levels=1, **given) as handle,
+    ):
         for step in range(steps):
             for _ in range(way.backwards):
                 loss = net(torch.randn(4, 64, device=CUDA, dtype=way.dtype), way.skips and step % 2 == 1)
