@@ -2,21 +2,15 @@
 
 from typing import ClassVar
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver
+from lightning_sparse.callbacks.base import StepObserver, engine_of
 from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.compressors.registry import checked_name
-from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.jobs.lightning import LightningModule, Trainer
+from lightning_sparse.loop.checks import ReplicaError, check_replicas
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
-
-
-class ReplicaError(RuntimeError):
-    """The parameters of two ranks differ, and should not."""
 
 
 class ReplicaSentinel(StepObserver):
@@ -47,19 +41,9 @@ class ReplicaSentinel(StepObserver):
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        parameters = dict(pl_module.named_parameters())
-        rows = torch.stack(gather_together(torch.stack(list(map(fingerprint, parameters.values()))).cpu()))
-        differs = (rows != rows[0]).any(dim=0)
-        if not differs.any():
-            return
-        names = [name for name, is_different in zip(parameters, differs.tolist()) if is_different]
-        column = rows[:, list(parameters).index(names[0])]
-        ranks = [rank for rank, is_different in enumerate((column != column[0]).tolist()) if is_different]
-        message = (
-            f"after step {step} the parameter {names[0]!r} differs from rank 0's on rank {', '.join(map(str, ranks))}"
-            f" ({len(names)} of {len(parameters)} parameters differ): what ranks train is no longer one model. Look for"
-            " code that changes parameters on some ranks only; go on from a checkpoint that was saved before"
-        )
-        if self.action == "raise":
-            raise ReplicaError(message)
-        rank_zero_warn(message)
+        try:
+            check_replicas(engine_of(strategy), f"after step {step}")
+        except ReplicaError as error:
+            if self.action == "raise":
+                raise
+            rank_zero_warn(str(error))

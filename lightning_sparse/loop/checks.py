@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from numbers import Integral
 from typing import Any, Optional
@@ -16,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.exchange import SilentReducer
 from lightning_sparse.engine.step.shards import cut_modules
-from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.functional.elements import local_tensor, local_tensors
+from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.optimizers import chain_of, handled, listed
 from lightning_sparse.schedule import Auto
 
@@ -276,3 +279,24 @@ def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
         raise ValueError(
             f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
         )
+
+
+class ReplicaError(RuntimeError):
+    """The parameters of two ranks differ, and should not."""
+
+
+def check_replicas(engine: Engine, when: str) -> None:
+    """Raise :class:`ReplicaError`, on all ranks, unless they hold the same parameters, to the bit; all call."""
+    parameters = local_tensors(engine.wrapper.module)
+    own = torch.stack(list(map(fingerprint, parameters.values())))
+    rows = engine.worker.run(partial(engine.levels.same_shard.collectives.all_gather, own)).cpu()
+    if not (differs := (rows != rows[0]).any(dim=0)).any():
+        return
+    names = [name for name, is_different in zip(parameters, differs.tolist()) if is_different]
+    column = rows[:, list(parameters).index(names[0])]
+    ranks = [rank for rank, is_different in enumerate((column != column[0]).tolist()) if is_different]
+    raise ReplicaError(
+        f"{when} the parameter {names[0]!r} differs from rank 0's on rank {', '.join(map(str, ranks))}"
+        f" ({len(names)} of {len(parameters)} parameters differ): what ranks train is no longer one model. Look for"
+        " code that changes parameters on some ranks only; go on from a checkpoint that was saved before"
+    )

@@ -33,6 +33,7 @@ from lightning_sparse.loop.arguments import spelt_out, taken_settings
 from lightning_sparse.loop.checks import (
     check_bare,
     check_facts,
+    check_replicas,
     check_rounds,
     check_shards,
     check_trainers,
@@ -296,6 +297,16 @@ class Sparsifier(Loop):
                 reshard(self._model.module)
                 if totals is not None:
                     totals.resume()
+
+    def check_replicas(self) -> None:
+        """Check that all ranks have one model, between two steps; all must call. It reads all parameters once.
+
+        Raises:
+            ReplicaError: on all ranks, if a parameter differs by a bit; of shards ranks are numbered by replica.
+        """
+        if self.engine is not None:
+            with self.shared_model():
+                check_replicas(self.engine, "here")
 
     def synchronize(self) -> None:
         """End the round of local steps early, and go on from the shared model; all ranks must call."""

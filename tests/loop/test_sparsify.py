@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse.callbacks.replica_sentinel import ReplicaError
 from lightning_sparse.compressors import DGC, TopK
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of
@@ -672,6 +673,23 @@ def test_nodes_are_told_apart_by_names_of_hosts(pools):
     assert pools[4].run(ranks_of_a_node, ["one", "other"] * 2) == [1] * 4
     for refusal in pools[2].run(refuse, give, {"levels": 2}):
         assert refusal.startswith("ValueError: levels=2 was given, but all ranks are on one node")
+
+
+def change_a_bit(rank, settings):
+    """Check ranks that are one model, and again when one has changed; in a round the shared model has to be one."""
+    with sparsified("SGD", density=0.05, **settings) as (ddp, optimizer, handle):
+        train(rank, ddp, [optimizer], range(3))
+        handle.check_replicas()
+        if not settings:
+            with torch.no_grad():
+                ddp.module.decoder.bias[3] += rank
+            with pytest.raises(ReplicaError, match=r"here the parameter 'decoder\.bias' differs .* on rank 1"):
+                handle.check_replicas()
+
+
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}], ids=["every step", "rounds"])
+def test_replicas_can_be_checked(pair, settings):
+    pair.run(change_a_bit, settings)
 
 
 def refused_states(rank):
