@@ -234,8 +234,8 @@ class VirtualRank:
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
         if (adam := self._view.adam) is not None:
-            adam.total_steps = total_steps
-            adam.clip(Clipping(norm=self._clip_norm), parameters.values())  # from which no step takes it
+            adam.warm_up.total_steps = total_steps
+            adam.clips.ask(Clipping(norm=self._clip_norm), parameters.values())  # from which no step takes it
 
     def step(self, loss: Tensor, epoch: int = 0) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
@@ -292,7 +292,7 @@ class VirtualRank:
     def _exchange(self, epoch: int) -> None:
         adam = self._view.adam
         if adam is not None:
-            adam.look(lambda number: number)  # replicas are the same here to the bit
+            adam.warm_up.look(lambda number: number)  # replicas are the same here to the bit
         context = self._view.coming_step()
         self._pipeline.begin_step(context)
         self._densities.begin_step(epoch, context.warm_up_progress)

@@ -72,7 +72,6 @@ class Engine(SharedOnCopy):
         self.arrived = ArrivedGradients()
         self.densities = settings.densities()
         self._settings = settings
-        self._collectives = collectives
         self.wrapper, self._whole_group, self._broadcasts_buffers = ddp, ddp.process_group, ddp.broadcast_buffers
         self._layout = self._layout_of(trained)
         self._names: dict[nn.Parameter, str] = {each: name for name, each in module.named_parameters()}
@@ -98,10 +97,10 @@ class Engine(SharedOnCopy):
     @property
     def topology(self) -> Topology:
         """Who keeps what."""
-        return Topology(self._collectives.ranks, self.levels.node_ranks, isinstance(self.levels, Islands))
+        return Topology(self.levels.world.collectives.ranks, self.levels.node_ranks, isinstance(self.levels, Islands))
 
     def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
-        collectives = self._collectives
+        collectives = self.levels.world.collectives
         return layout_of(self.wrapper.module, collectives.rank, collectives.ranks, collectives.device, trained)
 
     def _begin_compressor(self) -> None:
@@ -121,11 +120,11 @@ class Engine(SharedOnCopy):
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            meeting = Meeting(self._collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
+            meeting = Meeting(self.levels.world.collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
             begin = partial(type(self)._begin_exchange, proxy(self))  # no cycle, in which memory waits for a collection
             return Rounds(local, shared, meeting, self.worker, begin, log)
         if self.compressor.replicas_diverge:
-            averager = ReplicaAverager(module, self._collectives, self.recorder)
+            averager = ReplicaAverager(module, self.levels.world.collectives, self.recorder)
             return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker)
         return Replicas()
 
@@ -182,18 +181,15 @@ class Engine(SharedOnCopy):
 
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
-        return self.worker.run(lambda: self._collectives.mean_of_numbers([number]))[0]
+        return self.worker.run(lambda: self.levels.world.collectives.mean_of_numbers([number]))[0]
 
     def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
-        parts = (settings.schedule, self._collectives, self.recorder, self._numels, self.densities)
+        parts = (settings.schedule, self.levels.world.collectives, self.recorder, self._numels, self.densities)
         memory = proxy(self.memory)  # which does not wait for a collection, as a planner and its course do
-
-        def holds_groups() -> bool:
-            return memory.clips_gradients or not settings.overlaps_backward
-
-        return StepPlanner(*parts, settings.adapts_density, holds_groups, log)
+        adapts, overlaps = settings.adapts_density, settings.overlaps_backward
+        return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
         """Begin a step, before any of its gradients is taken."""

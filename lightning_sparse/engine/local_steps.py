@@ -51,10 +51,8 @@ class RoundLength:
         self._clock = Clock(device)
         self._log = log
         self.steps = every if isinstance(every, int) else _FIRST_STEPS
-        # Steps, when the exchange before them was applied, when the wait for theirs began, and when it ended.
-        self.times: Optional[list[tuple[int, Mark, Mark, Mark]]] = (
-            None if isinstance(every, int) else []
-        )  # until chosen
+        # Steps, when the exchange before them was applied, and when the wait for theirs began and ended; until chosen.
+        self.times: Optional[list[tuple[int, Mark, Mark, Mark]]] = None if isinstance(every, int) else []
         self._applied_at = self._clock.mark()
         self._last_wait: Optional[tuple[Mark, Mark]] = None
         self._unread: deque[tuple[Mark, Mark]] = deque()  # waits that a device may not have come to the end of
@@ -129,6 +127,7 @@ class Rounds(Replicas):
         self._steps_of: dict[int, int] = {}
         self._has_begun = False
         self._is_stale = False  # whether a step has been made since the last exchange began
+        self.is_shared = True  # this rank's model is that of all: before rounds begin, and where one was ended early
         self._is_resumed = False
         self._pending: Optional[Change] = None
 
@@ -136,11 +135,6 @@ class Rounds(Replicas):
     def steps_since_ended(self) -> int:
         """Steps since rounds began, or since one was ended early."""
         return self._step - self._origin
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether this rank's model is that of all: before rounds begin, and where one was ended early."""
-        return not (self._has_begun and (self._is_stale or self.steps_since_ended or self._pending))
 
     @property
     def is_synchronous(self) -> bool:
@@ -167,13 +161,13 @@ class Rounds(Replicas):
     def leave(self) -> None:
         """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
         self._worker.drain()
-        self._has_begun, self._pending = False, None
+        self._has_begun, self._pending, self.is_shared = False, None, True
 
     @override
     def adopt(self) -> None:
         """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
         self.shared.adopt()
-        self._pending, self._is_stale = None, False
+        self._pending, self._is_stale, self.is_shared = None, False, True
 
     @override
     def count_step(self, optimizer: int) -> None:
@@ -185,7 +179,7 @@ class Rounds(Replicas):
         self._is_resumed = False
         if not self._has_begun:
             return
-        self._is_stale = True
+        self._is_stale, self.is_shared = True, False
         if self._steps_of[optimizer] <= self._step:
             return
         steps = self.meeting.count_step(self._step)
@@ -213,7 +207,7 @@ class Rounds(Replicas):
         if any(told.is_stale for told in everywhere):
             self._submit(0, everywhere)
         self.shared.unify_rest()
-        self._origin = self._step
+        self._origin, self.is_shared = self._step, True
 
     def _tell(self, status: RankStatus) -> Sequence[RankStatus]:
         return self._worker.run(lambda: self.meeting.tell(status))
@@ -351,3 +345,4 @@ class Rounds(Replicas):
             corrections = [each.to(self.shared.device) for each in saved["corrections"]]
             self._pending = Change(saved["names"], [], corrections, saved["due"])
             self._pending.done.set()
+        self.is_shared = not (self._has_begun and (self._is_stale or self.steps_since_ended or self._pending))

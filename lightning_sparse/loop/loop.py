@@ -75,7 +75,6 @@ _OWN = (
     " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum"
 )
 
-
 _ONE = Replicas()
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
@@ -228,7 +227,7 @@ class Training:
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
-            self.view.adam.clip(self._given.clipping, parameters.values())
+            self.view.adam.clips.ask(self._given.clipping, parameters.values())
         self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
         self.steps.handles += hooks
 
@@ -250,8 +249,7 @@ class Training:
         self._attend()
         self.steps.handles += warn_of_adaptive(self.settings, optimizers, warn_user)
         if before is not None and self.view.adam is not None:
-            self.view.adam.total_steps = before.total_steps
-            self.view.adam.begin_anew()
+            self.view.adam.warm_up.go_on(before.warm_up)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
@@ -261,9 +259,9 @@ class Training:
         if densities.warm_up_steps is not None:
             self._log(tells_default_warm_up(self.settings, densities.warm_up_steps))
         if (adam := self.view.adam) is not None:
-            adam.total_steps = total_steps
-            if adam.is_dense:
-                self._log(takes_adam(self.settings, self.optimizers, total_steps, adam.is_resumed))
+            adam.warm_up.total_steps = total_steps
+            if adam.warm_up.is_dense:
+                self._log(takes_adam(self.settings, self.optimizers, total_steps, adam.warm_up.is_resumed))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
         """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
@@ -281,7 +279,7 @@ class Training:
         """Have the next gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
         adam = self.view.adam
         if adam is not None:
-            adam.clip(clipping, parameters)
+            adam.clips.ask(clipping, parameters)
         with nullcontext() if adam is None else adam.hidden():
             yield
 
@@ -325,10 +323,10 @@ class Training:
         else:
             is_dense = self.choice is not None and self.choice.begin_batch(self.is_dense)
             if adam is not None:
-                is_resumed, warm_up = adam.is_resumed, adam.look(self.engine.mean_over_ranks)
+                is_resumed, warm_up = adam.warm_up.is_resumed, adam.warm_up.look(self.engine.mean_over_ranks)
                 if warm_up is not None and not is_resumed:
                     self._log(tells_warm_up(warm_up, self.settings.density))
-                is_dense = adam.is_dense or is_dense
+                is_dense = adam.warm_up.is_dense or is_dense
         if is_dense != self.is_dense:
             self.is_dense = is_dense
             self.engine.send_dense(is_dense)
@@ -392,7 +390,7 @@ class Training:
         self.engine.recorder.continues_step = bool(continued)
         if self.is_dense:
             adam = self.view.adam
-            self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.is_dense)
+            self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
         if self.settings.local_steps is None:
             context = self.view.coming_step(self.is_dense, continued)
             scaler = self._given.scaler
@@ -427,7 +425,7 @@ class Training:
     def _end_step(self, optimizer: Optimizer) -> None:
         self.unfinished.end(optimizer)
         if self.view.adam is not None:
-            self.view.adam.end_step(optimizer)
+            self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
         if self.is_in_round:
@@ -447,7 +445,7 @@ class Training:
         if together:
             self.engine.worker.drain()
         kept = kept_by(self.engine, together)
-        kept[EVERYWHERE]["clips"] = [] if self.view.adam is None else self.view.adam.clips()
+        kept[EVERYWHERE]["clips"] = [] if self.view.adam is None else self.view.adam.clips.state()
         return {**kept, "epoch": self.epoch}
 
     def load(self, kept: Mapping[str, Any]) -> list[str]:
@@ -459,7 +457,7 @@ class Training:
             self._trained.know(rounds.shared.trained)
             self.engine.source.track(self._trained.parameters)
         if self.view.adam is not None:
-            self.view.adam.restore_clips(everywhere["clips"])
+            self.view.adam.clips.load(everywhere["clips"])
         if self.settings.replicas_diverge:
             load_states(self.optimizers, own.get("optimizers", ()))
             if self._given.scaler is not None and "scaler" in own:

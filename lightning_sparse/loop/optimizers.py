@@ -88,7 +88,7 @@ class OptimizerView:
         """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self.adam is not None:
-            self.adam.names = self._names
+            self.adam.counts.names = self._names
 
     def coming_step(self, is_dense: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""

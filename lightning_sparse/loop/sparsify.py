@@ -145,10 +145,7 @@ class Sparsifier(Loop):
         if not isinstance(self._model, ShardedModel):
             node = own_node() if given.node is None else given.node
             given = given._replace(node_ranks=agreed_ranks_of_node(settings, node, log))
-        self._is_closed = False
-        self._is_shared = True  # the model is that of all ranks, as far as this rank knows
-        self._is_shown = False  # inside of shared_model
-        self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
+        self._followed = FollowedModel(self._model)
         self._parts = _trained_parts(module)
         # Before those by which Adam's updates are made.
         exchange = before_step_of_training(after_closure(self.exchange_shards))
@@ -170,26 +167,16 @@ class Sparsifier(Loop):
                 refusal.remove()
         if (training := self.training) is None:
             return
-        module = self._model.module
         if isinstance(self._model, ShardedModel):
-            group = training.engine.levels.same_shard.collectives.group
+            module, group = self._model.module, training.engine.levels.same_shard.collectives.group
             assert group is not None
             copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], group)
         training.expect_steps(total_steps)
         training.tell_of_rounds(total_steps)
-        rounds = training.engine.rounds
-        for called in {model} if rounds is None else {model, module}:  # a rank may evaluate what is inside of DDP alone
-            forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
-            # Before FSDP's own, which puts whole parameters there.
-            self._handles.append(called.register_forward_pre_hook(forward, prepend=True))
-        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.source)))
-        self._handles.append(model.register_forward_hook(listen))
-        if rounds is None:
+        self._handles += self._followed.follow(training, model)
+        if training.engine.rounds is None:
             return
-        begin = before_step_of_training(self._begin_rounds)
-        self._handles += [each.register_step_pre_hook(begin) for each in self.optimizers]
-        self._handles.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
-        training.after_step = partial(self._end_step, training)
+        training.after_step = training.turn
         if scaler is not None:
             training.steps.count_skipped(scaler)
         training.turn()
@@ -199,6 +186,7 @@ class Sparsifier(Loop):
         _ATTENDED.difference_update(self._parts)
         for handle in self._handles:
             handle.remove()
+        self._followed.training = None
         self.end(has_failed)
 
     def __enter__(self) -> Self:
@@ -283,20 +271,8 @@ class Sparsifier(Loop):
         Nothing is sent. Where gradients are exchanged in every step the model is that already. The time inside counts
         for no statistics.
         """
-        self._take_up()
-        before = self._is_shared, self._is_shown
-        totals = None if self.engine is None or self._is_shown else self.engine.recorder.totals
-        if totals is not None:
-            totals.pause()
-        with self.replicas.shared_model():
-            self._is_shared = self._is_shown = True
-            try:
-                yield
-            finally:
-                self._is_shared, self._is_shown = before
-                reshard(self._model.module)
-                if totals is not None:
-                    totals.resume()
+        with self._followed.shown():
+            yield
 
     def check_replicas(self) -> None:
         """Check that all ranks have one model, between two steps; all must call. It reads all parameters once.
@@ -310,18 +286,16 @@ class Sparsifier(Loop):
 
     def synchronize(self) -> None:
         """End the round of local steps early, and go on from the shared model; all ranks must call."""
-        self._take_up()
+        self._followed.take_up()
         self.replicas.synchronize()
-        self._is_shared = True
 
     def adopt(self) -> None:
         """Share the model that there is now, such as one that was loaded in the midst of training; all ranks must call.
 
         With local steps, what else changes the model would be taken for a change by training.
         """
-        self._take_up()
+        self._followed.take_up()
         self.replicas.adopt()
-        self._is_shared = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
@@ -330,13 +304,13 @@ class Sparsifier(Loop):
         backward. Empty on one process. All ranks must call: with local steps they compare what training has written
         without an optimizer.
         """
-        if self._is_closed:
+        if self._followed.is_closed:
             raise RuntimeError(CLOSED)
-        self._take_up()
+        self._followed.take_up()
         state = self.state()
         if state is None:
             return {}
-        return {**state, "number": dist.get_rank(), "shared model": self._print_of_shared()}
+        return {**state, "number": dist.get_rank(), "shared model": self._followed.prints()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned; load model and optimizers as ever, in any order with this.
@@ -344,7 +318,7 @@ class Sparsifier(Loop):
         Raises:
             ValueError: if it is that of another rank, of another number of ranks, another compressor or another model.
         """
-        if self._is_closed:
+        if self._followed.is_closed:
             raise RuntimeError(CLOSED)
         if (training := self.training) is None:
             if state:
@@ -355,19 +329,85 @@ class Sparsifier(Loop):
             return
         check_alike(state, training.engine, dist.get_rank())
         training.epoch = state["epoch"]
-        self._waiting = dict(state)
+        self._followed.waiting = dict(state)
         if training.engine.rounds is None:
-            self._take_up()
+            self._followed.take_up()
         else:
             training.engine.rounds.leave()
-            self._is_shared = True
 
-    def _take_up(self) -> None:
+    def load(self, kept: Mapping[str, Any]) -> list[str]:
+        """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
+        return self._followed.load(kept)
+
+    def close(self, has_failed: bool = False) -> None:
+        """End the exchange, and leave the optimizers alone; safe to call twice.
+
+        With local steps it ends the round: all ranks must call. Train on by giving the model to :func:`sparsify` anew,
+        in a new wrapper if it was in one, or in any ``DistributedDataParallel``. ``has_failed`` says that training ends
+        by an error of this rank, for which others may wait.
+        """
+        engine, self._followed.is_closed = self.engine, True
+        try:
+            if engine is not None and not has_failed and engine.worker.error is None:
+                self.synchronize()
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if engine is not None:
+                _refuse_training_of(self._model)
+            self._leave(has_failed)
+
+
+class FollowedModel:
+    """Follow a model where nobody tells of batches, evaluations and saves, and know in rounds whose model it is."""
+
+    def __init__(self, model: Wrapper) -> None:
+        self.training: Optional[Training] = None  # with which it is followed
+        self.waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
+        self.is_closed = False
+        self._model = model
+        self._is_shown = False  # inside of shared_model
+
+    def follow(self, training: Training, model: Module) -> list[Any]:
+        """Hear of the calls of a model, as the user calls it, from now on; return hooks that are removed at the end."""
+        self.training, rounds, module = training, training.engine.rounds, self._model.module
+        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.source)))
+        hooks: list[Any] = [model.register_forward_hook(listen)]
+        for called in {model} if rounds is None else {model, module}:  # a rank may evaluate what is inside of DDP alone
+            forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
+            # Before FSDP's own, which puts whole parameters there.
+            hooks.append(called.register_forward_pre_hook(forward, prepend=True))
+        if rounds is not None:
+            begin = before_step_of_training(partial(self._begin_rounds, training))
+            hooks += [each.register_step_pre_hook(begin) for each in training.optimizers]
+            hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
+        return hooks
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have the model be the one of all ranks inside."""
+        self.take_up()
+        before, training = self._is_shown, self.training
+        totals = None if training is None or before else training.engine.recorder.totals
+        if totals is not None:
+            totals.pause()
+        with nullcontext() if training is None else training.replicas.shared_model():
+            self._is_shown = True
+            try:
+                yield
+            finally:
+                self._is_shown = before
+                reshard(self._model.module)
+                if totals is not None:
+                    totals.resume()
+
+    def take_up(self) -> None:
         """Go on from the state that was loaded, if one was; with local steps from the model that there is now."""
-        state, self._waiting = self._waiting, None
+        state, self.waiting = self.waiting, None
         if state is None or self.training is None:
             return
-        if state.get("shared model") != self._print_of_shared():
+        if state.get("shared model") != self.prints():
             raise ValueError(
                 "this state is of another model than there is now: before the first step, load the one that was saved"
                 " with it, inside `with handle.shared_model():`"
@@ -379,27 +419,26 @@ class Sparsifier(Loop):
         assert self.training is not None
         unused, engine = self.training.load(kept), self.training.engine
         if engine.rounds is not None:
-            self._is_shared = engine.rounds.is_shared
             self.training.is_dense = engine.rounds.is_synchronous
             engine.send_dense(self.training.is_dense)
         return unused
 
-    def _print_of_shared(self) -> Optional[list[int]]:
+    def prints(self) -> Optional[list[int]]:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
-        if self.settings.local_steps is None:
+        if self.training is None or self.training.settings.local_steps is None:
             return None
-        with self.replicas.shared_model():
+        with self.training.replicas.shared_model():
             held = map(local_tensor, self._model.module.parameters())
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:
         """Begin a batch; none of the gradients of a new layer would tell of it."""
         is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
-        if has_grad and (is_training or self._waiting is not None) and not is_in_backward():  # by a checkpoint
+        if has_grad and (is_training or self.waiting is not None) and not is_in_backward():  # by a checkpoint
             if training.engine.rounds is None:
                 training.track_model(between=True)
             else:
-                self._begin_rounds()
+                self._begin_rounds(training)
                 training.check_epoch()
                 training.begin_batch()
             if is_training and type(self._model) is BareModel:
@@ -411,7 +450,7 @@ class Sparsifier(Loop):
         """Hear of a backward when it comes to the model, before it adds to gradients; refuse it once closed."""
 
         def hear(gradient: Tensor) -> None:
-            if self._is_closed:
+            if self.is_closed:
                 raise RuntimeError(CLOSED)
             source.hear()
 
@@ -419,44 +458,21 @@ class Sparsifier(Loop):
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(hear)
 
-    def _begin_rounds(self, *step: Any) -> None:
+    def _begin_rounds(self, training: Training, *step: Any) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
-        self._take_up()
-        self.replicas.begin_round()
+        self.take_up()
+        training.replicas.begin_round()
 
     def _check_shared(self, *save: Any) -> None:
-        if not self._is_shared:
+        rounds = None if self.training is None else self.training.engine.rounds
+        if not (self._is_shown or rounds is None or rounds.is_shared):
             raise RuntimeError(
                 f"in a round of local steps this is the model of rank {dist.get_rank()} alone: evaluate and save inside"
                 " `with handle.shared_model():`, of what sparsify returned or of fabric.strategy; or call synchronize()"
                 " before, on all ranks"
             )
-
-    def _end_step(self, training: Training) -> None:
-        """Know, in rounds of local steps, whose model there is after a step, and how the next is made."""
-        self._is_shared = training.is_dense
-        training.turn()
-
-    def close(self, has_failed: bool = False) -> None:
-        """End the exchange, and leave the optimizers alone; safe to call twice.
-
-        With local steps it ends the round: all ranks must call. Train on by giving the model to :func:`sparsify` anew,
-        in a new wrapper if it was in one, or in any ``DistributedDataParallel``. ``has_failed`` says that training ends
-        by an error of this rank, for which others may wait.
-        """
-        engine, self._is_closed = self.engine, True
-        try:
-            if engine is not None and not has_failed and engine.worker.error is None:
-                self.synchronize()
-        except BaseException:
-            has_failed = True
-            raise
-        finally:
-            if engine is not None:
-                _refuse_training_of(self._model)
-            self._leave(has_failed)
 
 
 class Watch(SharedOnCopy):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import NamedTuple, Optional
 
@@ -97,13 +97,87 @@ class AdamState:
         settings = self.known.settings
         return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, settings.eps)
 
+    def learn(self, mean: Tensor, has_pieces: bool) -> None:
+        """Learn the second moment from a mean gradient, of a backward that may be one of several in this step."""
+        step, settings, (_, second, largest, _) = self.known
+        earlier, known = self.learned or (None, self.second_step)
+        share = max(_LEAST_KEPT, settings.beta2 ** (step - known))
+        # Both as torch keeps them: with the bias of their step.
+        old, new = (1 - settings.beta2**number for number in (known, step))
+        mean, weight = mean.to(second.dtype), (1 - share) * new
+        if earlier is None:
+            second.mul_(share * new / old).add_(mean.square(), alpha=weight)
+        else:
+            # The square of the sum in the place of the first one's: (a + b)^2 = a^2 + b (2 a + b).
+            earlier = earlier.to(mean.dtype)
+            second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
+            mean = earlier + mean
+        if has_pieces:
+            self.learned = mean, known
+        if largest is not None:
+            torch.maximum(largest, second, out=largest)
+        self.second_step = step
+
+
+@dataclass
+class OwnClips:
+    """Clip a rank's own gradients, which are longer than the mean by a measured factor, so that the mean is clipped."""
+
+    ranks: int
+    total_of: Callable[[Tensor], Tensor]
+    clips: Sequence[Clip] = ()
+    factors: Optional[Tensor] = None  # by clip that has a norm, in this step
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # of a rank's, as a mean over ranks, and of the mean
+    ratios: dict[frozenset[str], Tensor] = field(default_factory=dict)  # of what is clipped together, as measured last
+
+    @property
+    def limits(self) -> list[tuple[float, frozenset[str]]]:
+        """The largest norms of means, and of which gradients together."""
+        return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
+
+    def take_norms(self, norms: Tensor) -> None:
+        """Know the norms of this rank's gradients, one for each limit."""
+        limits = [norm * self._ratio(together, norms) for norm, together in self.limits]
+        self.factors = factors_to(torch.stack(limits), norms)
+
+    def _ratio(self, names: frozenset[str], like: Tensor) -> Tensor:
+        """Return how much longer a rank's own gradient is than the mean."""
+        # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
+        independent = like.new_full((), math.sqrt(self.ranks))
+        if not self.squared_norms:
+            return independent
+        if names not in self.ratios:
+            squares = [each for name, each in self.squared_norms.items() if name in names]
+            total = torch.stack(squares).sum(dim=0) if squares else like.new_zeros(2)
+            own, mean = self.total_of(total).unbind()
+            self.ratios[names] = torch.where(mean > 0, (own / mean).sqrt(), independent)
+        return self.ratios[names]
+
+    def clip(self, gradients: Mapping[str, Tensor]) -> None:
+        """Clip gradients, in place."""
+        factors = iter(() if self.factors is None else self.factors.unbind())
+        for (norm, value), names in self.clips:
+            factor = None if norm is None else next(factors)
+            clipped = [gradient for name, gradient in gradients.items() if name in names]
+            if clipped and value is not None:
+                torch._foreach_clamp_min_(clipped, -value)
+                torch._foreach_clamp_max_(clipped, value)
+            if clipped and factor is not None:
+                torch._foreach_mul_(clipped, factor)
+
+    def measure(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
+        """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
+        self.ratios.clear()
+        of_means = torch.stack(torch._foreach_norm(list(means), dtype=torch.float32)).square_()
+        for name, squared in zip(names, torch.stack((squared_norms, of_means), dim=1).unbind()):
+            self.squared_norms[name] = squared + self.squared_norms.get(name, 0.0) / 2
+
 
 class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
     The moments are the optimizer's own, whole tensors; where a rank sees to a share of each gradient, ``share_of``
     returns that of a flat tensor. Where ranks hold shards, moments included, ``total_of`` adds up numbers of a replica.
-    Each rank clips its own gradient, which is longer than the mean by a measured factor.
     """
 
     corrects_adam = True
@@ -117,49 +191,27 @@ class AdamMemory(ResidualMemory):
         total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> None:
         super().__init__(None, follows_learning_rate)
-        self._clips: Sequence[Clip] = ()
-        self._clip_factors: Optional[Tensor] = None  # by clip that has a norm, in this step
+        self._clips = OwnClips(ranks, total_of)
         self.warm_up: Optional[WarmUp] = None  # ``None`` while the second moment is not known
         self.second_means: dict[str, tuple[float, int]] = {}  # that later ones are compared with, and their step
-        self._squared_norms: dict[str, Tensor] = {}  # of a rank's gradient, as a mean over ranks, and of the mean
-        self._norm_ratios: dict[frozenset[str], Tensor] = {}  # of gradients that are clipped together, as measured last
         self.correction = correction
         self._ranks = ranks
         self._share_of = share_of
-        self._total_of = total_of
         self.states: dict[str, AdamState] = {}
         self._has_pieces = False
 
     @override
     def clip_to(self, clips: Sequence[Clip]) -> None:
-        self._clips, self._clip_factors = clips, None
-        self.clips_gradients = bool(self._clips_to_norms)
-
-    @property
-    def _clips_to_norms(self) -> list[tuple[float, frozenset[str]]]:
-        return [(clipping.norm, names) for clipping, names in self._clips if clipping.norm is not None]
+        self._clips = replace(self._clips, clips=clips, factors=None)
+        self.clips_gradients = bool(self._clips.limits)
 
     @override
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        return [[name for name in names if name in together] for _, together in self._clips_to_norms]
+        return [[name for name in names if name in together] for _, together in self._clips.limits]
 
     @override
     def take_norms(self, norms: Tensor) -> None:
-        limits = [norm * self._norm_ratio(together, norms) for norm, together in self._clips_to_norms]
-        self._clip_factors = factors_to(torch.stack(limits), norms)
-
-    def _norm_ratio(self, names: frozenset[str], like: Tensor) -> Tensor:
-        """Return how much longer a rank's own gradient is than the mean."""
-        # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
-        independent = like.new_full((), math.sqrt(self._ranks))
-        if not self._squared_norms:
-            return independent
-        if names not in self._norm_ratios:
-            squares = [each for name, each in self._squared_norms.items() if name in names]
-            total = torch.stack(squares).sum(dim=0) if squares else like.new_zeros(2)
-            own, mean = self._total_of(total).unbind()
-            self._norm_ratios[names] = torch.where(mean > 0, (own / mean).sqrt(), independent)
-        return self._norm_ratios[names]
+        self._clips.take_norms(norms)
 
     @override
     def compensate(
@@ -229,7 +281,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         """Turn gradients into updates and add the residual, in place."""
         gradients = [inputs[name] for name in states]
-        self._clip(dict(zip(states, gradients)))
+        self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
             state.is_continued = given[name].continues_step
             if state.is_continued:
@@ -238,7 +290,9 @@ class AdamMemory(ResidualMemory):
                 state.learned = None
                 if decay := state.known.settings.decay:
                     gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
-            if state.learned is not None or self._is_due(state):
+            step = state.known.step
+            is_due = step - state.second_step >= max(self.correction.refresh_steps, int(_GROWTH * step))
+            if state.learned is not None or is_due:
                 # As it travels: for a moment these are the most that a training holds beside the residual.
                 state.gradient = gradient.to(torch.bfloat16)
         waiting = self._waiting(list(states), gradients, given)
@@ -250,18 +304,6 @@ class AdamMemory(ResidualMemory):
 
     def _preconditioners(self, states: Sequence[AdamState]) -> list[Tensor]:
         return [self._shared(state.known.tensors.preconditioner) for state in states]
-
-    def _clip(self, gradients: Mapping[str, Tensor]) -> None:
-        """Clip gradients in place, so that their mean over ranks is clipped as it is asked for."""
-        factors = iter(() if self._clip_factors is None else self._clip_factors.unbind())
-        for (norm, value), names in self._clips:
-            factor = None if norm is None else next(factors)
-            clipped = [gradient for name, gradient in gradients.items() if name in names]
-            if clipped and value is not None:
-                torch._foreach_clamp_min_(clipped, -value)
-                torch._foreach_clamp_max_(clipped, value)
-            if clipped and factor is not None:
-                torch._foreach_mul_(clipped, factor)
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -295,10 +337,6 @@ class AdamMemory(ResidualMemory):
             if name in self.states:
                 self.states[name].arrived = None
 
-    def _is_due(self, state: AdamState) -> bool:
-        step = state.known.step
-        return step - state.second_step >= max(self.correction.refresh_steps, int(_GROWTH * step))
-
     @override
     def after_exchange(
         self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages
@@ -320,38 +358,10 @@ class AdamMemory(ResidualMemory):
                 )
                 if self.clips_gradients:
                     squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float32)).square_()
-                    self._measure_norms(together, means, ranks.mean_squares(squares))
-                self._learn(together, means)
+                    self._clips.measure(together, means, ranks.mean_squares(squares))
+                for name, mean in zip(together, means):
+                    self.states[name].learn(mean, self._has_pieces)
         return True
-
-    def _learn(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
-        for name, mean in zip(names, means):
-            state = self.states[name]
-            step, settings, (_, second, largest, _) = state.known
-            earlier, known = state.learned or (None, state.second_step)
-            share = max(_LEAST_KEPT, settings.beta2 ** (step - known))
-            # Both as torch keeps them: with the bias of their step.
-            old, new = (1 - settings.beta2**number for number in (known, step))
-            mean, weight = mean.to(second.dtype), (1 - share) * new
-            if earlier is None:
-                second.mul_(share * new / old).add_(mean.square(), alpha=weight)
-            else:
-                # The square of the sum in the place of the first one's: (a + b)^2 = a^2 + b (2 a + b).
-                earlier = earlier.to(mean.dtype)
-                second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
-                mean = earlier + mean
-            if self._has_pieces:
-                state.learned = mean, known
-            if largest is not None:
-                torch.maximum(largest, second, out=largest)
-            state.second_step = step
-
-    def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
-        """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
-        self._norm_ratios.clear()
-        of_means = torch.stack(torch._foreach_norm(list(means), dtype=torch.float32)).square_()
-        for name, squared in zip(names, torch.stack((squared_norms, of_means), dim=1).unbind()):
-            self._squared_norms[name] = squared + self._squared_norms.get(name, 0.0) / 2
 
     @override
     def update_norms(self) -> dict[str, Tensor]:
@@ -361,7 +371,7 @@ class AdamMemory(ResidualMemory):
     @override
     def statistics(self) -> dict[str, Tensor]:
         """Add ``update_error``, of waiting updates to the last ones, and ``second_moment_age`` in steps."""
-        factors = self._clip_factors
+        factors = self._clips.factors
         statistics = {} if factors is None else {"local_clip_factor": factors.min()}
         norms = self.update_norms()
         if not norms:
@@ -385,7 +395,7 @@ class AdamMemory(ResidualMemory):
             "residual": {name: tensor for name, tensor in residuals.items() if name not in updates},
             "update": {name: tensor for name, tensor in residuals.items() if name in updates},
             "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
-            "squared_norms": dict(self._squared_norms),
+            "squared_norms": dict(self._clips.squared_norms),
             # A step of several backwards may be unfinished; all of it tells that there are such steps.
             "learned_mean": {name: mean for name, (mean, _) in learned.items()},
             "learned_since": {
@@ -400,8 +410,7 @@ class AdamMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         updates = state.get("update", {})
         super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
-        self._squared_norms = cloned(state.get("squared_norms", {}))
-        self._norm_ratios.clear()
+        self._clips = replace(self._clips, squared_norms=cloned(state.get("squared_norms", {})), ratios={})
         steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
         since = state.get("learned_since", {})

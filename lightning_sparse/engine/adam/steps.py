@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple, Optional
 
@@ -25,8 +26,6 @@ from lightning_sparse.functional.elements import laid_flat, local_tensor
 # Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
 # ends with 10 dense steps where it does with 20.
 _KNOWN_CHANGE = 0.5
-
-
 _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -41,8 +40,8 @@ class _Flat(NamedTuple):
 class _Asked(NamedTuple):
     """What an optimizer's gradients are clipped to, and those that are clipped together with them."""
 
-    clipping: Clipping
-    together: tuple[Optimizer, ...]
+    clipping: Clipping = NOT_CLIPPED
+    together: tuple[Optimizer, ...] = ()
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
@@ -52,12 +51,190 @@ def is_correctable(optimizer: Optimizer) -> bool:
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
 
 
-class AdamSteps:
-    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection.
+class AskedClips:
+    """What coming gradients are clipped to, as their optimizer was told for its last step; all others to ``norm``."""
 
-    A clip that an optimizer was given for a step is that of the gradients of its next. Where none was, the norm of all
-    that have none is clipped to ``clip_norm``.
-    """
+    def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
+        self._norm = norm
+        self._coming = dict.fromkeys(optimizers, _Asked())
+        self._asking: set[Optimizer] = set()  # that have been told since their last step
+
+    def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
+        """Have the gradients of those optimizers clipped together, from their next on, that train some parameters."""
+        if clipping == NOT_CLIPPED:
+            return
+        given = set(parameters)
+        together = tuple(
+            optimizer
+            for optimizer in self._coming
+            if any(not given.isdisjoint(group["params"]) for group in optimizer.param_groups)
+        )
+        self._coming.update(dict.fromkeys(together, _Asked(clipping, together)))
+        self._asking.update(together)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """End a step of an optimizer; its next has no clip if this had none."""
+        if optimizer in self._coming and optimizer not in self._asking:
+            self._coming[optimizer] = _Asked()
+        self._asking.discard(optimizer)
+
+    def coming(self, names: Mapping[Parameter, str]) -> list[Clip]:
+        """Return the clips of coming gradients, of those parameters that have a name."""
+        clipped: dict[_Asked, set[str]] = {}
+        for optimizer, ((norm, value), together) in self._coming.items():
+            clipping = Clipping(self._norm if norm is None else norm, value)
+            if clipping != NOT_CLIPPED:
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                known = clipped.setdefault(_Asked(clipping, together), set())
+                known.update(names[parameter] for parameter in parameters if parameter in names)
+        return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
+
+    def state(self) -> list[list[Any]]:
+        """Return the clips of coming gradients, and that some have none, to be saved."""
+        numbers = {optimizer: number for number, optimizer in enumerate(self._coming)}
+        return [
+            [numbers[optimizer], *clipping, [numbers[each] for each in together]]
+            for optimizer, (clipping, together) in self._coming.items()
+        ]
+
+    def load(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Go on from what :meth:`state` returned, of as many optimizers; of those it does not name nothing changes."""
+        optimizers = list(self._coming)
+        for number, norm, value, together in saved:
+            asked = _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
+            self._coming[optimizers[number]] = asked
+            self._asking.discard(optimizers[number])
+
+
+@dataclass
+class StepCounts:
+    """The steps that optimizers have made of each parameter that has a name, and is not always sent whole."""
+
+    optimizers: Sequence[Optimizer]
+    names: Mapping[Parameter, str]
+    target_of: Callable[[str], float]
+    _counts: dict[Parameter, tuple[Tensor, int, int]] = field(default_factory=dict)  # counters, and as they were read
+    _most: Optional[int] = None  # until somebody steps, or loads
+
+    def groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
+        """Yield optimizers' groups, with parameters, also those frozen now, their names and the steps made of each."""
+        for optimizer in self.optimizers:
+            counts = self._of(optimizer)
+            for group in optimizer.param_groups:
+                named = ((parameter, self.names.get(parameter)) for parameter in group["params"])
+                members = [
+                    (parameter, name, counts.get(parameter, 0))
+                    for parameter, name in named
+                    if name is not None and self.target_of(name) < 1
+                ]
+                yield optimizer, group, members
+
+    @property
+    def most(self) -> int:
+        """The steps that parameters have made, the most of any."""
+        if self._most is None:
+            self._most = max((count for *_, members in self.groups() for *_, count in members), default=0)
+        return self._most
+
+    def forget(self, *event: Any) -> None:
+        """Look anew, as somebody has stepped or loaded."""
+        self._most = None
+
+    def count(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
+        """Count a step of parameters that the optimizer itself makes none of."""
+        counters = {parameter: optimizer.state[parameter]["step"] for parameter in parameters}
+        torch._foreach_add_(list(counters.values()), 1)
+        for parameter, counter in counters.items():
+            self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
+
+    def _of(self, optimizer: Optimizer) -> dict[Parameter, int]:
+        """Return how many steps each parameter has made; a device is asked only for what has changed without us."""
+        known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
+        counters = {each: state["step"] for each, state in states if state.get("step") is not None}
+        stale = {
+            each: counter
+            for each, counter in counters.items()
+            if each not in known or known[each][0] is not counter or known[each][1] != counter._version
+        }
+        numbers = torch.stack([counter.float() for counter in stale.values()]).tolist() if stale else ()
+        for (parameter, counter), number in zip(stale.items(), numbers):
+            known[parameter] = (counter, counter._version, int(number))
+        return {each: known[each][2] for each in counters}
+
+
+@dataclass
+class AdamWarmUp:
+    """How long more is sent than later: everything until the second moment is known, then less with each step."""
+
+    counts: StepCounts
+    memory: AdamMemory
+    total_steps: Optional[int] = None  # of the whole training, where that is known
+
+    @property
+    def known(self) -> Optional[WarmUp]:
+        """How long that is; ``None`` while the second moment is not known."""
+        chosen = (correction := self.memory.correction).dense_steps
+        return self.memory.warm_up if chosen is None else correction.warm_up(chosen)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether everything is sent in the coming step, of all parameters that have made the most steps."""
+        warm_up = self.known
+        return warm_up is None or self.counts.most < warm_up.dense_steps
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether steps were made before that nobody has looked at, with DDP: what Adam has learned then is known."""
+        return self.known is None and not self.memory.second_means and self.counts.most > LEAST_DENSE_STEPS
+
+    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
+        """Return the warm-up where the second moment is known from now on; ``agree`` returns a mean over ranks."""
+        if self.known is not None:
+            return None
+        steps, last = self.counts.most, max((step for _, step in self.memory.second_means.values()), default=0)
+        most = self.memory.correction.most_dense_steps(self.total_steps)
+        if steps < min(2 * last or LEAST_DENSE_STEPS // 2, most):
+            return None
+        means, is_resumed = self._second_means(), self.is_resumed
+        if last:
+            change = agree(self._change(means))
+        self.memory.second_means = {name: (mean, steps) for name, mean in means.items()}
+        if not (is_resumed or (last and change <= _KNOWN_CHANGE) or steps >= most):
+            return None
+        dense_steps = LEAST_DENSE_STEPS if is_resumed else steps
+        self.memory.warm_up = self.memory.correction.warm_up(dense_steps, self.total_steps)
+        return self.memory.warm_up
+
+    def _change(self, means: Mapping[str, float]) -> float:
+        """Return by how much second moments have changed: the mean over elements of a logarithm's magnitude."""
+        numels = {name: parameter.numel() for *_, members in self.counts.groups() for parameter, name, _ in members}
+        changes = {
+            name: abs(math.log(means[name] / before))
+            for name, (before, _) in self.memory.second_means.items()
+            if means.get(name, 0.0) > 0 and before > 0
+        }
+        weighed = sum(numels[name] * change for name, change in changes.items())
+        return weighed / max(1, sum(numels[name] for name in changes))
+
+    def _second_means(self) -> dict[str, float]:
+        """Return the mean of each parameter's second moment, without the bias of its step."""
+        means: dict[str, Tensor] = {}
+        for optimizer, group, members in self.counts.groups():
+            for parameter, name, count in members:
+                if count:
+                    bias = 1 - float(group["betas"][1]) ** count
+                    means[name] = local_tensor(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias
+        return dict(zip(means, torch.stack(list(means.values())).tolist()))
+
+    def go_on(self, before: "AdamWarmUp") -> None:
+        """Go on from that of other optimizers; learn how long more is sent once more, where these have made no step."""
+        self.total_steps = before.total_steps
+        if not self.counts.most:
+            self.memory.warm_up, self.memory.second_means = None, {}
+
+
+class AdamSteps:
+    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection."""
 
     def __init__(
         self,
@@ -67,19 +244,13 @@ class AdamSteps:
         memory: AdamMemory,
         clip_norm: Optional[float] = None,
     ) -> None:
-        self.names = names
-        self.total_steps: Optional[int] = None  # of the whole training, where that is known
+        self.clips = AskedClips(optimizers, clip_norm)
+        self.counts = StepCounts(optimizers, names, target_of)
+        self.warm_up = AdamWarmUp(self.counts, memory)
         self._optimizers = optimizers
-        self._correction = memory.correction
-        self._target_of = target_of
         self._memory = memory
-        self._clip_norm = clip_norm
-        self._clips: dict[Optimizer, _Asked] = {}  # of the coming gradients
-        self._asking: set[Optimizer] = set()  # that have been given a clip since their last step
         self._present: dict[Parameter, AdamMoments] = {}
         self._flats: dict[Parameter, _Flat] = {}
-        self._counts: dict[Parameter, tuple[Tensor, int, int]] = {}
-        self._most_steps: Optional[int] = None  # until somebody steps, or loads
         self._hidden: dict[Parameter, Tensor] = {}
         self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # gradients as an exchange has left them, with versions
         self._tell: Optional[Callable[[], None]] = None
@@ -87,16 +258,18 @@ class AdamSteps:
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(after_closure(self._step)))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget_steps))
+            self._handles.append(optimizer.register_step_post_hook(self.counts.forget))
+            self._handles.append(optimizer.register_step_post_hook(self._show))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self.counts.forget))
 
     def coming(self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what is known of the coming step; of those in ``continued`` it has had an exchange before."""
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
         whole: set[str] = set()
-        dense_steps = math.inf if self._warm_up is None else self._warm_up.dense_steps
-        for optimizer, group, members in () if is_dense else self._groups():
+        warm_up = self.warm_up.known
+        dense_steps = math.inf if warm_up is None else warm_up.dense_steps
+        for optimizer, group, members in () if is_dense else self.counts.groups():
             settings, rate = _settings(optimizer, group), group["lr"]
             for parameter, name, count in members:
                 if count < dense_steps or not _fills_memory(parameter):
@@ -105,57 +278,8 @@ class AdamSteps:
                 tensors = self._tensors(parameter, optimizer.state[parameter])
                 moments = self._present[parameter] = AdamMoments(count + 1, settings, tensors)
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        clips = () if is_dense else self._coming_clips()
-        return StepContext(None, hyperparameters, whole, _warm_up_progress(self._warm_up, self._steps), clips)
-
-    def _coming_clips(self) -> list[Clip]:
-        names: dict[_Asked, set[str]] = {}
-        for optimizer in self._optimizers:
-            (norm, value), together = self._clips.get(optimizer, _Asked(NOT_CLIPPED, tuple(self._optimizers)))
-            clipping = Clipping(self._clip_norm if norm is None else norm, value)
-            if clipping != NOT_CLIPPED:
-                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                known = names.setdefault(_Asked(clipping, together), set())
-                known.update(self.names[parameter] for parameter in parameters if parameter in self.names)
-        return [Clip(asked.clipping, frozenset(of)) for asked, of in names.items()]
-
-    def clip(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Have the gradients of those optimizers clipped together, from their next on, that train some parameters."""
-        if clipping == NOT_CLIPPED:
-            return
-        given = set(parameters)
-        together = tuple(
-            optimizer
-            for optimizer in self._optimizers
-            if any(not given.isdisjoint(group["params"]) for group in optimizer.param_groups)
-        )
-        self._clips.update(dict.fromkeys(together, _Asked(clipping, together)))
-        self._asking.update(together)
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """End a step of an optimizer; its next has no clip if this had none."""
-        if optimizer not in self._asking:
-            self._clips.pop(optimizer, None)
-        self._asking.discard(optimizer)
-
-    def clips(self) -> list[list[Any]]:
-        """Return the clips of coming gradients, and that some have none, to be saved."""
-        numbers = {optimizer: number for number, optimizer in enumerate(self._optimizers)}
-        asked = {optimizer: self._clips.get(optimizer, _Asked(NOT_CLIPPED, ())) for optimizer in numbers}
-        return [
-            [numbers[optimizer], *clipping, [numbers[each] for each in together]]
-            for optimizer, (clipping, together) in asked.items()
-        ]
-
-    def restore_clips(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Go on from what :meth:`clips` returned, of as many optimizers; of those it does not name nothing changes."""
-        optimizers = self._optimizers
-        for number, norm, value, together in saved:
-            asked = _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
-            self._clips[optimizers[number]] = asked
-            self._asking.discard(optimizers[number])
-            if asked.clipping == NOT_CLIPPED:
-                del self._clips[optimizers[number]]
+        clips = () if is_dense else self.clips.coming(self.counts.names)
+        return StepContext(None, hyperparameters, whole, _warm_up_progress(warm_up, self.counts.most), clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
         """Tell once that what has arrived was changed before a step; so many changes are by a scaler."""
@@ -172,7 +296,7 @@ class AdamSteps:
         own = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
         changed = {
-            self.names.get(each, "")
+            self.counts.names.get(each, "")
             for each, (gradient, version) in arrived.items()
             if each.grad is not gradient or gradient._version > version + self._unscaling_changes
         }
@@ -182,114 +306,12 @@ class AdamSteps:
             self._tell()
             self._tell = None
 
-    def _groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
-        """Yield optimizers' groups, with parameters, also those frozen now, their names and the steps made of each."""
-        for optimizer in self._optimizers:
-            counts = self._steps_of(optimizer)
-            for group in optimizer.param_groups:
-                named = ((parameter, self.names.get(parameter)) for parameter in group["params"])
-                members = [
-                    (parameter, name, counts.get(parameter, 0))
-                    for parameter, name in named
-                    if name is not None and self._target_of(name) < 1
-                ]
-                yield optimizer, group, members
-
-    @property
-    def _steps(self) -> int:
-        """The steps that parameters have made, the most of any."""
-        if self._most_steps is None:
-            self._most_steps = max((count for *_, members in self._groups() for *_, count in members), default=0)
-        return self._most_steps
-
-    @property
-    def _warm_up(self) -> Optional[WarmUp]:
-        """How long more is sent than later; ``None`` while the second moment is not known."""
-        chosen = self._correction.dense_steps
-        return self._memory.warm_up if chosen is None else self._correction.warm_up(chosen)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether everything is sent in the coming step, of all parameters that have made the most steps."""
-        warm_up = self._warm_up
-        return warm_up is None or self._steps < warm_up.dense_steps
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether steps were made before that nobody has looked at, with DDP: what Adam has learned then is known."""
-        return self._warm_up is None and not self._memory.second_means and self._steps > LEAST_DENSE_STEPS
-
-    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
-        """Return the warm-up where the second moment is known from now on; ``agree`` returns a mean over ranks."""
-        if self._warm_up is not None:
-            return None
-        steps, last = self._steps, max((step for _, step in self._memory.second_means.values()), default=0)
-        most = self._correction.most_dense_steps(self.total_steps)
-        if steps < min(2 * last or LEAST_DENSE_STEPS // 2, most):
-            return None
-        means, is_resumed = self._second_means(), self.is_resumed
-        if last:
-            change = agree(self._change(means))
-        self._memory.second_means = {name: (mean, steps) for name, mean in means.items()}
-        if not (is_resumed or (last and change <= _KNOWN_CHANGE) or steps >= most):
-            return None
-        dense_steps = LEAST_DENSE_STEPS if is_resumed else steps
-        self._memory.warm_up = self._correction.warm_up(dense_steps, self.total_steps)
-        return self._memory.warm_up
-
-    def _change(self, means: Mapping[str, float]) -> float:
-        """Return by how much second moments have changed: the mean over elements of a logarithm's magnitude."""
-        numels = {name: parameter.numel() for *_, members in self._groups() for parameter, name, _ in members}
-        changes = {
-            name: abs(math.log(means[name] / before))
-            for name, (before, _) in self._memory.second_means.items()
-            if means.get(name, 0.0) > 0 and before > 0
-        }
-        weighed = sum(numels[name] * change for name, change in changes.items())
-        return weighed / max(1, sum(numels[name] for name in changes))
-
-    def _second_means(self) -> dict[str, float]:
-        """Return the mean of each parameter's second moment, without the bias of its step."""
-        names: list[str] = []
-        means: list[Tensor] = []
-        for optimizer, group, members in self._groups():
-            for parameter, name, count in members:
-                if count:
-                    names.append(name)
-                    bias = 1 - float(group["betas"][1]) ** count
-                    means.append(local_tensor(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias)
-        return dict(zip(names, torch.stack(means).tolist()))
-
-    def begin_anew(self) -> None:
-        """Learn how long more is sent once more, where the optimizers have made no step."""
-        if not self._steps:
-            self._memory.warm_up, self._memory.second_means = None, {}
-
     def close(self) -> None:
         """Leave the optimizers alone from now on."""
         self._show()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _steps_of(self, optimizer: Optimizer) -> dict[Parameter, int]:
-        """Return how many steps each parameter has made; a device is asked only for what has changed without us."""
-        counts: dict[Parameter, int] = {}
-        stale: dict[Parameter, Tensor] = {}
-        states: Mapping[Any, dict[str, Any]] = optimizer.state
-        for parameter, state in states.items():
-            if (counter := state.get("step")) is not None:
-                known = self._counts.get(parameter)
-                if known is None or known[0] is not counter or known[1] != counter._version:
-                    stale[parameter] = counter
-                else:
-                    counts[parameter] = known[2]
-        if stale:
-            numbers = torch.stack([counter.float() for counter in stale.values()]).tolist()
-            for (parameter, counter), number in zip(stale.items(), numbers):
-                counts[parameter] = int(number)
-                self._counts[parameter] = (counter, counter._version, int(number))
-        return counts
 
     def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> AdamTensors:
         """Return flat views of what Adam keeps; they are made anew where anything has got other memory."""
@@ -329,13 +351,10 @@ class AdamSteps:
         held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # of some a rank has none
         if held:
             self._apply_held(optimizer, group, held)
-        counters = [optimizer.state[parameter]["step"] for parameter in gradients]
-        torch._foreach_add_(counters, 1)
-        for parameter, counter in zip(gradients, counters):
-            self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
+        self.counts.count(optimizer, gradients)
 
     def _apply_held(self, optimizer: Optimizer, group: Mapping[str, Any], held: Mapping[Parameter, Tensor]) -> None:
-        states = [self._memory.states[self.names[parameter]] for parameter in held]
+        states = [self._memory.states[self.counts.names[parameter]] for parameter in held]
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
@@ -357,13 +376,6 @@ class AdamSteps:
             if result is not weight:
                 weight.copy_(result)
 
-    def _after_step(self, *step: Any) -> None:
-        self._forget_steps()
-        self._show()
-
-    def _forget_steps(self, *load: Any) -> None:
-        self._most_steps = None
-
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Keep the gradients of corrected parameters out of sight, and look for changes of what is seen no more."""
@@ -382,7 +394,7 @@ class AdamSteps:
         for parameter in gradients:
             parameter.grad = None
 
-    def _show(self) -> None:
+    def _show(self, *step: Any) -> None:
         for parameter, gradient in self._hidden.items():
             parameter.grad = gradient
         self._hidden.clear()
