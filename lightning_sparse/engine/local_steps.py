@@ -137,10 +137,15 @@ class Rounds(Replicas):
         return self._step - self._origin
 
     @property
+    def synchronous_left(self) -> int:
+        """Steps of DDP that are still to be made before rounds begin."""
+        made = max(self._steps_of.values(), default=0)
+        return 0 if self._has_begun else max(0, self._local.synchronous_steps - made)
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether the next step is DDP's, as rounds have not begun, and are not to begin yet."""
-        made = max(self._steps_of.values(), default=0)
-        return not self._has_begun and made < self._local.synchronous_steps
+        return self.synchronous_left > 0
 
     @override
     def track(self, names: Sequence[str]) -> None:

@@ -180,12 +180,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
 
         def run_to_one() -> None:
-            local, meeting = self.settings.local_steps, None if self.rounds is None else self.rounds.meeting
-            if local is not None and meeting is not None:
-                fit_loop.setup_data()
-                batches = check_batches(trainer, local, self._has_own_position, meeting.ranks_in_step)
-                self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
-                meeting.step_ratio = step_ratio_of(trainer, batches)
+            self._begin_epoch(fit_loop.setup_data)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -209,8 +204,18 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
         self._replace(fit_loop, "run", run_to_one)
         self._replace(fit_loop, "on_run_end", end_as_one)
+        self._replace(fit_loop, "on_advance_start", partial(self._begin_epoch, fit_loop.on_advance_start))
         self._replace(fit_loop, "on_advance_end", partial(self._end_epoch, training, fit_loop.on_advance_end))
         self._replace(validation, "run", validate_as_one)
+
+    def _begin_epoch(self, begin: Callable[[], None]) -> None:
+        """Begin an epoch, or prepare the first, as Lightning does, and know each rank's share of its steps."""
+        begin()
+        if (rounds := self.rounds) is not None:
+            trainer, meeting = self._trainer, rounds.meeting
+            batches = check_batches(trainer, rounds.synchronous_left, self._has_own_position, meeting.ranks_in_step)
+            self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
+            meeting.step_ratio = step_ratio_of(trainer, batches)
 
     def _end_epoch(self, training: Training, end: Callable[[], None]) -> None:
         """End an epoch as Lightning does, on all ranks together, and training on all where one wants to stop."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Optional
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.jobs.lightning import ModelCheckpoint, ModelPruning, Timer, Trainer, _extract_batch_size
 from lightning_sparse.jobs.position import advance
 
@@ -32,8 +31,11 @@ def samples_of(batch: Any) -> Optional[int]:
         return None
 
 
-def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in_step: int = 1) -> list[float]:
-    """Return each rank's number of batches, infinite for an iterable; refuse what cannot go with different ones."""
+def check_batches(trainer: Trainer, synchronous: int, is_position_own: bool, in_step: int = 1) -> list[float]:
+    """Return each rank's number of batches of an epoch, infinite for an iterable; refuse what cannot go with others.
+
+    So many ``synchronous`` steps are still to be made, and so many ranks are ``in_step``.
+    """
     epochs: list[_Epoch] = gather_together(_epoch_of(trainer))
     batches = [epoch.batches for epoch in epochs]
     if len(set(batches)) == 1:
@@ -43,7 +45,7 @@ def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in
         # The checkpoint has the end of an epoch of another rank.
         advance(trainer, int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         is_position_own = True
-    refused = next(_refusals(trainer, local, epochs, is_position_own, in_step), None)
+    refused = next(_refusals(trainer, synchronous, epochs, is_position_own, in_step), None)
     if refused is not None:
         raise ValueError(f"ranks have different numbers of batches ({numbers}), and {refused}")
     return batches
@@ -74,16 +76,18 @@ def step_ratio_of(trainer: Trainer, batches: Sequence[float]) -> tuple[int, int]
 
 
 def _epoch_of(trainer: Trainer) -> _Epoch:
-    batches, progress, every = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress, None
+    known, progress, every = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress, None
+    loader: Any = trainer.fit_loop._combined_loader
+    batches = known if known == float("inf") else len(loader)  # a sampler's may change, and Lightning asks only once
     if trainer.enable_validation:
         every = trainer.val_check_batch
-    validations = 0 if every is None or batches in (0, float("inf")) else batches // every
+    validations = 0 if every is None or known in (0, float("inf")) else known // every
     has_begun = trainer.fit_loop.restarting
     return _Epoch(batches, validations, every, has_begun * progress.current.ready, has_begun and progress.is_last_batch)
 
 
 def _refusals(
-    trainer: Trainer, local: LocalSteps, epochs: Sequence[_Epoch], is_position_own: bool, in_step: int
+    trainer: Trainer, synchronous: int, epochs: Sequence[_Epoch], is_position_own: bool, in_step: int
 ) -> Iterator[str]:
     """Yield what cannot go with different numbers of batches, and what to do."""
     if any(epoch.batches != epochs[rank - rank % in_step].batches for rank, epoch in enumerate(epochs)):
@@ -94,7 +98,7 @@ def _refusals(
     fewest = min(epoch.batches for epoch in epochs)
     if fewest == 0:
         yield "Lightning trains nothing on a rank that has none: give each at least one"
-    yield from _refusals_of_synchronous_steps(local, local.synchronous_steps * trainer.accumulate_grad_batches, epochs)
+    yield from _refusals_of_synchronous_steps(synchronous, trainer.accumulate_grad_batches, epochs)
     if trainer.enable_validation:
         yield from _refusals_of_validation(trainer, epochs)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -117,17 +121,17 @@ def _refusals(
         )
 
 
-def _refusals_of_synchronous_steps(local: LocalSteps, synchronous: int, epochs: Sequence[_Epoch]) -> Iterator[str]:
-    if min(epoch.batches for epoch in epochs) <= synchronous:
+def _refusals_of_synchronous_steps(steps: int, batches: int, epochs: Sequence[_Epoch]) -> Iterator[str]:
+    if min(epoch.batches for epoch in epochs) <= steps * batches:
         yield (
-            f"synchronous_steps={local.synchronous_steps} exchange gradients, on all ranks together: give fewer"
-            " than the shortest epoch has steps"
+            f"{steps} synchronous_steps exchange gradients, on all ranks together: give fewer than"
+            " the shortest epoch has steps"
         )
     firsts = {math.inf if epoch.every is None else epoch.every for epoch in epochs}
-    if len(firsts) > 1 and min(firsts) <= synchronous:
+    if len(firsts) > 1 and min(firsts) <= steps * batches:
         yield (
-            f"synchronous_steps={local.synchronous_steps} exchange gradients, on all ranks together, and some validate"
-            " before the others: give fewer than there are steps before any validates, or val_check_interval=1.0"
+            f"{steps} synchronous_steps exchange gradients, on all ranks together, and some validate before"
+            " the others: give fewer than there are steps before any validates, or val_check_interval=1.0"
         )
 
 

@@ -39,11 +39,14 @@ class Endless(IterableDataset[Tensor]):
 
 
 class Uneven(Small):
-    def __init__(self, batches, is_known=True, by_hand=False, teaches=False, steps_bare=False, has_cycle=False):
+    def __init__(
+        self, batches, is_known=True, by_hand=False, teaches=False, steps_bare=False, has_cycle=False, later=None
+    ):
         super().__init__()
         if teaches:
             self.teacher = deepcopy(self.network).requires_grad_(False)
         self.batches = batches
+        self.later = later  # batches of an epoch, after the first
         self.is_known = is_known
         self.automatic_optimization = not by_hand
         self.steps_bare = steps_bare  # without Lightning's wrapper, which counts steps
@@ -83,8 +86,13 @@ class Uneven(Small):
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
+    def on_train_epoch_start(self):
+        if self.later and self.current_epoch:  # has the loader been made anew or not
+            self.trainer.train_dataloader.dataset.rows = self.train_dataloader().dataset.rows
+
     def train_dataloader(self):
-        count = ROWS * self.batches[self.global_rank]
+        batches = self.later if self.later and self.current_epoch else self.batches
+        count = ROWS * batches[self.global_rank]
         return DataLoader(Rows(count) if self.is_known else Endless(count), batch_size=ROWS)
 
 
@@ -131,6 +139,8 @@ def assert_one_model(ends):
         ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
         ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {}, 0),
         ((3, 8, 13), 4, {"has_cycle": True}, {"max_epochs": 1}, 13),
+        ((13, 8, 3), 4, {"later": (3, 8, 13)}, {"reload_dataloaders_every_n_epochs": 1}, 26),
+        ((4, 4, 4), LocalSteps(4, synchronous_steps=4), {"later": (4, 2, 1)}, {"limit_val_batches": 0}, 8),
         ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
         ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
         ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
@@ -139,7 +149,7 @@ def assert_one_model(ends):
     ],
     ids=[
         "at once", "midst", "late", "late at the end", "synchronous", "few rounds", "auto", "iterable", "by hand",
-        "a teacher, late", "a teacher, in bfloat16", "bare", "cycle",
+        "a teacher, late", "a teacher, in bfloat16", "bare", "cycle", "reloaded", "cut",
         "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
     ],
 )  # fmt: skip
@@ -150,15 +160,17 @@ def test_ranks_with_fewer_batches_wait_in_rounds(pools, batches, local, how, arg
     limit = arguments.get("limit_train_batches", 13)
     for end, number in zip(ends, batches):
         assert end.trained.count(0) == min(number, limit)
+    for end, number in zip(ends, how.get("later", ())):
+        assert end.trained.count(1) == number
     if not (how.get("by_hand") or how.get("has_cycle")) or how.get("steps_bare"):
         assert ends[0].rate == pytest.approx(1e-3 * 0.95 ** (steps or 2 * 13))
 
 
-def share_by_share(batches, every, epochs):
+def share_by_share(epochs, every):
     """Train ranks one after the other, each its share of every round, as a page says it."""
-    ranks, longest = len(batches), max(batches)
-    shared = Uneven(batches)
-    copies = [deepcopy(shared) for _ in batches]
+    ranks, longest = len(epochs[0]), max(epochs[0])
+    shared = Uneven(epochs[0])
+    copies = [deepcopy(shared) for _ in range(ranks)]
     optimizers = [torch.optim.AdamW(copy.parameters(), lr=1e-3) for copy in copies]
     seen = [0] * ranks  # batches since the last exchange
 
@@ -171,7 +183,7 @@ def share_by_share(batches, every, epochs):
                     own.copy_(parameter)
         seen[:] = [0] * ranks
 
-    for epoch in range(epochs):
+    for epoch, batches in enumerate(epochs):
         made = [0] * ranks
         for step in range(epoch * longest + 1, (epoch + 1) * longest + 1):  # of the rank with the most
             for rank, copy in enumerate(copies):
@@ -192,12 +204,22 @@ def share_by_share(batches, every, epochs):
     return weights(shared)
 
 
-@pytest.mark.parametrize("batches", [(12, 6, 3), (13, 8, 3), (2, 9, 1)])
-def test_a_rank_with_fewer_batches_makes_its_share_of_each_round(pools, batches):
-    dense = {"strategy": {"compressor": "dense", "density": None}}
-    ends = pools[3].run(fit, batches, 4, dense, {"limit_val_batches": 0})
+@pytest.mark.parametrize(
+    ("batches", "later", "reloads"),
+    [
+        ((12, 6, 3), None, 0),
+        ((13, 8, 3), None, 0),
+        ((2, 9, 1), None, 0),
+        ((13, 8, 3), (3, 8, 13), 1),
+        ((8, 8, 8), (8, 4, 2), 0),
+    ],
+)
+def test_a_rank_with_fewer_batches_makes_its_share_of_each_round(pools, batches, later, reloads):
+    dense = {"strategy": {"compressor": "dense", "density": None}, "later": later}
+    arguments = {"limit_val_batches": 0, "reload_dataloaders_every_n_epochs": reloads}
+    ends = pools[3].run(fit, batches, 4, dense, arguments)
     assert_one_model(ends)
-    for name, expected in share_by_share(batches, every=4, epochs=2).items():
+    for name, expected in share_by_share((batches, later or batches), every=4).items():
         torch.testing.assert_close(ends[0].weights[name], expected, rtol=1e-4, atol=1e-6)
 
 
@@ -397,7 +419,7 @@ class Allowing(Uneven):
     [
         (Uneven, 2, {"val_check_interval": 2}, "val_check_interval=2"),
         (Uneven, 2, {"val_check_interval": 2, "check_val_every_n_epoch": None}, "fractions"),
-        (Uneven, LocalSteps(2, synchronous_steps=3), {}, "synchronous_steps=3"),
+        (Uneven, LocalSteps(2, synchronous_steps=3), {}, "synchronous_steps"),
         (
             partial(Uneven, (9, 5)),
             LocalSteps(4, synchronous_steps=3),
