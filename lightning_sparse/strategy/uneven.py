@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.jobs.lightning import ModelCheckpoint, ModelPruning, Timer, Trainer, _extract_batch_size
@@ -198,11 +200,13 @@ def sync_schedulers(trainer: Trainer, optimizers: Sequence[Optimizer], batches: 
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [
-        {name: each for name, each in group.items() if isinstance(each, (int, float, tuple))} for group in groups
+        {name: each for name, each in group.items() if isinstance(each, (int, float, tuple, Tensor))}
+        for group in groups
     ]
     loop = trainer.fit_loop.epoch_loop
     states = [each.state_dict() for each in schedulers]
-    everywhere = gather_together((batches, trainer.global_step, loop._batches_that_stepped, states, settings))
+    told = batches, trainer.global_step, loop._batches_that_stepped, states, settings
+    everywhere = gather_together(tree_map_only(Tensor, Tensor.cpu, told))
     for rank, (theirs, *_) in enumerate(everywhere):
         if theirs == 0:
             raise ValueError(f"rank {rank} had no batch in an epoch in which others had some: give it at least one")
@@ -212,6 +216,10 @@ def sync_schedulers(trainer: Trainer, optimizers: Sequence[Optimizer], batches: 
     for scheduler, state in zip(schedulers, states):
         scheduler.load_state_dict(state)
     for group, setting in zip(groups, settings):
-        group.update(setting)
+        for name, value in setting.items():
+            if isinstance(value, Tensor):
+                group[name].copy_(value)  # who has compiled or captured the step reads this one
+            else:
+                group[name] = value
     _count(trainer, step - trainer.global_step)
     loop._batches_that_stepped = stepped

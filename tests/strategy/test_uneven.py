@@ -25,6 +25,7 @@ from tests.helpers.jobs import JOB, SignalAt, put_scontrol
 from tests.helpers.trainers import Rows, Small, expect, make_trainer, weights
 
 ROWS = 4  # of a batch
+IN_TENSOR = partial(torch.tensor, dtype=torch.float64)
 MONITORED = {"callbacks": [CompressionMonitor(by_parameter=True)], "logger": DummyLogger(), "log_every_n_steps": 1}
 
 
@@ -40,7 +41,15 @@ class Endless(IterableDataset[Tensor]):
 
 class Uneven(Small):
     def __init__(
-        self, batches, is_known=True, by_hand=False, teaches=False, steps_bare=False, has_cycle=False, later=None
+        self,
+        batches,
+        is_known=True,
+        by_hand=False,
+        teaches=False,
+        steps_bare=False,
+        has_cycle=False,
+        later=None,
+        rate_of=float,
     ):
         super().__init__()
         if teaches:
@@ -48,6 +57,7 @@ class Uneven(Small):
         self.batches = batches
         self.later = later  # batches of an epoch, after the first
         self.is_known = is_known
+        self.rate_of = rate_of
         self.automatic_optimization = not by_hand
         self.steps_bare = steps_bare  # without Lightning's wrapper, which counts steps
         self.has_cycle = has_cycle  # of the learning rate, as long as the training of each rank
@@ -79,7 +89,7 @@ class Uneven(Small):
             self.validated.append((self.global_step, float(sum(each.double().sum() for each in self.parameters()))))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate_of(1e-3))
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         if self.has_cycle:
             total = int(self.trainer.estimated_stepping_batches)
@@ -112,7 +122,7 @@ def fit(rank, batches, local, how, trainer, path=None):
     arguments = {"use_distributed_sampler": False, "max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
     fitted = make_trainer(rank, strategy, **arguments)
     fitted.fit(module, ckpt_path=path)
-    rate = fitted.optimizers[0].param_groups[0]["lr"]
+    rate = float(fitted.optimizers[0].param_groups[0]["lr"])
     return End(weights(module), fitted.global_step, rate, module.trained, module.validated)
 
 
@@ -138,6 +148,7 @@ def assert_one_model(ends):
         ((13, 8, 3), LocalSteps(4, overlap_steps=2), {"teaches": True}, {}, 26),
         ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
         ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {}, 0),
+        ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True, "rate_of": IN_TENSOR}, {}, 0),
         ((3, 8, 13), 4, {"has_cycle": True}, {"max_epochs": 1}, 13),
         ((13, 8, 3), 4, {"later": (3, 8, 13)}, {"reload_dataloaders_every_n_epochs": 1}, 26),
         ((4, 4, 4), LocalSteps(4, synchronous_steps=4), {"later": (4, 2, 1)}, {"limit_val_batches": 0}, 8),
@@ -149,7 +160,7 @@ def assert_one_model(ends):
     ],
     ids=[
         "at once", "midst", "late", "late at the end", "synchronous", "few rounds", "auto", "iterable", "by hand",
-        "a teacher, late", "a teacher, in bfloat16", "bare", "cycle", "reloaded", "cut",
+        "a teacher, late", "a teacher, in bfloat16", "bare", "in a tensor", "cycle", "reloaded", "cut",
         "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
     ],
 )  # fmt: skip
