@@ -69,7 +69,7 @@ class SparsifyCallback(TrainerCallback):
         self._handle = sparsify(ddp, self._trainer.optimizer, **given)
         accelerator.clip_grad_norm_ = self._clip
         if state.global_step and self._resumes:
-            folder = self._resume_from or _folder(args, state)
+            folder = self._resume_from or self._folder(state)
             self._handle.load_state_dict(_read(Path(folder), args.process_index))
 
     @override
@@ -97,7 +97,7 @@ class SparsifyCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Save what this process keeps beside the Trainer's own files."""
         if self._handle is not None:
-            _write(self._handle, _folder(args, state), args.process_index)
+            _write(self._handle, self._folder(state), args.process_index)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -111,6 +111,10 @@ class SparsifyCallback(TrainerCallback):
         self.stats = self._handle.stats()
         self._trainer.model_wrapped = self._trainer.model  # for a further training to wrap
         self._give_back()
+
+    def _folder(self, state: Any) -> Path:
+        """Return the Trainer's folder of a checkpoint, in that of a trial where it searches for hyperparameters."""
+        return Path(self._trainer._get_output_dir(self._trainer._trial)) / f"checkpoint-{state.global_step}"
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip in Accelerate's place, and return the norm before, which the Trainer also asks for with no limit."""
@@ -137,10 +141,6 @@ def save_with(accelerator: Any, handle: Sparsifier) -> None:
     rank = accelerator.process_index
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: _write(handle, Path(folder), rank))
     accelerator.register_load_state_pre_hook(lambda models, folder: handle.load_state_dict(_read(Path(folder), rank)))
-
-
-def _folder(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _write(handle: Sparsifier, folder: Path, rank: int) -> None:

@@ -76,6 +76,14 @@ def test_hugging_faces_trainer_trains_further_and_compiled(pair, tmp_path):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
+def test_a_trial_of_hugging_faces_search_keeps_all_in_a_folder_of_its_own(pair, tmp_path):
+    trial = partial(through_hugging_face, run="run-3")
+    whole, resumed = (pair.run(trial, SETTINGS["AdamW"], tmp_path, resumes) for resumes in (False, True))
+    assert_same(resumed, whole)
+    assert {each.parent.parent.name for each in tmp_path.rglob("kept-*.pt")} == {"run-3"}
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
 def test_the_best_model_is_there_at_the_end_of_hugging_faces_trainer(pair, tmp_path):
     for ends, saved in pair.run(best_of_hugging_face, tmp_path):
         assert_same(ends, saved)
