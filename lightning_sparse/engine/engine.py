@@ -24,7 +24,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Route, Wrapper
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Islands, Shards, Topology
-from lightning_sparse.engine.step.shards import ShardedModel
+from lightning_sparse.engine.step.shards import ShardedModel, named_module
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires
@@ -53,7 +53,8 @@ class Engine(SharedOnCopy):
         begin: Callable[[bool], None] = lambda is_told: None,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        module, compressor = ddp.module, settings.compressor
+        self.module = module = named_module(ddp)
+        compressor = settings.compressor
         if settings.replicas_diverge:
             # It refuses what cannot be averaged, before a thread runs.
             averaged(chain(module.named_parameters(), module.named_buffers()))
@@ -101,7 +102,7 @@ class Engine(SharedOnCopy):
 
     def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
         collectives = self.levels.world.collectives
-        return layout_of(self.wrapper.module, collectives.rank, collectives.ranks, collectives.device, trained)
+        return layout_of(self.module, collectives.rank, collectives.ranks, collectives.device, trained)
 
     def _begin_compressor(self) -> None:
         """Tell the compressor what is exchanged, and between whom."""
@@ -137,7 +138,7 @@ class Engine(SharedOnCopy):
         """Exchange these parameters of the model from now on, between two backwards; what is kept stays."""
         layout = self._layout_of(trained)
         self.replicas.track(layout.names)
-        names: dict[nn.Parameter, str] = {each: name for name, each in self.wrapper.module.named_parameters()}
+        names: dict[nn.Parameter, str] = {each: name for name, each in self.module.named_parameters()}
         renamed = {old: names[each] for each, old in self._names.items() if names.get(each, old) != old}
         self._names = names
         if layout != self._layout:

@@ -46,7 +46,7 @@ def kept_by(engine: Engine, together: bool = False) -> dict[str, Any]:
     for kind, tensors in state["memory"].items():
         scope = RANK if kind in NUMBERS else EVERYWHERE if kind in WHOLE else shared
         scopes[scope]["memory"][kind] = tensors
-    return {**origin_of(engine), "layouts": _layouts_of(engine.wrapper.module), **scopes}
+    return {**origin_of(engine), "layouts": _layouts_of(engine.module), **scopes}
 
 
 def origin_of(engine: Engine) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def _fitted_momenta(kept: Mapping[str, Any], engine: Engine) -> Mapping[str, Ten
     """Return outer momenta, or this rank's part of each where the ranks of an island divide it anew."""
     shares: Mapping[str, Tensor] = kept[SHARE].get("momentum", {})
     wholes = kept[EVERYWHERE].get("momentum", {})
-    names = wholes.keys() & dict(engine.wrapper.module.named_parameters())
+    names = wholes.keys() & dict(engine.module.named_parameters())
     return {**shares, **{name: engine.levels.part_of(each) for name, each in wholes.items() if name in names}}
 
 
 def _fitted_memory(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Return what is kept as the parameters lie now, in type, device and order, and the names that the model lacks."""
-    parameters, layouts = local_tensors(engine.wrapper.module), _layouts_of(engine.wrapper.module)
+    parameters, layouts = local_tensors(engine.module), _layouts_of(engine.module)
     fitted: dict[str, dict[str, Tensor]] = {}
     gone: set[str] = set()
     for scope, kind in [(each, kind) for each in SCOPES for kind in kept[each]["memory"]]:

@@ -24,7 +24,7 @@ from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper, after_closure
 from lightning_sparse.engine.step.levels import Topology
-from lightning_sparse.engine.step.shards import ShardedModel
+from lightning_sparse.engine.step.shards import ShardedModel, named_module
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import check_optimizers, in_one_order
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by, load_states, states_of
@@ -118,10 +118,11 @@ class Loop:
         settings = replace(self.settings, adam=None)
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
         check_optimizers(settings, optimizers)
-        OptimizerView(dict(ddp.module.named_parameters()), optimizers, settings.feedback).close()  # it checks them
+        module = named_module(ddp)
+        OptimizerView(dict(module.named_parameters()), optimizers, settings.feedback).close()  # it checks them
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:
-            settings.compressor.begin(layout_of(ddp.module, 0, 1, next(ddp.module.parameters()).device))
+            settings.compressor.begin(layout_of(module, 0, 1, next(module.parameters()).device))
             self._log(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
         else:
             self._log(f"{summary(settings)}.")
@@ -205,7 +206,7 @@ class Training:
         self.after_step: Callable[[], None] = lambda: None
         self._given, self._log = given, log
         self._has_warned_of_validations = False
-        module, self.device = ddp.module, next(ddp.module.parameters()).device
+        module, self.device = named_module(ddp), next(ddp.module.parameters()).device
         ordered, told = in_one_order(settings, module, backend_of(self.device, ddp.process_group))
         for line in told:
             log(line)
@@ -220,7 +221,7 @@ class Training:
 
     def _attend(self) -> None:
         """See what the optimizers are to do, and hear of each step."""
-        parameters, engine = dict(self.engine.wrapper.module.named_parameters()), self.engine
+        parameters, engine = dict(self.engine.module.named_parameters()), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
         look = before_step_of_training(after_closure(self._check_averaged))  # before an update is applied
         hooks = [each.register_step_pre_hook(look) for each in optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
@@ -293,7 +294,7 @@ class Training:
             self.engine.track(self._trained.parameters)
         if not self._trained.have_changed(self.optimizers, forgets):
             return
-        trained, module = self._trained, self.engine.wrapper.module
+        trained, module = self._trained, self.engine.module
         has_new = trained.has_new()
         if has_new and (not between or isinstance(self.engine.wrapper, ShardedModel)):
             raise RuntimeError(_NEW)
@@ -319,7 +320,7 @@ class Training:
         if rounds is not None:
             is_dense = rounds.is_synchronous
             if self.is_dense and not is_dense:  # they begin with one model
-                align(self.engine.wrapper.module)
+                align(self.engine.module)
         else:
             is_dense = self.choice is not None and self.choice.begin_batch(self.is_dense)
             if adam is not None:
@@ -358,7 +359,7 @@ class Training:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
             self.engine.wrapper.require_forward_param_sync = True
         if self.settings.replicas_diverge or self.choice is not None:
-            self.steps.see_weights(self.engine.wrapper.module)
+            self.steps.see_weights(self.engine.module)
 
     def end_round(self, is_trial: bool = False) -> None:
         """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""

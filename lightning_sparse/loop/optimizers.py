@@ -250,7 +250,7 @@ class UnfinishedStep:
         """Return what a checkpoint has to hold; empty between two steps."""
         if not self._waiting:
             return {}
-        names: dict[Tensor, str] = {each: name for name, each in engine.wrapper.module.named_parameters()}
+        names: dict[Tensor, str] = {each: name for name, each in engine.module.named_parameters()}
         return {
             "is_accumulating": self.is_begun,
             # Also those that an optimizer has stepped with: another one's backward, which comes next, adds to them.
@@ -263,7 +263,7 @@ class UnfinishedStep:
 
     def restore(self, kept: Mapping[str, Any], engine: Engine) -> None:
         """Go on from what :meth:`state` returned, once :meth:`put_back` is called."""
-        parameters = dict(engine.wrapper.module.named_parameters())
+        parameters = dict(engine.module.named_parameters())
         self.is_begun = bool(kept.get("is_accumulating"))
         self._restored = fitted_gradients(kept.get("gradients", {}), parameters)
         begun, used = (

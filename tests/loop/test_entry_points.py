@@ -5,6 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.testing.tensors import assert_same, differences
@@ -12,6 +14,7 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import (
     ENTRY_POINTS,
     Net,
+    as_it_is,
     tensors_of,
     through_a_plain_loop,
     through_hugging_face,
@@ -60,6 +63,24 @@ def test_a_training_is_the_same_to_the_bit_through_each_entry_point(pools, tmp_p
     assert_same(ranks.run(partial(through_a_plain_loop, handle_first=False), settings, tmp_path, True), expected)
 
 
+def compiled(net):
+    return torch.compile(net, backend="eager")
+
+
+def compiled_in_ddp(net):
+    return DistributedDataParallel(compiled(net))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "late"])
+@pytest.mark.parametrize("wraps", [(as_it_is, compiled), (compiled_in_ddp, as_it_is)])
+def test_compiled_or_not_a_state_is_the_same(pair, tmp_path, wraps, kind):
+    whole, resumed = (
+        pair.run(partial(through_a_plain_loop, wrap=wrap), SETTINGS[kind], tmp_path, resumes)
+        for resumes, wrap in enumerate(wraps)
+    )
+    assert_same(resumed, whole)
+
+
 def further_of_hugging_face(rank, folder, trainings=2, **arguments):
     settings = {**SETTINGS["AdamW"], "density": 0.3}
     return through_hugging_face(rank, settings, folder, False, trainings, **arguments)
@@ -70,8 +91,8 @@ def test_hugging_faces_trainer_trains_further_and_compiled(pair, tmp_path):
     once, twice = (pair.run(further_of_hugging_face, tmp_path, trainings) for trainings in (1, 2))
     first, second = ({name: each[name] for name in each if "running" not in name} for each in twice)
     assert_same(second, first)
-    compiled = partial(further_of_hugging_face, torch_compile=True, torch_compile_backend="eager")
-    assert_same(pair.run(compiled, tmp_path), twice)
+    faster = partial(further_of_hugging_face, torch_compile=True, torch_compile_backend="eager")
+    assert_same(pair.run(faster, tmp_path), twice)
     assert differences(twice[0], once[0])
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, ignored_by
 from lightning_sparse.engine.memory.residual import LARGE, widened
 from lightning_sparse.engine.observe import Mark, shown
-from lightning_sparse.engine.step.shards import BareModel, shard_of
+from lightning_sparse.engine.step.shards import BareModel, named_module, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.functional.elements import laid_flat, local_tensor
@@ -661,7 +661,7 @@ class Exchange(SharedOnCopy):
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Take the gradients of these parameters of the model from now on, before any of a backward has come."""
         self._route.arrived.unwatch()  # others are to be watched
-        module = self._wrapper.module
+        module = named_module(self._wrapper)
         ignored = ignored_by(module)
         sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
         named = {each: name for name, each in module.named_parameters() if name not in ignored}

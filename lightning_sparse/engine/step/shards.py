@@ -71,6 +71,12 @@ class ShardedModel(BareModel):
             each.set_requires_gradient_sync(synchronizes, recurse=False)
 
 
+def named_module(wrapper: Any) -> Module:
+    """Return a wrapper's module, or what ``torch.compile`` has made that of: its names are without a prefix."""
+    module: Module = getattr(wrapper.module, "_orig_mod", wrapper.module)
+    return module
+
+
 def cut_modules(module: Module) -> Iterator[Any]:
     """Yield the modules that ``fully_shard`` was called on; to ask for torch's class would import all of FSDP."""
     return (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync"))
