@@ -287,7 +287,7 @@ class ReplicaError(RuntimeError):
 
 def check_replicas(engine: Engine, when: str) -> None:
     """Raise :class:`ReplicaError`, on all ranks, unless they hold the same parameters, to the bit; all call."""
-    parameters = local_tensors(engine.wrapper.module)
+    parameters = local_tensors(engine.module)
     own = torch.stack(list(map(fingerprint, parameters.values())))
     rows = engine.worker.run(partial(engine.levels.same_shard.collectives.all_gather, own)).cpu()
     if not (differs := (rows != rows[0]).any(dim=0)).any():
