@@ -74,6 +74,23 @@ def test_a_round_goes_on_to_the_bit(pair, tmp_path, kind, module, save_after):
     assert_goes_on(pair, tmp_path, ROUNDS[kind], module, save_after, limit_val_batches=1)
 
 
+class SavedWithin(Local):
+    """It saves in the midst of the last batch before a validation, which is trained on again."""
+
+    def training_step(self, batch, batch_index):
+        if self.path and (self.current_epoch, batch_index) == (0, 5):
+            self.trainer.save_checkpoint(self.path)
+        return super().training_step(batch, batch_index)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "late"])
+def test_a_save_within_a_batch_ends_no_round(pair, tmp_path, kind):
+    path, more = str(tmp_path / "within.ckpt"), {"limit_val_batches": 1}
+    uncut = fits(pair, partial(SavedWithin, None, path), ROUNDS[kind], **more)
+    for first, resumed in zip(uncut, fits(pair, SavedWithin, ROUNDS[kind], path, **more)):
+        assert_same(resumed.batches, first.batches[5:])
+
+
 class SavedLast(Numbered):
     """A model that saves when its last epoch ends, in the midst of a round."""
 
