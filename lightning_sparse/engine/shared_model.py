@@ -4,7 +4,7 @@ The mean of the changes is the gradient of an outer step on it, that of ``torch.
 tensors when they are used: it may have others by then, or other names for them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -43,7 +43,7 @@ class Change:
     due: int = 0  # the step after which it is applied
     steps: int = 0  # that it is of
     flags: int = 0  # that ranks have set, as bits
-    resting: frozenset[str] = frozenset()  # names of what is frozen and has not moved on any rank
+    resting: frozenset[str] = frozenset()  # names of what no optimizer has, or is frozen and has not moved on any rank
     done: Event = field(default_factory=Event)
 
 
@@ -51,7 +51,11 @@ class SharedModel:
     """Tensors of the model that all ranks share, moved by the means of what ranks have changed.
 
     Buffers of floating point are exchanged with the parameters that are trained. What else ranks write (frozen
-    parameters, integers, new buffers) they have alike when a round ends early, as before a validation and at the end.
+    parameters, those that no optimizer has, such as an average's, integers, new buffers) they have alike when a round
+    ends early, as before a validation and at the end.
+
+    Attributes:
+        handled: returns what optimizers have, which is all that is trained where they have nothing of the model.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class SharedModel:
         self._schedule = schedule
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard.collectives, pipeline.recorder)
+        self.handled: Callable[[], Collection[Tensor]] = tuple
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
         self._known: dict[Tensor, str] = {}  # parameters, by which they are found where they get another name
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
@@ -101,14 +106,14 @@ class SharedModel:
         }
 
     def resting(self) -> frozenset[str]:
-        """Return the names of what is frozen and has not moved in this round; a device may be waited for.
+        """Return the names of what no optimizer has, or is frozen and has not moved; a device may be waited for.
 
-        Where it rests on all ranks nothing moves it: no momentum, and no residual from before it was frozen.
+        Where that rests on all ranks nothing moves it: no momentum, and no residual from before it was frozen.
         """
         frozen = self.trained.intersection(name for each, name in self._known.items() if not each.requires_grad)
         held = {name: each for name, each in self._tensors().items() if name in frozen} if frozen else {}
         are_shared = [self._is_shared(name, tensor) for name, tensor in held.items()]
-        return frozenset(compress(held, torch.stack(are_shared).tolist() if held else ()))
+        return self._left_alone().union(compress(held, torch.stack(are_shared).tolist() if held else ()))
 
     def _is_shared(self, name: str, tensor: Tensor) -> Tensor:
         """Tell whether a tensor is that of the shared model, up to what a late exchange rounds."""
@@ -131,6 +136,16 @@ class SharedModel:
         held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
+    def _left_alone(self) -> frozenset[str]:
+        """Return the names of what could be trained and no optimizer has, whose changes are its own way to a value."""
+        ours = frozenset(self._known[each] for each in self.handled() if each in self._known)
+        return self.trained - ours if ours else ours
+
+    def _exchanged(self) -> dict[str, Tensor]:
+        """Return the tensors that are shared but for those that no optimizer has."""
+        left_alone = self._left_alone()
+        return {name: tensor for name, tensor in self._tensors().items() if name not in left_alone}
+
     def _unshared(self) -> dict[str, Tensor]:
         """Return what ranks may write without an optimizer: frozen parameters, integers, buffers that have changed."""
         known = self.trained | self._tensors().keys()
@@ -149,7 +164,7 @@ class SharedModel:
 
         An exchange of nothing would move the shared model, too, by its momentum.
         """
-        trained = [(name, tensor) for name, tensor in self._tensors().items() if name in self.trained]
+        trained = [(name, tensor) for name, tensor in self._exchanged().items() if name in self.trained]
         moved = [tensor.ne(round_to(self._shared[name], tensor.dtype)).any() for name, tensor in trained]
         return bool(moved) and bool(torch.stack(moved).any())
 
@@ -166,7 +181,7 @@ class SharedModel:
 
         A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
         """
-        present = self._tensors()
+        present = self._exchanged()
         tensors = {name: present.get(name, shared) for name, shared in self._shared.items()}
         starts = [tensor.clone() for tensor in tensors.values()] if is_late else None
         pairs = [self._before_and_now(name, tensor) for name, tensor in tensors.items()]
@@ -234,7 +249,7 @@ class SharedModel:
 
     def apply(self, change: Change) -> None:
         """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""
-        tensors = self._tensors()
+        tensors = self._exchanged()
         present = [(position, name) for position, name in enumerate(change.names) if name in tensors]
         held = [tensors[name] for _, name in present]
         if not held:
@@ -246,7 +261,8 @@ class SharedModel:
 
     def unify_rest(self) -> None:
         """Have all ranks hold the same of what is not trained; all must call."""
-        rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in self.trained}
+        trained = self.trained - self._left_alone()
+        rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in trained}
         self._worker.run(lambda: self._averager.average(rest))
         for name in self._beside:
             if name in rest and rest[name].shape == self._shared[name].shape:
@@ -259,7 +275,7 @@ class SharedModel:
             yield
             return
         self._away = {}
-        for name, tensor in self._tensors().items():
+        for name, tensor in self._exchanged().items():
             self._away[name] = tensor.clone()
             tensor.copy_(round_to(self._shared[name], tensor.dtype))
         try:
@@ -276,7 +292,7 @@ class SharedModel:
         own: Mapping[str, Tensor] = {}
         unshared: dict[str, Tensor] = {}
         if has_begun:
-            own = self._tensors() if self._away is None else self._away
+            own = {**self._tensors(), **(self._away or {})}
         if has_begun and together:
             unshared = self._unshared()
             # Also on a rank that has not written it: Lightning's file has what rank 0 wrote.

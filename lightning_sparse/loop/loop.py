@@ -34,6 +34,7 @@ from lightning_sparse.loop.optimizers import (
     OptimizerView,
     TrainedParameters,
     UnfinishedStep,
+    all_handled,
     before_step_of_training,
     can_correct,
     handled,
@@ -226,6 +227,8 @@ class Training:
         look = before_step_of_training(after_closure(self._check_averaged))  # before an update is applied
         hooks = [each.register_step_pre_hook(look) for each in optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
+        if self.engine.rounds is not None:
+            self.engine.rounds.shared.handled = partial(all_handled, optimizers)
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
             self.view.adam.clips.ask(self._given.clipping, parameters.values())

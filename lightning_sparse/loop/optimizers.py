@@ -487,6 +487,11 @@ def handled(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def all_handled(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return the parameters that optimizers train."""
+    return list(chain.from_iterable(map(handled, optimizers)))
+
+
 def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor]) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(handled(optimizer)):  # Lightning's stand-in

@@ -374,8 +374,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         is_validated = self._validated_batch == self._seen_batch > 0
         if self.rounds is not None and self.rounds.steps_since_ended and not is_validated:
             fit_loop = self._trainer.fit_loop
-            fetcher = fit_loop._data_fetcher
-            is_before = fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)
+            fetcher, progress = fit_loop._data_fetcher, fit_loop.epoch_loop.batch_progress.current
+            # Else the batch is trained on again.
+            is_trained = progress.processed == progress.ready  # type: ignore[attr-defined]
+            is_before = is_trained and fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)
             kept[EVERYWHERE]["is_before_validation"] = is_before
         return kept
 

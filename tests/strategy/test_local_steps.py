@@ -11,6 +11,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import LearningRateFinder, ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
@@ -72,6 +73,23 @@ class TeachingOnOne(Teaching):
 )
 def test_a_round_goes_on_to_the_bit(pair, tmp_path, kind, module, save_after):
     assert_goes_on(pair, tmp_path, ROUNDS[kind], module, save_after, limit_val_batches=1)
+
+
+class SavedWithin(Local):
+    """It saves in the midst of the last batch before a validation, which is trained on again."""
+
+    def training_step(self, batch, batch_index):
+        if self.path and (self.current_epoch, batch_index) == (0, 5):
+            self.trainer.save_checkpoint(self.path)
+        return super().training_step(batch, batch_index)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "late"])
+def test_a_save_within_a_batch_ends_no_round(pair, tmp_path, kind):
+    path, more = str(tmp_path / "within.ckpt"), {"limit_val_batches": 1}
+    uncut = fits(pair, partial(SavedWithin, None, path), ROUNDS[kind], **more)
+    for first, resumed in zip(uncut, fits(pair, SavedWithin, ROUNDS[kind], path, **more)):
+        assert_same(resumed.batches, first.batches[5:])
 
 
 class SavedLast(Numbered):
@@ -159,6 +177,39 @@ def test_a_validation_ends_a_round_whatever_is_validated(pair, kind):
     assert_same(ours, theirs)
     assert len(ours) == 5  # once before training
     assert all(differences(one, other) for one, other in pairwise(ours))  # what is watched has moved
+
+
+class Averaging(Validated):
+    """A network beside its average, which no optimizer has, and which may or may not ask for gradients."""
+
+    def __init__(self, asks, path=""):
+        super().__init__()
+        self.path, self.save_after = path, 8 if path else None
+        self.average = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        self.average.requires_grad_(asks)
+
+    def on_train_batch_end(self, *args):
+        self.average.update_parameters(self.network)
+        super().on_train_batch_end(*args)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_what_no_optimizer_has_is_left_to_whoever_writes_it(pair, tmp_path, kind):
+    path, more = str(tmp_path / "middle.ckpt"), {"val_check_interval": 3, "limit_val_batches": 1}
+    averages, frozen = (fits(pair, partial(Averaging, *of), ROUNDS[kind], **more) for of in ((True, path), (False,)))
+    resumed = fits(pair, partial(Averaging, True), ROUNDS[kind], path, **more)
+    for ours, theirs, later in zip(averages, frozen, resumed):
+        assert_same(ours.batches, theirs.batches)
+        assert_same(ours.notes, theirs.notes)
+        assert_same(ours.end, theirs.end)
+        if kind != "synchronous":  # its first steps send, as DDP does, all that asks for gradients
+            assert ours.total["total_wire_bytes"] == theirs.total["total_wire_bytes"]
+        assert_same(later.batches, ours.batches[8:])
+        assert_same(later.end, ours.end)
 
 
 class Loads(Callback):
