@@ -237,7 +237,6 @@ class Rounds(Replicas):
             self._make_up(int(max(told.step for told in everywhere)) - self._step)
             first, last = (choose(told.place for told in everywhere) for choose in (min, max))
             if not first:
-                self._apply_until(math.inf)
                 self._submit(0, everywhere)
             elif own < last:
                 return False
@@ -257,6 +256,7 @@ class Rounds(Replicas):
 
     def _submit(self, overlap: int, everywhere: Optional[Sequence[RankStatus]] = None) -> None:
         """Begin an exchange, to be applied now or some steps later; ranks may have told ``everywhere`` before it."""
+        self._apply_until(math.inf)  # the last one, where a training with other rounds is resumed, or ranks have met
         status = self.meeting.status(self._step, resting := self.shared.resting())
         change = self._pending = self.shared.change(is_late=overlap > 0)
         change.resting = resting

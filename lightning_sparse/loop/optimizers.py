@@ -9,6 +9,7 @@ from itertools import chain
 from operator import gt
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module, Parameter
@@ -258,7 +259,8 @@ class UnfinishedStep:
             "arrived": {names[each]: arrived for each, arrived in engine.arrived.state().items()},
             "begun": [names[each] for each in engine.arrived.begun if each in names],
             "undecayed": engine.memory.undecayed(),
-            "used": [names[each] for each in engine.source.used if each in names],
+            # As tensors, of which other numbers of ranks have each that any rank has kept: what is restored is a mean.
+            "used": {names[each]: torch.ones(()) for each in engine.source.used if each in names},
         }
 
     def restore(self, kept: Mapping[str, Any], engine: Engine) -> None:

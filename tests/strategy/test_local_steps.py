@@ -132,6 +132,26 @@ def test_other_numbers_of_ranks_take_up_the_mean(pools, tmp_path, kind, module, 
             torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-6)
 
 
+class Steady(Numbered):
+    """A model that learns as much in every step, more on later ranks."""
+
+    def training_step(self, batch, batch_index):
+        return (1 + self.global_rank) * sum(each.sum() for each in self.parameters())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_an_exchange_on_its_way_is_applied_before_that_of_shorter_rounds_begins(pair, tmp_path):
+    path, long, short = str(tmp_path / "late.ckpt"), LocalSteps(4, overlap_steps=3), LocalSteps(2, overlap_steps=1)
+    fits(pair, partial(Steady, 5, path), {"density": 0.1, "local_steps": long}, max_epochs=1)
+    answers = fits(pair, Steady, {"density": 0.1, "local_steps": short}, path)
+    for name, start in answers[0].start.items():
+        waits = sum(each.kept["memory"]["residual"][name] for each in answers) / 2
+        learned = (start - answers[0].end[name]).flatten() + waits
+        torch.testing.assert_close(learned, torch.full_like(learned, 12 * 0.01 * 1.5), rtol=0, atol=1e-5)
+
+
 def test_rounds_and_gradients_keep_different_things(pair, tmp_path):
     path, gradients = str(tmp_path / "middle.ckpt"), {"density": 0.1}
     rounds = {**gradients, "local_steps": 4}

@@ -340,7 +340,7 @@ def test_a_shared_parameter_is_frozen_and_trained_as_one(pair, compressor):
 
 
 class Words(Parts):
-    """An embedding with ``sparse_coo`` gradients that rank 1 does not always use, and that is frozen for a while."""
+    """An embedding with ``sparse_coo`` gradients that may be frozen for a while."""
 
     def __init__(self, is_frozen=False):
         super().__init__()

@@ -347,9 +347,13 @@ class Backward(ABC):
 
     def _reduce_sparse_layout(self, member: Member) -> None:
         parameter = member.parameter
-        gradient = parameter.grad if self._is_used(member) else None
+        gradient = parameter.grad
         if gradient is None:
-            gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            # Of whole rows, as backward makes them: zeros_like has single elements, and others would read that wrongly.
+            rows = parameter.new_empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
+            gradient = torch.sparse_coo_tensor(*rows, parameter.shape, check_invariants=False)
+        if not self._is_used(member):
+            gradient = gradient.clone()  # what has arrived before in the step, to which others may have added
             self._missing.append(_Missing(parameter, gradient, None))
         self._route.worker.submit(partial(self._average_sparse, member.name, gradient))
 

@@ -113,17 +113,17 @@ class PartialSum(NamedTuple):
 
     first: Models  # of these parts, or one of somebody else's
     sums: dict[Place, Tensor]  # over these parts, of floating-point tensors, but those kept everywhere
-    shapes: dict[Place, tuple[torch.Size, torch.dtype]]  # of those tensors, in a part
+    shapes: dict[Place, tuple[torch.Size, torch.dtype, torch.layout]]  # of those tensors, in a part
 
 
 def read_sum(read: Callable[[int], Models], rank: int, ranks: int, saved: int) -> PartialSum:
     """Read this rank's share of all parts, one at a time, and add up what is kept of each parameter."""
     first = read(rank % saved)
-    shapes = {place: (tensor.shape, tensor.dtype) for place, tensor in _summed(first)}
+    shapes = {place: (tensor.shape, tensor.dtype, tensor.layout) for place, tensor in _summed(first)}
     sums = dict(_summed(first)) if rank < saved else {}  # else somebody else has read this part for its sum, too
     for source in range(rank + ranks, saved, ranks):
         for place, tensor in _summed(read(source)):
-            shapes.setdefault(place, (tensor.shape, tensor.dtype))
+            shapes.setdefault(place, (tensor.shape, tensor.dtype, tensor.layout))
             sums[place] = sums[place].double().add_(tensor) if place in sums else tensor
     return PartialSum(first, sums, shapes)
 
@@ -144,15 +144,15 @@ def mean_of_sums(
         shapes = {place: shape for theirs in everywhere for place, shape in theirs.items()}
         if any(shapes[place] != shape for theirs in everywhere for place, shape in theirs.items()):
             raise CheckpointError(f"parts of the checkpoint keep tensors of different shapes of one parameter. {CURE}")
-    for place, (shape, dtype) in sorted(shapes.items(), key=str):
+    for place, (shape, dtype, layout) in sorted(shapes.items(), key=str):
         if not shape.numel():
             continue
-        own = mine.sums[place] if place in mine.sums else torch.zeros(shape, dtype=dtype)
+        own = mine.sums[place].to_dense() if place in mine.sums else torch.zeros(shape, dtype=dtype)
         mean = torch.empty(shape, dtype=dtype)
         parts = save.ranks // save.node_ranks if save.is_sharded or place[1] == SHARE else save.ranks
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
             means.copy_(sum_together(sums.to(device, torch.float64, copy=True), group).div_(parts))
-        _put(mine.first, place, mean)
+        _put(mine.first, place, mean if layout is torch.strided else mean.to_sparse(1))
     for state in mine.first.values():
         whole, state[SHARE] = state[SHARE], {"memory": {}}
         state[RANK]["memory"] |= whole.pop("memory")

@@ -66,6 +66,33 @@ def test_what_waits_for_backwards_end_goes_in_one_message_and_no_bit_is_another(
             assert all(step.count("exchange") > 1 for step in overlapping)
 
 
+class LookedUp(nn.Module):
+    """A table whose gradient has a sparse layout, of which a backward needs nothing where no row is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+        self.rest = nn.Linear(2, 1)
+
+    def forward(self, rows):
+        loss = self.rest(torch.ones(1, 2).to(self.table.weight)).sum()
+        return loss + self.table(torch.tensor(rows, device=loss.device)).sum() if rows else loss
+
+
+def look_up(rank, rows):
+    """Go backward several times for a step, each time with some rows; return the gradient of the first column."""
+    with sparse_ddp(LookedUp()) as (ddp, engine):
+        for of_ranks in rows:
+            ddp(of_ranks[rank]).backward()
+        engine.worker.raise_error()
+        return ddp.module.table.weight.grad.to_dense()[:, 0].tolist()
+
+
+def test_rows_that_some_ranks_look_up_are_averaged_whatever_came_before(pair):
+    for gradient in pair.run(look_up, [([], [1]), ([3], []), ([], []), ([1], [2])]):
+        assert gradient == [0.0, 1.0, 0.5, 0.5]
+
+
 class Mixed(nn.Module):
     """Parameters of two types, and one that DDP is told to leave alone."""
 

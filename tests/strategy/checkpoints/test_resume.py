@@ -183,6 +183,35 @@ def test_what_had_been_accumulated_is_kept_where_the_windows_are_others(pair, tm
         torch.testing.assert_close(gradient.cpu(), (one[name] + other[name]) / 2)
 
 
+class UsedByOne(Numbered):
+    """A model with a table that rank 0 alone uses, in its first batch, and that notes what of it is stepped with."""
+
+    def __init__(self, is_sparse, *saving):
+        super().__init__(*saving)
+        self.table = nn.Embedding(4, 32, sparse=is_sparse)
+
+    def training_step(self, batch, batch_index):
+        loss = super().training_step(batch, batch_index)
+        is_used = self.global_rank == self.current_epoch == batch_index == 0
+        return loss + self.table(torch.tensor([1, 3]).to(self.device)).square().sum() if is_used else loss
+
+    def on_before_optimizer_step(self, optimizer):
+        if not hasattr(self, "notes"):
+            self.notes = self.table.weight.grad.to_dense().clone()
+
+    def configure_optimizers(self):
+        """Return SGD without weight decay, which sparse layouts do not go with."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_what_one_rank_had_accumulated_is_kept_on_other_numbers_of_ranks(pools, tmp_path, is_sparse):
+    path, settings = str(tmp_path / "one.ckpt"), {"compressor": "dense", **UNUSED}
+    first, _ = fits(pools[2], partial(UsedByOne, is_sparse, 1, path), settings, **IN_PAIRS)
+    for answer in fits(pools[3], partial(UsedByOne, is_sparse), settings, path, **IN_PAIRS):
+        torch.testing.assert_close(answer.notes, first.notes)
+
+
 def test_plain_ddp_loses_what_it_had_accumulated(pair, tmp_path):
     # Which is why ours is kept, though Lightning's file has no place for it.
     assert_goes_on(pair, tmp_path, None, **IN_PAIRS)
