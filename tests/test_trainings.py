@@ -189,7 +189,8 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
 
 
 # What draws have found once, cut down: a round that is resumed while what it has trained is frozen and nothing is left
-# to train; and a save of ranks of which one has had its last batch, and with it a validation.
+# to train; a save of ranks of which one has had its last batch, and with it a validation; and parameters that compete
+# in another order, that of the first backward after the resume.
 FOUND = [
     Training(0, strategy="micro", local=LocalSteps(4), finds_unused=True, parts=("thawing",), saves=("epoch", 2)).but(
         by_hand="together"
@@ -197,10 +198,13 @@ FOUND = [
     Training(0, local=LocalSteps(3), finds_unused=True, by_hand="toggled by turns", batches=4, fewer=1).but(
         validates=3, saves=("epoch", 1), skips=0
     ),
+    Training(0, strategy="omgs", density=0.3, schedule="single", exchange="owners", parts=("used by turns",)).but(
+        saves=("batch", 1)
+    ),
 ]
 
 
-@pytest.mark.parametrize("training", FOUND, ids=["frozen at a resume", "validated after the last batch"])
+@pytest.mark.parametrize("training", FOUND, ids=["frozen at a resume", "validated after the last batch", "competing"])
 def test_what_was_found_once_stays_right(pools, tmp_path, training):
     assert failures_of(pools, training, tmp_path) == []
 

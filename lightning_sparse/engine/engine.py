@@ -238,7 +238,8 @@ class Engine(SharedOnCopy):
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         """Return what is kept and learned, as plain tensors and numbers, not copied; all ranks call if ``together``."""
-        state = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
+        state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
+        state["order"] = self.source.order
         if self.planner.plan is not None:
             state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
         if warm_up := self.densities.state_dict():
@@ -249,6 +250,7 @@ class Engine(SharedOnCopy):
         """Replace those parts that ``state`` holds by a copy; the others stay as they are."""
         if "warm_up" in state:
             self.densities.load_state_dict(state["warm_up"])
+        self.source.restore_order(state.get("order", ()))
 
         def load() -> None:
             if "memory" in state:

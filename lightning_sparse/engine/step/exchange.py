@@ -689,6 +689,17 @@ class Exchange(SharedOnCopy):
         self._route = self._route._replace(among=ranks)
         self._order = Order((), self._route.pipeline.collectives.device)
 
+    @property
+    def order(self) -> list[str]:
+        """Names of parameters in the order in which all ranks hand them over; none until they have agreed on one."""
+        return [each.name for each in self._order.members]
+
+    def restore_order(self, names: Sequence[str]) -> None:
+        """Go on in an order that was agreed on, if it is of these parameters: groups are then what they were."""
+        known = {each.name: each for each in self._members}
+        if known.keys() == set(names):
+            self._order = Order([known[name] for name in names], self._order.all_used.device)
+
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
         """Have dense gradients travel in a type from the next backward on, and return the bytes of all of them."""
         self._route = self._route._replace(dense_dtype=dtype)
