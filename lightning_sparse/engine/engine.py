@@ -250,7 +250,6 @@ class Engine(SharedOnCopy):
         """Replace those parts that ``state`` holds by a copy; the others stay as they are."""
         if "warm_up" in state:
             self.densities.load_state_dict(state["warm_up"])
-        self.source.restore_order(state.get("order", ()))
 
         def load() -> None:
             if "memory" in state:

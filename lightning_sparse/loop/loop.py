@@ -460,6 +460,7 @@ class Training:
         if (rounds := self.engine.rounds) is not None and "rounds" in usable:
             self._trained.know(rounds.shared.trained)
             self.engine.source.track(self._trained.parameters)
+        self.engine.source.restore_order(usable.get("order", ()))
         if self.view.adam is not None:
             self.view.adam.clips.load(everywhere["clips"])
         if self.settings.replicas_diverge:
