@@ -330,7 +330,7 @@ class TrainedParameters:
 
         What is frozen counts if it ``forgets`` that.
         """
-        present = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        present = list(map(id, all_handled(optimizers)))
         if present != self._handled:
             if self.has_new():  # which takes longer, and without an optimizer they are not trained
                 return True  # until they are known: a caller may raise, and whoever trains may go on
