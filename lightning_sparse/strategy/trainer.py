@@ -6,7 +6,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +19,6 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together, post_status
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.shards import reshard
 from lightning_sparse.jobs import whereabouts
 from lightning_sparse.jobs.lightning import (
     CURE,
@@ -44,16 +43,8 @@ from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
-from lightning_sparse.strategy.uneven import (
-    check_batches,
-    check_logged,
-    check_ranks_apart,
-    check_rates,
-    samples_of,
-    skip_steps,
-    step_ratio_of,
-    sync_schedulers,
-)
+from lightning_sparse.strategy.meeting_points import MeetingPoints
+from lightning_sparse.strategy.uneven import check_logged
 
 _MODEL = "model"  # the name of the one that there is, in checkpoints
 
@@ -90,13 +81,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     """What the strategies of the Trainer have in common, which have a loop."""
 
     holds_shards: ClassVar[bool]  # of the model, no rank all of it
-    has_uneven_batches = False  # ranks have, or may have, different numbers of them, and make steps that others do not
     _loop: Loop
     _timeout: Optional[timedelta]
-    _has_failed = _has_own_position = False
-    _is_before_validation: Optional[bool] = None  # the checkpoint that was read, by all; a validation ends a round
-    _seen_batch = 0  # the number of the last one, since the start
-    _validated_batch = 0  # the number of the one after which the last validation came, or was left out
+    _has_failed = False
+    _meetings: Optional[MeetingPoints] = None  # where replicas may be apart, or in shards
     _termination: Optional[Termination] = None
     _replaced: ExitStack  # which gives back methods in whose place ours stand
 
@@ -157,11 +145,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         given = Given(self._timeout, scaler, clipping, node_ranks)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
         model: Any = wrapper or self.model
+        self._meetings = None
         self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
         if self.settings.replicas_diverge or self.holds_shards:
-            self._surround(trainer, training)
+            self._meetings = MeetingPoints(trainer, training, self._replace)
         if training.view.adam is not None:
             clip = clip_before(training, self.precision_plugin.clip_gradients)
             self._replace(self.precision_plugin, "clip_gradients", clip)
@@ -171,71 +160,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
         return None if self.engine is None else self.engine.rounds
 
-    def _surround(self, trainer: Trainer, training: Training) -> None:
-        """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
-        fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        validation = epoch.val_loop
-        if self.settings.replicas_diverge:
-            check_ranks_apart(trainer)
-        run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
-
-        def run_to_one() -> None:
-            self._begin_epoch(fit_loop.setup_data)
-            run()
-            if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
-                self._loop.replicas.synchronize()
-                self._loop.replicas.adopt()
-
-        def end_as_one() -> None:
-            self._loop.replicas.synchronize()
-            end()
-
-        def validate_as_one() -> Any:
-            if not trainer.sanity_checking:
-                self._validated_batch = self._seen_batch
-                if not self._meet("a validation"):
-                    return []
-                training.end_round(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
-            with self._loop.replicas.shared_model():
-                try:
-                    return validate()
-                finally:
-                    reshard(self._module)
-
-        self._replace(fit_loop, "run", run_to_one)
-        self._replace(fit_loop, "on_run_end", end_as_one)
-        self._replace(fit_loop, "on_advance_start", partial(self._begin_epoch, fit_loop.on_advance_start))
-        self._replace(fit_loop, "on_advance_end", partial(self._end_epoch, training, fit_loop.on_advance_end))
-        self._replace(validation, "run", validate_as_one)
-
-    def _begin_epoch(self, begin: Callable[[], None]) -> None:
-        """Begin an epoch, or prepare the first, as Lightning does, and know each rank's share of its steps."""
-        begin()
-        if (rounds := self.rounds) is not None:
-            trainer, meeting = self._trainer, rounds.meeting
-            batches = check_batches(trainer, rounds.synchronous_left, self._has_own_position, meeting.ranks_in_step)
-            self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
-            meeting.step_ratio = step_ratio_of(trainer, batches)
-
-    def _end_epoch(self, training: Training, end: Callable[[], None]) -> None:
-        """End an epoch as Lightning does, on all ranks together, and training on all where one wants to stop."""
-        self._meet("the end of an epoch")
-        end()
-        if self.rounds is not None:
-            self._trainer.should_stop = training.engine.mean_over_ranks(self._trainer.should_stop) > 0
-
-    def _meet(self, place: str) -> bool:
-        """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
-        have_met = self._loop.replicas.meet(place)
-        if have_met and self.rounds is not None and self.rounds.meeting.are_uneven:
-            sync_schedulers(
-                self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            )
-        if not have_met:
-            rank_zero_warn(
-                f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"
-            )
-        return have_met
+    @property
+    def has_uneven_batches(self) -> bool:
+        """Whether ranks have, or may have, different numbers of batches, and make steps that others do not."""
+        return self._meetings is not None and self._meetings.have_uneven_batches
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Have ours stand in a method's place until those replaced are given back."""
@@ -247,26 +175,17 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination(trainer) if self.world_size > 1 else None
-        self._seen_batch = self._validated_batch = 0
-        was_before, self._is_before_validation = self._is_before_validation, None
         if (training := self._loop.training) is None:
             return
         training.unfinished.put_back(self.optimizers)
-        if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
-            sync_schedulers(trainer, self.optimizers, trainer.num_training_batches)
+        if self._meetings is not None:
+            self._meetings.begin_steps()
         if training.view.adam is not None or self.settings.bounds_warm_up:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             training.expect_steps(total_steps_of(trainer))
-        if self.rounds is not None and was_before is not None and training.engine.mean_over_ranks(was_before) > 0:
-            self.rounds.synchronize()  # Lightning may leave that validation out
         training.engine.recorder.totals.resume()
         if training.replicas.are_apart and trainer.lightning_module.automatic_optimization:
             training.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
-
-    @property
-    def _has_one_pace(self) -> bool:
-        """Whether no rank is ahead of others until all meet."""
-        return self.rounds is None or self.rounds.meeting.step_ratio[1] == 1
 
     @property
     def _has_ended_steps(self) -> bool:
@@ -280,12 +199,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             training.track_optimizers(self.optimizers)
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
             training.begin_batch(adopts, forgets=True)
-        batch = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if self.rounds is not None and batch != self._seen_batch:  # or a closure has asked once more
-            self._seen_batch = batch
-            self.rounds.meeting.see_batch(samples_of(args[0] if args else None))
-            if self._trainer.fit_loop.batch_idx == 0 and self._has_one_pace and self._loop.replicas.are_apart:
-                check_rates(self._trainer, self.optimizers)
+        if self._meetings is not None:
+            self._meetings.see_batch(args[0] if args else None)
         output = super().training_step(*args, **kwargs)
         if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
             check_logged(self._trainer)
@@ -315,8 +230,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         training.track_optimizers(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self.rounds is not None:
-            skip_steps(self._trainer, self.rounds.meeting.skipped())
+        if self._meetings is not None:
+            self._meetings.end_step()
         return output
 
     @override
@@ -371,14 +286,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         kept = self._loop.state()
         if kept is None:
             return None
-        is_validated = self._validated_batch == self._seen_batch > 0
-        if self.rounds is not None and self.rounds.steps_since_ended and not is_validated:
-            fit_loop = self._trainer.fit_loop
-            fetcher, progress = fit_loop._data_fetcher, fit_loop.epoch_loop.batch_progress.current
-            # Else the batch is trained on again.
-            is_trained = progress.processed == progress.ready  # type: ignore[attr-defined]
-            is_before = is_trained and fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)
-            kept[EVERYWHERE]["is_before_validation"] = is_before
+        if self._meetings is not None:
+            kept[EVERYWHERE] |= self._meetings.state()
         return kept
 
     def _restore(self) -> None:
@@ -389,7 +298,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _restore_models(self, training: Training, models: Mapping[str, dict[str, Any]]) -> list[str]:
         """Give the engine and the optimizers what this rank had kept; return what they cannot use."""
-        self._is_before_validation = bool(models[_MODEL][EVERYWHERE].get("is_before_validation"))
+        if self._meetings is not None:
+            self._meetings.load(models[_MODEL][EVERYWHERE])
         return training.load(models[_MODEL])
 
     @override
@@ -407,6 +317,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def teardown(self) -> None:
         self._answer_signals(has_ended=False)
         self._replaced.close()
+        self._meetings = None
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()
         self._checkpointer.close()
@@ -594,14 +505,16 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         unused, unfinished = super()._restore_models(training, models), training.unfinished
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
         unfinished.restore(own, training.engine)
-        self._has_own_position = ranks == self.world_size
-        if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
+        has_own_position = ranks == self.world_size
+        if everywhere.get("only_some_have_ended") and not has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(
                 f"the checkpoint was saved where some of {ranks} ranks had ended their epoch and others had not, and"
                 f" {self.world_size} cannot go on from there: take one that was saved at the end of an epoch"
             )
-        if self._has_own_position:  # Lightning's file has that of rank 0
+        if has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
+            if self._meetings is not None:
+                self._meetings.has_own_position = True
             if training.choice is not None and "is_dense" in everywhere and not unfinished.is_begun:
                 training.choice.restore_choice(bool(everywhere["is_dense"]))
         return unused
