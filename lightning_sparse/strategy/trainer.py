@@ -152,6 +152,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
         """Begin the exchange of the model, or of what stands for it, unless there is nobody to exchange with."""
+        if self.settings.replicas_diverge:
+            check_ranks_apart(trainer)
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler, node_ranks = getattr(self.precision_plugin, "scaler", None), self._checkpointer.node_ranks
         given = Given(self._timeout, scaler, clipping, node_ranks)
@@ -175,8 +177,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         validation = epoch.val_loop
-        if self.settings.replicas_diverge:
-            check_ranks_apart(trainer)
         run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
 
         def run_to_one() -> None:
