@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -26,7 +25,8 @@ class Silent(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.register_forward_pre_hook(partial(refuse_training, _COPIED))
+        # The Trainer calls train() of the module inside, and of no wrapper.
+        self.register_forward_pre_hook(lambda copied, inputs: refuse_training(_COPIED, copied.module, inputs))
 
 
 def wrap(module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]) -> DistributedDataParallel:
