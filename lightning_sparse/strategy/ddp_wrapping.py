@@ -25,8 +25,12 @@ class Silent(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # The Trainer calls train() of the module inside, and of no wrapper.
-        self.register_forward_pre_hook(lambda copied, inputs: refuse_training(_COPIED, copied.module, inputs))
+        self.register_forward_pre_hook(_refuse_copy)
+
+
+def _refuse_copy(ddp: DistributedDataParallel, inputs: Any) -> None:
+    # The Trainer calls train() of the module inside, and of no wrapper.
+    refuse_training(_COPIED, ddp.module, inputs)
 
 
 def wrap(module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]) -> DistributedDataParallel:
