@@ -68,10 +68,11 @@ class LocalSteps:
             given: Any = getattr(self, name)
             if name == "every" and given == AUTO:
                 continue
-            # Users give every as local_steps, too.
-            called = f"local_steps={given!r} (every, of LocalSteps)" if name == "every" else f"{name}={given!r}"
             if not isinstance(given, Integral) or given < least:
-                raise ValueError(f"{called} must be a whole number, at least {least}")
+                told = f"{name}={given!r} must be a whole number, at least {least}"
+                if name == "every":  # which users give as local_steps, too
+                    told = f"local_steps={given!r} (every, of LocalSteps) must be 'auto' or a whole number, at least 1"
+                raise ValueError(told)
             object.__setattr__(self, name, int(given))  # of numpy's, too
         refuse(self._refusals())
 

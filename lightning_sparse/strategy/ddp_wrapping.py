@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -26,7 +25,12 @@ class Silent(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.register_forward_pre_hook(partial(refuse_training, _COPIED))
+        self.register_forward_pre_hook(_refuse_copy)
+
+
+def _refuse_copy(ddp: DistributedDataParallel, inputs: Any) -> None:
+    # The Trainer calls train() of the module inside, and of no wrapper.
+    refuse_training(_COPIED, ddp.module, inputs)
 
 
 def wrap(module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]) -> DistributedDataParallel:

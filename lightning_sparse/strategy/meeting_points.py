@@ -12,7 +12,6 @@ from lightning_sparse.jobs.lightning import Trainer
 from lightning_sparse.loop.loop import Training
 from lightning_sparse.strategy.uneven import (
     check_batches,
-    check_ranks_apart,
     check_rates,
     samples_of,
     skip_steps,
@@ -37,8 +36,6 @@ class MeetingPoints:
         self._is_before_validation: Optional[bool] = None  # the checkpoint that was read, by all; it ends a round
         self._seen_batch = 0  # the number of the last one, since the start
         self._validated_batch = 0  # the number of the one after which the last validation came, or was left out
-        if training.settings.replicas_diverge:
-            check_ranks_apart(trainer)
         fit_loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
         replace(fit_loop, "run", partial(self._run, fit_loop.run))
         replace(fit_loop, "on_run_end", partial(self._end, fit_loop.on_run_end))

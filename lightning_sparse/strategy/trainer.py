@@ -44,7 +44,7 @@ from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.meeting_points import MeetingPoints
-from lightning_sparse.strategy.uneven import check_logged
+from lightning_sparse.strategy.uneven import check_logged, check_ranks_apart
 
 _MODEL = "model"  # the name of the one that there is, in checkpoints
 
@@ -140,6 +140,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
         """Begin the exchange of the model, or of what stands for it, unless there is nobody to exchange with."""
+        if self.settings.replicas_diverge:
+            check_ranks_apart(trainer)
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler, node_ranks = getattr(self.precision_plugin, "scaler", None), self._checkpointer.node_ranks
         given = Given(self._timeout, scaler, clipping, node_ranks)

@@ -36,6 +36,7 @@ def test_buckets_take_no_memory(pair):
 def train_a_copy(rank):
     devices = None if DEVICE.type == "cpu" else [0]
     ddp = copy.deepcopy(wrap(Tied().to(DEVICE), devices, {}))
+    ddp.training = False  # as the Trainer has it, which calls train() of the module inside
     words = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with torch.no_grad():
         seen = ddp(words).shape

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import ModelPruning
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import StrategyRegistry
@@ -303,16 +304,18 @@ def test_one_process_trains_and_says_that_nothing_is_compressed(forked):
 
 
 @pytest.mark.parametrize(
-    ("settings", "module", "named"),
+    ("settings", "module", "arguments", "named"),
     [
-        ({"compressor": LAGS(densities={"netwrok.0.weight": 1.0})}, Small, "network.0.weight"),
-        ({"compressor": "dgc", "optimizer_correction": None}, WithAdam, "Adam works on the gradients"),
-        ({"optimizer_correction": AdamCorrection()}, Small, "SGD cannot be corrected"),
+        ({"compressor": LAGS(densities={"netwrok.0.weight": 1.0})}, Small, {}, "network.0.weight"),
+        ({"compressor": "dgc", "optimizer_correction": None}, WithAdam, {}, "Adam works on the gradients"),
+        ({"optimizer_correction": AdamCorrection()}, Small, {}, "SGD cannot be corrected"),
+        ({"local_steps": 2}, Small, {"val_check_interval": "00:00:00:01"}, "val_check_interval"),
+        ({"compressor": "a2sgd"}, Small, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning"),
     ],
-    ids=["name of a parameter", "momentum of Adam", "correction of SGD"],
+    ids=["name of a parameter", "momentum of Adam", "correction of SGD", "clock", "pruned"],
 )
-def test_one_process_refuses_what_several_refuse(forked, settings, module, named):
-    (alone,), (one, other) = (refusals(forked[ranks], module, settings) for ranks in (1, 2))
+def test_one_process_refuses_what_several_refuse(forked, settings, module, arguments, named):
+    (alone,), (one, other) = (refusals(forked[ranks], module, settings, **arguments) for ranks in (1, 2))
     assert re.match(f"ValueError.*{named}", alone)
     assert alone == one == other
 
@@ -438,6 +441,7 @@ def test_statistics_are_empty_before_the_first_step():
 NOTEBOOK = """
 import lightning_sparse
 from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import ModelPruning
 from tests.helpers.trainers import Small
 
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
