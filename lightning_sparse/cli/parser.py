@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import os
+from dataclasses import is_dataclass
 from typing import Any, NoReturn, Optional
 
 from jsonargparse import DefaultHelpFormatter, Namespace
@@ -85,16 +86,21 @@ class _NameWithArguments(_Checked):
         name = None if is_whole or not parsing.get("cfg") else parsing["cfg"].get(self.dest)
         if isinstance(name, str) and name.lower() in StrategyRegistry:
             row = StrategyRegistry[name.lower()]
-            kind = row["strategy"]
-            named = Namespace(
-                class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=Namespace(row["init_params"])
-            )
-            parsing["cfg"] = Namespace({self.dest: named})
+            arguments = {
+                name: _named(type(each), vars(each)) if is_dataclass(each) else each
+                for name, each in row["init_params"].items()
+            }
+            parsing["cfg"] = Namespace({self.dest: _named(row["strategy"], arguments)})
         elif name == "auto":
             raise TypeError("trainer.strategy='auto' takes no arguments: name one first, such as sparse_lags")
         elif isinstance(name, str) and "." not in name:
             raise TypeError(unknown_strategy(name))
         return super()._check_type_(value, **parsing)
+
+
+def _named(kind: type, arguments: dict[str, Any]) -> Namespace:
+    """Return an object as it is written in a file, so that its arguments can be given one by one."""
+    return Namespace(class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=Namespace(arguments))
 
 
 class SparseCLI(LightningCLI):

@@ -263,6 +263,7 @@ class Engine(SharedOnCopy):
         # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self.worker.run(load)
+        self.recorder.forget()  # steps of a search for a learning rate, after which training begins anew
 
     def _expect_round(self) -> None:
         """Have the compressor know the parameters of a round that goes on, some of which may be frozen here so far."""

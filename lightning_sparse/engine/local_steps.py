@@ -48,11 +48,17 @@ class RoundLength:
     """How many steps a round has: as many as the user asks for, or chosen when some rounds have been timed."""
 
     def __init__(self, every: Union[int, str], device: torch.device, log: Callable[[str], None]) -> None:
+        self._every = every
         self._clock = Clock(device)
         self._log = log
-        self.steps = every if isinstance(every, int) else _FIRST_STEPS
+        self.begin()
+
+    def begin(self, chosen: Optional[int] = None) -> None:
+        """Know no times so far, and the length that the user asks for, or that was ``chosen`` earlier."""
+        known = self._every if isinstance(self._every, int) else chosen
+        self.steps = _FIRST_STEPS if known is None else known
         # Steps, when the exchange before them was applied, and when the wait for theirs began and ended; until chosen.
-        self.times: Optional[list[tuple[int, Mark, Mark, Mark]]] = None if isinstance(every, int) else []
+        self.times: Optional[list[tuple[int, Mark, Mark, Mark]]] = [] if known is None else None
         self._applied_at = self._clock.mark()
         self._last_wait: Optional[tuple[Mark, Mark]] = None
         self._unread: deque[tuple[Mark, Mark]] = deque()  # waits that a device may not have come to the end of
@@ -341,8 +347,7 @@ class Rounds(Replicas):
         self._has_begun = self._is_resumed = state["has_begun"]
         self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
         self._origin = int(state["origin"])
-        if not isinstance(self._local.every, int) and state["every"] is not None:
-            self._length.steps, self._length.times = int(state["every"]), None
+        self._length.begin(None if state["every"] is None else int(state["every"]))
         self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
         self.meeting.load(state)
         saved, self._pending = state["pending"], None

@@ -342,18 +342,22 @@ class Recorder:
 
     def __init__(self, device: torch.device, ranks: int, node_ranks: int = 1) -> None:
         self.clock = Clock(device)
-        self.totals = Totals()
         self._ranks = (ranks, node_ranks)
         self.has_levels = node_ranks > 1  # some ranks share a gradient
         self.current = ExchangeRecord(*self._ranks)  # changes only between two backwards
-        self.last: Optional[ExchangeRecord] = None  # that ended, with the engine or with plain DDP
-        self.last_step: Step = ()  # all of the optimizer step that goes on, or of the last one if none has come since
+        self.forget()
         self.continues_step = False  # whether the coming exchange is of the step of the one before
         self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples_deltas = False  # of the coming exchanges, on all ranks: each costs a dense all-reduce
         self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
         self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
         self._group: Optional[GroupMarks] = None
+
+    def forget(self) -> None:
+        """Forget the steps so far, of a training that goes on from another state than theirs."""
+        self.totals = Totals()
+        self.last: Optional[ExchangeRecord] = None  # that ended, with the engine or with plain DDP
+        self.last_step: Step = ()  # all of the optimizer step that goes on, or of the last one if none has come since
 
     def begin_backward(self) -> None:
         """Record that a backward begins; of several in one step the last one counts."""

@@ -157,7 +157,7 @@ class Compression(TypedDict, total=False):
     exchange: Union[str, Owners]
     overlaps_backward: bool
     local_steps: Union[int, str, LocalSteps]
-    levels: Union[str, int]
+    levels: Union[int, str]
 
 
 DEFAULTS = Compression(
@@ -191,7 +191,7 @@ class Settings:
     exchange: ExchangeChoice
     overlaps_backward: bool
     local_steps: Optional[LocalSteps]
-    levels: Union[str, int]
+    levels: Union[int, str]
     asked: ErrorFeedback
     adam: Optional[AdamCorrection] = None
 

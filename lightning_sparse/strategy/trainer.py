@@ -307,7 +307,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._checkpointer.note(checkpoint, checkpoint_path)
+        self._checkpointer.note(checkpoint, checkpoint_path, goes_back=self.engine is not None)
         return checkpoint
 
     @override

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from pytorch_lightning import Trainer
 
-from lightning_sparse import SparseDDPStrategy, callbacks
+from lightning_sparse import LocalSteps, SparseDDPStrategy, callbacks
 from lightning_sparse.cli import main
+from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.strategy.names import systems
 from tests.helpers.commands import COMMAND, MODEL, begin, refusal
 
@@ -95,6 +96,23 @@ def test_a_name_and_arguments_beside_it_are_a_strategy(strategy, more, tmp_path,
     arguments = {"compressor": "lags", "density": 0.05, "wire": "bfloat16", "start_method": "popen"}
     assert printed["class_path"].endswith(".SparseDDPStrategy")
     assert arguments.items() <= printed["init_args"].items()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("sparse_loco", ["density=0.05"], {"density": 0.05, "local_steps": LocalSteps(30, residual_decay=0.95)}),
+        ("sparse_diloco", ["local_steps.every=7"], {"local_steps": LocalSteps(7, 0.7, 0.9, True)}),
+        ("sparse_topk", ["levels=1", "optimizer_correction=null"], {"levels": 1, "optimizer_correction": None}),
+    ],
+)
+def test_a_name_keeps_what_no_argument_changes_and_the_saved_file_says_all(name, words, expected, tmp_path):
+    options = [MODEL, "--seed_everything=false", "--trainer.accelerator=cpu", f"--trainer.strategy={name}"]
+    given = SparseCLI(args=[*options, *(f"--trainer.strategy.{word}" for word in words)], run=False)
+    (tmp_path / "saved.yaml").write_text(given.parser.dump(given.config, skip_none=False))
+    saved = SparseCLI(args=[f"--config={tmp_path / 'saved.yaml'}"], run=False)
+    for settings in (given.trainer.strategy.settings, saved.trainer.strategy.settings):
+        assert {field: getattr(settings, field) for field in expected} == expected
 
 
 def test_the_help_and_the_refusal_of_another_command_list_all(capsys):

@@ -130,9 +130,11 @@ class Checkpointer:
                 stacklevel=3,
             )
 
-    def note(self, checkpoint: dict[str, Any], filepath: PathLike) -> None:
-        """Record a checkpoint of Lightning's that was read."""
-        self.loaded = str(filepath), read_header(checkpoint, str(filepath)) if self._resumes else None
+    def note(self, checkpoint: dict[str, Any], filepath: PathLike, goes_back: bool = False) -> None:
+        """Record a checkpoint of Lightning's that was read; one of its own a training ``goes_back`` to as a whole."""
+        path = str(filepath)
+        is_wanted = self._resumes or (goes_back and path in self._written)
+        self.loaded = path, read_header(checkpoint, path) if is_wanted else None
 
     def check_whole(self) -> None:
         """Refuse a checkpoint that was noted if this rank cannot read what it would go on with."""
