@@ -32,6 +32,7 @@ from tests.helpers.random_trainings import (
     drawn,
     drawn_to_be_refused,
     fit,
+    go_on,
     minimal,
     train,
 )
@@ -50,7 +51,8 @@ _AVERAGED = (
     "phase",
     "alias",
 )  # buffers of which replicas that drift have one value
-_OWN = ("count", "num_batches_tracked", "flag")  # those that are each rank's own, as with DDP between two forwards
+# Those that are each rank's own, as with DDP between two forwards.
+_OWN = ("count", "num_batches_tracked", "n_averaged", "flag")
 # Two sums of a few numbers in another order, through some 18 steps.
 _TOLERANCES = {"adamw": 1e-4, "amsgrad": 1e-4, "rmsprop": 1e-4}
 _TOLERANCE = 1e-5
@@ -102,7 +104,7 @@ def unlike(training, outcomes):
                     for name, values in state.items()
                     # With local steps a teacher is averaged from the end of the first round on.
                     if name.rpartition(".")[2] not in (_OWN + _AVERAGED if "node" in place else left_out)
-                    and not (training.local and place != "end" and name.startswith("teacher"))
+                    and not (training.local and place != "end" and name.startswith(("teacher", "averaged")))
                 }
                 for state in states
             )
@@ -157,13 +159,29 @@ def findings(training, ranks):
             yield from (f"whole {where}: {found}" for found in far(training, outcomes["whole"], outcomes["ddp"]))
 
 
+def moved(training, before, outcomes):
+    """Yield what does not hold of a training that goes on where there are other ranks."""
+    for rank, outcome in enumerate(outcomes):
+        # Within a round what training goes on from is not the shared model, which is in the file.
+        saved = {} if training.drifts or training.averages else before.saved
+        for name in saved.keys() & outcome.start.keys():
+            if name.rpartition(".")[2] not in _OWN and saved[name] != outcome.start[name]:
+                yield f"moved: rank {rank} does not start with what was saved of {name}"
+    yield from (f"moved: {found}" for found in unlike(training, outcomes))
+
+
 def failures_of(pools, training, folder):
     try:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             ranks = pools[training.ranks].run(train, training, place, timeout=_SECONDS, patience=_PATIENCE)
+            found, first = list(findings(training, ranks)), "all" if "all" in ranks[0] else "plain"
+            if training.can_move and ranks[0][first].saved:
+                before, other = ranks[0][first], pools[training.moves]
+                arguments = (go_on, training.moved, place, first, before.saved)
+                found += moved(training.moved, before, other.run(*arguments, timeout=_SECONDS, patience=_PATIENCE))
+            return found
     except RemoteError as error:
         return [str(error)]
-    return list(findings(training, ranks))
 
 
 def kind_of(failures):

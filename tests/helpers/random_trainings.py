@@ -3,7 +3,7 @@
 import dataclasses
 import random
 import time
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, count
@@ -16,12 +16,15 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, LambdaCallback, Stoc
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.optim import SGD, AdamW, RMSprop
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import lightning_sparse.engine.engine as engine_module
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.callbacks import (
     AdaptiveDensity,
     AssumptionMonitor,
@@ -35,10 +38,12 @@ from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compress
 from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.refusals import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.loop.backend_choice import BackendChoice
+from lightning_sparse.schedule import Auto
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands
-from tests.helpers.trainers import expect, make_trainer
+from tests.helpers.trainers import expect, forget_groups, make_trainer
 
 WIDTH = 6
 _EXPECTED_WARNINGS = (
@@ -68,6 +73,7 @@ class Training:
     seed: int = 0  # of weights and batches
     ranks: int = 2
     nodes: int = 1
+    is_sharded: bool = False  # over the two ranks of each node
     strategy: str = "topk"  # in STRATEGIES
     density: float = 0.1
     wire: str = "float32"
@@ -84,6 +90,7 @@ class Training:
     steps_unseen: bool = False  # weights are updated by hand, too, in no optimizer's step
     renews: Optional[int] = None  # batch of the training at which there are other optimizers
     sets_up: bool = False  # all anew, then
+    adds: Optional[int] = None  # batch of the training before which there is another layer
     thaws_within: bool = False  # what thaws does so, and freezes, inside training_step
     shares: bool = False  # all optimizers have one parameter in common
     backwards: int = 1  # for a step by hand
@@ -93,6 +100,7 @@ class Training:
     clips: Optional[float] = None  # norm
     clips_how: str = ""  # in CLIPS; "" is Lightning's own way, alike for all optimizers and to the end
     falls: str = ""  # how the learning rate does with every step, in SCHEDULES
+    has_tensor_rates: bool = False  # learning rates are tensors
     precision: str = "32-true"
     parts: tuple[str, ...] = ()  # of the model, in PARTS
     averages: str = ""  # in AVERAGES
@@ -101,6 +109,7 @@ class Training:
     fewer: int = 0  # each rank has so many batches less than the one before it
     validates: Optional[int] = None  # batches between two validations
     saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
+    moves: int = 0  # to so many ranks, on which the file is gone on from as well
     renames: bool = False  # a parameter has another name from the second epoch on
     stops: Optional[tuple[int, int]] = None  # rank and batch of the first epoch after which it wants to stop
     silent: Optional[tuple[int, int]] = None  # rank and batch of an epoch of which the loss is zero
@@ -164,13 +173,16 @@ class Training:
     @property
     def uses_partly(self):
         """Whether some backwards leave parameters out."""
-        return "toggled" in self.by_hand or any(part == "thawing" or "used" in part for part in self.parts)
+        seldom = any(part in ("thawing", "averaged") or "used" in part for part in self.parts)
+        return "toggled" in self.by_hand or seldom
 
     @property
     def _needs_other_things(self):
         """Whether one thing cannot go with another one, in torch and Lightning themselves."""
         yield self.precision == "bf16-true" and bool({"phase", "alias"} & {*self.parts})
-        yield "alias" in self.parts and any("memory moves" in name for name in self.may_not_matter)
+        # Lightning's averages exchange buffers after parameters: a parameter keeps the average of its own buffer.
+        averages = self.averages or any("memory moves" in name for name in self.may_not_matter)
+        yield "alias" in self.parts and averages
         yield (
             self.steps_unseen and "thawing" in self.parts
         )  # nobody knows where a step ends, after which one may freeze
@@ -181,7 +193,14 @@ class Training:
         )
         yield self.renews is not None and (self.falls or self.averages or in_step)
         yield (self.sets_up and self.renews is None) or (self.thaws_within and "thawing" not in self.parts)
-        yield self.thaws_within and self.fewer  # what is frozen is seen at the next batch, which a rank may not have
+        # What is frozen or added is seen at the next batch, which a rank may not have.
+        yield (self.thaws_within or self.adds is not None) and (self.fewer or self.stops is not None)
+        yield self.adds is not None and (self.falls or self.averages)
+        yield self.has_tensor_rates and not self.has_adam
+        yield self.is_sharded and self != in_shards(self)
+        # Gradients with a sparse layout are not for other optimizers, nor for clipping.
+        is_dense = self.optimizer not in ("sgd", "momentum") or self.clips is not None or self.falls == "cycle"
+        yield "rows" in self.parts and is_dense
         yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
@@ -229,10 +248,33 @@ class Training:
         # DDP does not go on from SWA, either; where nothing is left to train, Lightning leaves an average in its place.
         is_over = self.saves is not None and self.saves[0] == "epoch" and self.saves[1] >= self.epochs
         averages_own = self.averages == "SWA" or bool(self.averages and (self.drifts or is_over))
-        is_other = self.renames or self.stops is not None
+        is_other = self.renames or self.stops is not None or self.strategy == "switching"
         # What thaws inside training_step is frozen before it, where a round goes on that had it.
         is_other = is_other or (self.thaws_within and self.local is not None)
+        # A step without zeros has what the one before it was made with.
+        is_other = is_other or (self.skips is not None and self.accumulates > 1 and self.skips % self.accumulates == 0)
+        is_other = is_other or (self.is_sharded and self._loses_in_shards)
         return self.is_reproducible and not (has_own or averages_own or self._drops or is_other)
+
+    @property
+    def _loses_in_shards(self):
+        """Whether Lightning's folder lacks something: batches of a step, states that some parameters do not have yet.
+
+        Of several replicas it has the states of one; the others' come back when training begins.
+        """
+        is_within = self.accumulates > 1 and self.saves[0] != "epoch"
+        return is_within or self._is_saved_last or any("used" in part for part in self.parts)
+
+    @property
+    def moved(self):
+        """The same on other ranks, two on a node where there are two nodes of them."""
+        nodes = 2 if self.moves == 4 and self.nodes == 2 else 1
+        return self.but(ranks=self.moves, nodes=nodes, levels=self.levels if nodes == 2 else 1, moves=0)
+
+    @property
+    def can_move(self):
+        """Whether files are whole for other ranks, and the model is that of the beginning."""
+        return self.moves > 0 and self.saves is not None and not (self.renames or self.stops is not None or self.fewer)
 
     @property
     def _drops(self):
@@ -258,13 +300,14 @@ class Training:
     @property
     def has_twin(self):
         """Whether DDP trains the same model where everything is sent."""
-        # DDP itself has no word for what thaws. A turn that begins without zeros adds to what its optimizer has stepped
-        # with, which is zero by then with us.
+        # DDP itself has no word for what thaws or is added. A turn that begins without zeros adds to what its optimizer
+        # has stepped with, which is zero by then with us.
         skips_zeros = self.skips is not None and self.skips % self.accumulates == 0
         adds_up = self.accumulates > 1 and ("by turns" in self.by_hand or skips_zeros)
         # What goes backward in the turn of another optimizer, and is dropped, has gone into velocities.
         drops = self.has_momentum and self.by_hand == "by turns" and self.optimizers > 1
-        if not is_exact(self.subject) or "thawing" in self.parts or adds_up or drops:
+        is_ours = "thawing" in self.parts or self.adds is not None
+        if not is_exact(self.subject) or is_ours or adds_up or drops:
             return False
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
         # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
@@ -293,12 +336,19 @@ class Training:
         return found
 
 
+class Steady(Auto):
+    """The package's, but that no measured time raises a density."""
+
+    adapts_density = False
+
+
 STRATEGIES = {
     **{name: lambda name=name: {"compressor": name} for name in sorted(COMPRESSORS)},
     "lags by updates": lambda: {"compressor": LAGS(error_feedback="update")},
     "dgc masked": lambda: {"compressor": DGC(masks_momentum=True)},
     "a2sgd often": lambda: {"compressor": A2SGD(param_sync_every=3)},
     "auto": lambda: {"compressor": "lags", "schedule": "auto"},
+    "switching": lambda: {"compressor": "lags", "schedule": Steady()},  # to DDP and back, whatever times say
 }
 CALLBACKS = {
     "MomentumCorrection": MomentumCorrection,
@@ -464,18 +514,21 @@ def move_memory(trainer, pl_module, *rest):
 
 _PARAMETERS = ("frozen", "thawing", "tied", "never used", "used by a rank", "used by turns")
 _BUFFERS = ("running mean", "mask", "normalized", "counter", "flag", "phase", "alias")
-PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "written by hand", "dead")
+PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dead", "rows")
 
 
 class Drawn(LightningModule):
     """A model of about 200 parameters, and the loop that was drawn for it."""
 
-    def __init__(self, training, goes_on=False):
+    def __init__(self, training, goes_on=False, has_more=False, is_ddp=False):
         super().__init__()
         self.drawn = training
+        self.is_ddp, self.has_more = is_ddp, has_more
         self.goes_on = goes_on
         self.automatic_optimization = not training.by_hand
         self._build(training.seed)
+        if has_more:
+            self.more = nn.Linear(8, 8)
         if self._writes_weights and not goes_on:
             self._right = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
             write(self, {name: parameter + 0.5 for name, parameter in self._right.items()})
@@ -484,7 +537,7 @@ class Drawn(LightningModule):
 
     def _build(self, seed):
         torch.manual_seed(seed)
-        parts = self.drawn.parts
+        parts, is_sharded = self.drawn.parts, self.drawn.is_sharded
         self.first = nn.Linear(WIDTH, 8, bias="normalized" not in parts)
         self.norm = nn.BatchNorm1d(8) if "normalized" in parts else nn.Identity()
         self.middle = nn.Linear(8, 8)
@@ -493,10 +546,15 @@ class Drawn(LightningModule):
             self.again.weight = self.middle.weight
         if self._seldom:
             self.seldom = nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones((1,) if is_sharded else ()))  # which FSDP does not take
         self.head = nn.Linear(8, WIDTH)
         if "teacher" in parts:
             self.teacher = deepcopy(self.first).requires_grad_(False)
+        if "averaged" in parts:  # by torch's class, whose copy asks for gradients, too
+            self.averaged = AveragedModel(self.first)
+        if "rows" in parts:  # of which some have a gradient, with a sparse layout
+            # Beside such a gradient DDP (torch 2.13, gloo) leaves others of the same step on some ranks as they are.
+            self.rows_of = nn.Embedding(10, 8, sparse=not self.is_ddp)
         if "frozen" in parts or "thawing" in parts:
             self.middle.requires_grad_(False)
         if "dead" in parts:  # whose second half has a gradient of zero for good
@@ -535,10 +593,12 @@ class Drawn(LightningModule):
         """Return the error of each element."""
         parts = self.drawn.parts
         hidden = torch.tanh(self.norm(self.first(rows)))
-        error = torch.zeros((), device=rows.device)
-        if "teacher" in parts:
-            error = (hidden - torch.tanh(self.teacher(rows))).square().mean()
+        error = self._distance(hidden, rows)
+        if "rows" in parts:
+            hidden = hidden + self.rows_of((torch.arange(5, device=rows.device) + batch_index + self.global_rank) % 10)
         hidden = hidden + torch.tanh(self.middle(hidden))
+        if self.has_more:
+            hidden = hidden + torch.tanh(self.more(hidden))
         if "tied" in parts:
             hidden = hidden + torch.tanh(self.again(hidden))
         used = self._seldom
@@ -555,6 +615,17 @@ class Drawn(LightningModule):
         if "dead" in parts:
             hidden = hidden + self.dead * (torch.arange(8, device=rows.device) < 4)
         return (self.head(hidden) * self.scale - rows).square() + 0.1 * error
+
+    def _distance(self, hidden, rows):
+        """Return how far what two copies of the first layer say, which only follow it, is from what it says."""
+        error = torch.zeros((), device=rows.device)
+        if "teacher" in self.drawn.parts:
+            error = (hidden - torch.tanh(self.teacher(rows))).square().mean()
+        if "averaged" in self.drawn.parts:
+            with torch.no_grad():
+                followed = torch.tanh(self.averaged(rows))
+            error = error + (hidden - followed).square().mean()
+        return error
 
     def _count(self):
         parts, rank = self.drawn.parts, self.global_rank
@@ -635,7 +706,7 @@ class Drawn(LightningModule):
 
     def _loss(self, batch_index, piece, pieces):
         drawn = self.drawn
-        error = self.forward(self.rows(batch_index), batch_index)
+        error = self(self.rows(batch_index), batch_index)
         weight = 1.0 + piece
         loss = weight * error[piece % 5 :: max(2, pieces)].mean() if pieces > 1 else weight * error.mean()
         if drawn.silent == (self.global_rank, batch_index):
@@ -644,7 +715,7 @@ class Drawn(LightningModule):
 
     def validation_step(self, batch, batch_index):
         if not self.trainer.sanity_checking:
-            self.forward(self.rows(batch_index), batch_index)
+            self(self.rows(batch_index), batch_index)
             self.validated.append(self.state())
 
     def configure_optimizers(self):
@@ -659,6 +730,13 @@ class Drawn(LightningModule):
             if number == 0 or drawn.shares:
                 mine.append(self.scale)
         optimizers = [OPTIMIZERS[drawn.optimizer](mine) for mine in layers]
+        if "rows" in drawn.parts:
+            group = {"params": [self.rows_of.weight], "momentum": 0.0, "weight_decay": 0.0}
+            optimizers[0].add_param_group(group)
+        if self.has_more:
+            add_to(optimizers[-1], self.more)
+        for group in (group for each in optimizers for group in each.param_groups if drawn.has_tensor_rates):
+            group["lr"] = torch.tensor(group["lr"])
         if not drawn.falls:
             return optimizers
         schedules = [SCHEDULES[drawn.falls](each) for each in optimizers]
@@ -684,7 +762,12 @@ class Drawn(LightningModule):
     def on_train_batch_start(self, batch, batch_idx):
         if "thawing" in self.drawn.parts and not self.drawn.thaws_within:
             self.middle.requires_grad_(self.current_epoch % 2 == 1)
-        if self.drawn.renews != self.current_epoch * self.drawn.batches + batch_idx:
+        batch_of_all = self.current_epoch * self.drawn.batches + batch_idx
+        if self.drawn.adds == batch_of_all:
+            torch.manual_seed(self.global_rank)
+            self.more, self.has_more = nn.Linear(8, 8).to(self.device, self.dtype), True
+            add_to(self.trainer.optimizers[-1], self.more)
+        if self.drawn.renews != batch_of_all:
             return
         if self.drawn.sets_up:
             self.trainer.strategy.setup_optimizers(self.trainer)
@@ -697,6 +780,8 @@ class Drawn(LightningModule):
         if "teacher" in drawn.parts:
             for teacher, student in zip(self.teacher.parameters(), self.first.parameters()):
                 teacher.lerp_(student, 0.1)
+        if "averaged" in drawn.parts:
+            self.averaged.update_parameters(self.first)
         if "written by hand" in drawn.parts:
             self.head.weight.clamp_(-0.4, 0.4)
         if drawn.stops == (self.global_rank, batch_idx):
@@ -708,12 +793,26 @@ class Drawn(LightningModule):
         return state(chain(self.named_parameters(), self.named_buffers()))
 
 
+def add_to(optimizer, layer):
+    getattr(optimizer, "inner", optimizer).add_param_group({"params": list(layer.parameters())})
+
+
+class InShards(Drawn):
+    """The model in shards; DDP has it whole."""
+
+    def configure_model(self):
+        if self.device_mesh is not None:
+            for module in (self.first, self.head, self):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
 def _listed(one_or_more):
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
 def state(tensors):
-    real = ((name, torch.view_as_real(each) if each.is_complex() else each) for name, each in tensors)
+    whole = ((name, each.full_tensor() if isinstance(each, DTensor) else each) for name, each in tensors)
+    real = ((name, torch.view_as_real(each) if each.is_complex() else each) for name, each in whole)
     return {name: tensor.detach().flatten().tolist() for name, tensor in real}
 
 
@@ -738,6 +837,7 @@ class Outcome(NamedTuple):
 
     batches: list[State]  # the model after each
     validated: list[State]
+    start: State
     saved: State  # what this rank would write into the file
     end: State
     optimizers: list[Any]  # their states at the end
@@ -748,6 +848,7 @@ class Saver(Callback):
     def __init__(self, point, path):
         self.point, self.path = point, path
         self.counts = {"batch": 0, "validation": 0, "epoch": 0}
+        self.start = {}  # nothing where nothing is left to train
         self.saved = {}
 
     def count(self, trainer, what):
@@ -755,7 +856,13 @@ class Saver(Callback):
         if self.point == (what, self.counts[what]):
             trainer.save_checkpoint(self.path)
             # The file is rank 0's; what the others would have written has to be the same.
-            self.saved = state(trainer.strategy.lightning_module_state_dict().items())
+            # All ranks write shards together.
+            is_sharded = isinstance(trainer.strategy, SparseModelParallelStrategy)
+            saved = {} if is_sharded else trainer.strategy.lightning_module_state_dict()
+            self.saved = state(saved.items()) or {"all ranks": []}
+
+    def on_train_start(self, trainer, pl_module):
+        self.start = pl_module.state()
 
     def on_validation_end(self, trainer, *rest):
         if not trainer.sanity_checking:
@@ -773,6 +880,9 @@ def build_strategy(training, is_ddp=False):
     common = {"find_unused_parameters": True} if training.finds_unused else {}
     density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
     local = {} if training.local is None else {"local_steps": training.local}
+    if training.is_sharded:
+        given = {"wire": training.wire, "exchange": training.exchange, "optimizer_correction": training.correction}
+        return SparseModelParallelStrategy(**given, **density, **local, **STRATEGIES[training.strategy]())
     arguments = {
         "schedule": training.schedule,
         "wire": training.wire,
@@ -785,8 +895,19 @@ def build_strategy(training, is_ddp=False):
     return SparseDDPStrategy(**{**arguments, **density, **local, **common, **STRATEGIES[training.strategy]()})
 
 
-def fit(rank, training, folder, goes_on_from=None, is_ddp=False):
-    model = Drawn(training, goes_on=goes_on_from is not None)
+def switch(choice, chosen=None):
+    """Have compression and DDP take turns, the one left as it is left for good."""
+    while True:
+        choice.wants_dense = False
+        yield
+        yield from choice._decide(True)
+
+
+def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False):
+    if training.is_sharded:
+        forget_groups()
+    kind = InShards if training.is_sharded else Drawn
+    model = kind(training, goes_on_from is not None, has_more, is_ddp)
     model.saver = saver = Saver(training.saves if goes_on_from is None else None, f"{folder}/mid.ckpt")
     observers = [build(folder) for name, build in _OBSERVERS.items() if name in training.may_not_matter]
     callbacks = [] if is_ddp else [CALLBACKS[name]() for name in training.callbacks]
@@ -815,16 +936,23 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False):
     loaders = [
         DataLoader(range(batches), batch_size=None) for batches in (training.batches_of(rank), 1)
     ]  # rows follow from them
-    dawdles = "exchanges dawdle" in training.may_not_matter
-    with changing_hands(), mock.patch.object(engine_module, "ExchangeWorker", Sluggish) if dawdles else nullcontext():
+    with ExitStack() as patched:
+        patched.enter_context(changing_hands())
+        if "exchanges dawdle" in training.may_not_matter:
+            patched.enter_context(mock.patch.object(engine_module, "ExchangeWorker", Sluggish))
+        if training.strategy == "switching":
+            patched.enter_context(mock.patch.object(BackendChoice, "_run", switch))
         trainer.fit(model, *loaders, ckpt_path=goes_on_from)
     failures = sum(getattr(each, "failures", 0) for each in observers)
     states = [
-        {name: each.flatten().tolist() if isinstance(each, Tensor) else each for name, each in of_one.items()}
+        {
+            **state((name, each) for name, each in of_one.items() if isinstance(each, Tensor)),
+            **{name: each for name, each in of_one.items() if not isinstance(each, Tensor)},
+        }
         for optimizer in trainer.optimizers
-        for of_one in optimizer.state_dict()["state"].values()
+        for _, of_one in sorted(optimizer.state_dict()["state"].items())
     ]
-    return Outcome(model.batches_seen, model.validated, saver.saved, model.state(), states, failures)
+    return Outcome(model.batches_seen, model.validated, saver.start, saver.saved, model.state(), states, failures)
 
 
 def train(rank, training, folder):
@@ -835,8 +963,14 @@ def train(rank, training, folder):
         if name != "resumed":
             outcomes[name] = fit(rank, each, f"{folder}/{name}", is_ddp=name == "ddp")
         elif outcomes[first].saved:
-            outcomes[name] = fit(rank, each, f"{folder}/{name}", goes_on_from=f"{folder}/{first}/mid.ckpt")
+            outcomes[name] = go_on(rank, each, folder, first, outcomes[first].saved)
     return outcomes
+
+
+def go_on(rank, training, folder, first, saved):
+    """Go on from a file, with the layers that were there."""
+    has_more = "more.weight" in saved
+    return fit(rank, training, f"{folder}/gone on {first}", f"{folder}/{first}/mid.ckpt", has_more=has_more)
 
 
 # Drawing ----------------------------------------------------------------------------------------------------------
@@ -851,7 +985,7 @@ REFUSALS = {
     "local_steps=": (
         lambda it: (
             it.local is not None
-            and (not agrees(it.subject) or it.subject.feedback.momentum is not None or it.strategy == "auto")
+            and (not agrees(it.subject) or it.subject.feedback.momentum is not None or it.strategy in _MEASURED)
         )
     ),
     "residual_decay=": (
@@ -886,7 +1020,8 @@ REFUSALS = {
         )
     ),
 }
-_SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "auto")  # on two levels
+_MEASURED = ("auto", "switching")
+_SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "qsgd", *_MEASURED)  # on two levels
 
 
 def refusals(training):
@@ -894,14 +1029,38 @@ def refusals(training):
     return [message for message, is_refused in REFUSALS.items() if is_refused(training)]
 
 
+_IN_SHARDS = ("frozen", "tied", "never used", "used by turns", "mask", "teacher", "written by hand", "dead")
+_KEPT_IN_SHARDS = ("seed", "density", "wire", "exchange", "correction", "accumulates", "clips", "falls", "epochs")
+_KEPT_IN_SHARDS += ("has_tensor_rates", "batches", "validates", "saves", "silent")
+_BESIDE_SHARDS = ("a rank dawdles", "exchanges dawdle")
+
+
+def in_shards(training):
+    """Return what of a training there is where a model is sharded by FSDP."""
+    kept = {name: getattr(training, name) for name in _KEPT_IN_SHARDS}
+    return Training(
+        **kept,
+        ranks=4,
+        nodes=2,
+        is_sharded=True,
+        strategy=training.strategy if training.strategy in _SHARED[:-2] else "topk",
+        local=training.local and dataclasses.replace(training.local, overlap_steps=0, synchronous_steps=0),
+        optimizer=training.optimizer if training.has_sgd or training.has_adam else "momentum",
+        parts=tuple(part for part in training.parts if part in _IN_SHARDS),
+        may_not_matter=tuple(name for name in training.may_not_matter if name in _BESIDE_SHARDS),
+    )
+
+
 def drawn(seed):
     """Draw a training that is not refused."""
     training = drawn_freely(seed)
+    if seed % 12 == 5:
+        training = in_shards(training)
     for name in ("exchange", "wire", "levels", "correction", "callbacks", "local"):
         if refusals(training):
             training = training.but(**{name: Training.__dataclass_fields__[name].default})
     if refusals(training):
-        training = training.but(optimizer="momentum", strategy="topk")
+        training = training.but(optimizer="momentum", strategy="topk", has_tensor_rates=False)
     if not training.is_possible:
         training = training.but(fewer=0, stops=None)
     assert training.is_possible
@@ -962,7 +1121,7 @@ def drawn_freely(seed):
     local = _local(chance, strategy) if is_local else None
     optimizers = pick([1, 1, 2, 2, 3])
     by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
-    parts = tuple(part for part in PARTS if seldom(0.15))
+    parts = tuple(part for part in PARTS if part != "rows" and seldom(0.15))
     unused = [part for part in parts if "used" in part]
     parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
     precision = pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"])
@@ -972,13 +1131,13 @@ def drawn_freely(seed):
     epochs, batches = pick([1, 2, 3]), pick([3, 4, 5, 6])
     validates = None if by_hand and accumulates > 1 else pick([None, *range(1, batches + 1)])
     points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
-    nodes = pick([1, 1, 1, 1, 2])
+    nodes = pick([1, 2] if is_local else [1, 1, 1, 2])
     correction = "auto"
     if optimizer in ("adamw", "amsgrad"):
         corrected = AdamCorrection(2, pick([0, 2]), pick([1, 2, 3]))
         correction = pick(["auto", None] if is_local and seldom(0.8) else ["auto", None, *[corrected] * 4])
     falls = pick(list(SCHEDULES)) if seldom(0.3) else ""
-    averages = pick(["EMA", "SWA"]) if seldom(0.15) else ""
+    averages = pick(["EMA", "SWA"]) if seldom(0.15) and "alias" not in parts else ""
     training = Training(
         seed=seed,
         ranks=4 if nodes == 2 else pick([2, 2, 2, 3]),
@@ -988,7 +1147,7 @@ def drawn_freely(seed):
         wire=pick(["float32", "float32", "bfloat16", "float16", "4bit", "2bit"]),
         schedule=pick(["layerwise", "single"]),
         exchange=pick(["auto", "auto", "gather", "owners"]),
-        levels=pick(["auto", 1, 2]) if nodes == 2 else 1,
+        levels=pick(["auto", 1, 2, 2, 2]) if nodes == 2 else 1,
         correction=correction,
         local=local,
         callbacks=_callbacks(chance, strategy, optimizer),
@@ -1034,6 +1193,10 @@ def _with_more(training, chance):
     drawn = {
         "clips_how": chance.choice(CLIPS),
         "renews": chance.randrange(training.epochs * training.batches),
+        "adds": chance.randrange(training.epochs * training.batches),
+        "has_tensor_rates": True,
+        "parts": (*training.parts, "rows"),
+        "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
         "sets_up": True,
         "thaws_within": True,
         "renames": True,
@@ -1046,6 +1209,9 @@ def _with_more(training, chance):
         "steps_unseen": 0.4,
         "sets_up": 0.5,
         "thaws_within": 0.5,
+        "has_tensor_rates": 0.3,
+        "parts": 0.4,
+        "moves": 0.3,
     }  # the seldomer, the less goes with it
     for name, value in drawn.items():
         if chance.random() < shares.get(name, 0.12):
@@ -1079,7 +1245,7 @@ def _can(training, name):
     if not training.but(may_not_matter=(name,)).is_possible:
         return False
     if name in ("layerwise", "single", "merged"):
-        return training.strategy != "auto" and is_grouping_free(training.subject)
+        return training.strategy not in _MEASURED and is_grouping_free(training.subject)
     if name == "gradients of their own":
         # DDP itself, in synchronous and dense steps, rounds otherwise where it exchanges a gradient several times.
         return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)
@@ -1092,5 +1258,6 @@ def _can(training, name):
     if name == "average at validation":
         return training.validates is not None and agrees(training.subject) and not training.averages
     if "weights at" in name:
-        return "teacher" not in training.parts and not training.averages  # which copy the model before that
+        # Which copy the model before that.
+        return {"teacher", "averaged"}.isdisjoint(training.parts) and not training.averages
     return True
