@@ -87,6 +87,12 @@ class Logging(Numbered):
 
 
 class Sharded(Numbered):
+    """A model in shards, with a buffer that does not lie in memory row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turned", torch.ones(3, 2).t())
+
     def configure_model(self):
         for layer in (*self.network, self):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])

@@ -12,12 +12,13 @@ from lightning_sparse.functional.elements import batches_alike, pieces
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``."""
-    norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float().norm()
-    if norm.device.type == "cpu" and not norm.isinf():
-        return norm
+    if tensors[0].device.type == "cpu":
+        norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float().norm()
+        if not norm.isinf():
+            return norm
     # fp32 squares overflow above a norm of 1.8e19; on a device the host would have to wait to know.
-    wide = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).norm()
-    return torch.where(norm.isinf(), wide.float(), norm)
+    wide: Tensor = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).norm()
+    return wide.float()
 
 
 def means_of_each(tensors: Sequence[Tensor]) -> Tensor:

@@ -49,7 +49,8 @@ class Signals(SharedOnCopy):
         self._noted = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device="cpu" if is_gloo else device)
         self._streams = None if self._noted.device.type == "cpu" else torch.get_device_module(device)
         self._stream = None if self._streams is None else self._streams.Stream(device)
-        self._host = torch.zeros(dist.get_world_size(), dtype=torch.uint8, pin_memory=self._streams is not None)
+        is_pinned = self._streams is not None
+        self._host = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
 
     def tell(self) -> None:
         """Tell whether this rank has been signalled; all ranks must call. Rounds of local steps tell by themselves."""

@@ -246,6 +246,7 @@ _MADE_ON_HOST = ("tensor", "as_tensor", "asarray", "new_tensor")  # and copied, 
 _READ_BY_HOST = ("tolist", "numpy")  # beside what asks for a number
 _WAITED_FOR = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal", "bincount")
 _WITHOUT_WORK = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+_JOINING = ("cat", "stack")  # which take no number of the host beside a device's
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 _BETWEEN_DEVICES = ("copy_", "_to_copy", *_INDEXING)
 
@@ -321,7 +322,7 @@ class _Operations(TorchDispatchMode):
 
     def _waits(self, name, args, kwargs, given, is_held):
         """Tell whether the host waits for an operation; refuse what no device can do."""
-        elsewhere = [each for each in given if each.dim() and not self._device.holds(each)]
+        elsewhere = [each for each in given if (each.dim() or name in _JOINING) and not self._device.holds(each)]
         if is_held and elsewhere and name not in _BETWEEN_DEVICES:
             raise RuntimeError(f"{name} was given tensors of the host beside a device's")
         # A copy to the device that is not blocking has read its source when it returns.

@@ -6,6 +6,7 @@ from threading import Thread
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -13,6 +14,8 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.jobs.signals import Signals
+from tests.helpers.devices import DEVICE
 from tests.helpers.jobs import SignalAt
 from tests.helpers.trainers import Quiet, Small, make_trainer
 
@@ -135,3 +138,20 @@ def test_not_a_word_between_rounds(pair):
 def test_nobody_waits_for_rank_0_in_every_batch(pair):
     for batches in pair.run(fit_counted, {"schedule": "single"}):
         assert all(sorted(sent) == ["all_to_all_single", "exchange"] for sent in batches[1:])
+
+
+def heard_by(rank, device):
+    """Tell of a signal to rank 1 where tensors are made on another device; return what is heard."""
+    signals = Signals(signal.SIGTERM)
+    try:
+        with torch.device(device):
+            signals.connect(mock.Mock(strategy=mock.Mock(root_device=DEVICE, rounds=None, _timeout=None)), list)
+            signals.is_noted = rank == 1
+            signals.send()
+            return signals.heard()
+    finally:
+        signals.close()
+
+
+def test_news_are_the_hosts_whatever_the_default_device(pair):
+    assert pair.run(heard_by, "meta") == [True, True]

@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
-from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_widened
+from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened
 from lightning_sparse.engine.step.exchange import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
@@ -121,13 +121,13 @@ class StepCounts:
         for optimizer in self.optimizers:
             counts = self._of(optimizer)
             for group in optimizer.param_groups:
-                named = ((parameter, self.names.get(parameter)) for parameter in group["params"])
-                members = [
-                    (parameter, name, counts.get(parameter, 0))
-                    for parameter, name in named
-                    if name is not None and self.target_of(name) < 1
-                ]
+                named = ((parameter, self._name_of(parameter)) for parameter in group["params"])
+                members = [(parameter, name, counts.get(parameter, 0)) for parameter, name in named if name is not None]
                 yield optimizer, group, members
+
+    def _name_of(self, parameter: Parameter) -> Optional[str]:
+        name = self.names.get(parameter)
+        return None if name is None or self.target_of(name) >= 1 else name
 
     @property
     def most(self) -> int:
@@ -150,13 +150,16 @@ class StepCounts:
     def _of(self, optimizer: Optimizer) -> dict[Parameter, int]:
         """Return how many steps each parameter has made; a device is asked only for what has changed without us."""
         known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
-        counters = {each: state["step"] for each, state in states if state.get("step") is not None}
+        held = ((each, state["step"]) for each, state in states if state.get("step") is not None)
+        counters = {each: counter for each, counter in held if self._name_of(each) is not None}
         stale = {
             each: counter
             for each, counter in counters.items()
             if each not in known or known[each][0] is not counter or known[each][1] != counter._version
         }
-        numbers = torch.stack([counter.float() for counter in stale.values()]).tolist() if stale else ()
+        # Of some a host may keep them, of others, such as those loaded from a file that was mapped there, a device.
+        like = max(stale.values(), key=lambda counter: counter.device.type != "cpu", default=None)
+        numbers = () if like is None else in_one(list(stale.values()), like).tolist()
         for (parameter, counter), number in zip(stale.items(), numbers):
             known[parameter] = (counter, counter._version, int(number))
         return {each: known[each][2] for each in counters}

@@ -212,7 +212,7 @@ class ResidualMemory(Memory):
         return [kept if ratio == 1 else kept * ratio for kept, ratio in zip(residuals, ratios.tolist())]
 
     def _rate_ratios(self, names: Sequence[str], rates: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
-        present = _in_one(rates, like)
+        present = in_one(rates, like)
         self._new_rates.update(zip(names, present.unbind()))
         last = torch.stack([self._rates.get(name, rate) for name, rate in zip(names, present.unbind())])
         # From 0 to 0 is no change.
@@ -286,7 +286,7 @@ class ResidualMemory(Memory):
         self._rates = cloned(state.get(RATES, {}))
 
 
-def _in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
+def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
     """Return numbers, of which some may be tensors, as one tensor of the type and the device of another."""
     if not any(isinstance(number, Tensor) for number in numbers):
         return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)

@@ -81,8 +81,8 @@ def test_a_step_on_a_device_ends_as_on_a_cpu(system, ranks):
     expected, found = (ended(SYSTEMS[system], ranks, device, dtype) for device in (HOST, launches._PRETENDED))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
-        if system in ROUNDED:
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+        if system in ROUNDED:  # sums of up to ten
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=4e-6, msg=name)
         else:
             assert torch.equal(found[name], tensor), name
 

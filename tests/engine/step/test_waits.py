@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_sparse import AdamCorrection, LocalSteps
-from lightning_sparse.compressors import exdyna
+from lightning_sparse.compressors import LAGS, exdyna
 from tests.helpers.racing import CUDA, Way, played, train
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES
 
@@ -41,6 +41,8 @@ OPTIMIZERS = {
     "AdamW": (corrected(), ADAM),
     "fused": (corrected(), FUSED),
     "AdamW, tensor": (corrected(), adam_of_tensor),
+    # Of a layer that is sent whole the fused kernel counts the steps, on the device.
+    "fused, a layer whole": (corrected(compressor=LAGS({"last.weight": 1.0})), FUSED),
 }
 SITUATIONS = {
     "plain": {},
@@ -61,6 +63,7 @@ DECLARED = {
     # torch's fused optimizer skips a step in its kernel; ours has to know.
     ("fused", "scaled"): {"engine/adam/steps.py:_step": 1},
     ("AdamW, tensor", "scaled"): {"engine/adam/steps.py:_step": 1},
+    ("fused, a layer whole", "scaled"): {"engine/adam/steps.py:_step": 1},
     # In the optimizer's step, once for each of its groups of parameters.
     "AdamW, tensor": {"engine/adam/steps.py:_apply_held": 1},
 }
