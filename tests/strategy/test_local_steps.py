@@ -22,7 +22,7 @@ from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
 from tests.helpers.resuming import Numbered
-from tests.helpers.rounds import ROUNDS, Local, Overflowing, Worker, average, scaling
+from tests.helpers.rounds import ROUNDS, Local, Overflowing, Steady, Worker, average, scaling
 from tests.helpers.trainers import Rows, Small, run_fit, weights
 
 
@@ -130,16 +130,6 @@ def test_other_numbers_of_ranks_take_up_the_mean(pools, tmp_path, kind, module, 
         for name, tensor in taken_up.notes.items():
             mean = sum(each.batches[save_after - 1][name].double() for each in saved) / 3
             torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-6)
-
-
-class Steady(Numbered):
-    """A model that learns as much in every step, more on later ranks."""
-
-    def training_step(self, batch, batch_index):
-        return (1 + self.global_rank) * sum(each.sum() for each in self.parameters())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def test_an_exchange_on_its_way_is_applied_before_that_of_shorter_rounds_begins(pair, tmp_path):
