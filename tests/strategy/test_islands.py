@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps
-from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.fits import assert_goes_on, fits, refusals
+from lightning_sparse.testing.tensors import assert_same
+from tests.helpers.fits import are_alike, assert_goes_on, fits, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.rounds import ROUNDS, Local, Overflowing, Steady, Worker, average, scaling
 from tests.helpers.trainers import Rows, weights
@@ -21,10 +21,6 @@ ISLANDS = {kind: {**settings, "levels": 2} for kind, settings in ROUNDS.items()}
 @pytest.fixture
 def nodes(pools):
     return pools[4]
-
-
-def are_alike(one, other):
-    return [not differences(*both) for both in zip(one.batches, other.batches)]
 
 
 @pytest.mark.sampled(3)

@@ -19,7 +19,7 @@ from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.strategy.uneven import samples_of
 from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.fits import assert_goes_on, fits, refusals
+from tests.helpers.fits import are_alike, assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
 from tests.helpers.resuming import Numbered
 from tests.helpers.rounds import ROUNDS, Local, Overflowing, Steady, Worker, average, scaling
@@ -401,11 +401,6 @@ def averaging_after(synchronous, every, **arguments):
     return {"compressor": "dense", "local_steps": LocalSteps(every, synchronous_steps=synchronous), **arguments}
 
 
-def are_alike(answers):
-    """Tell after which batches, but the last, two ranks are one model."""
-    return [not differences(*both) for both in zip(*(each.batches[:11] for each in answers))]
-
-
 @pytest.mark.parametrize("synchronous", [3, 4])
 def test_rounds_follow_synchronous_steps(pair, synchronous):
     answers = fits(pair, Numbered, averaging_after(synchronous, 2))
@@ -423,7 +418,7 @@ def test_rounds_follow_synchronous_steps(pair, synchronous):
             average([list(worker.parameters()) for worker in workers])
         for worker, answer in zip(workers, answers):
             torch.testing.assert_close(answer.batches[seen], weights(worker), rtol=0, atol=1e-5)
-    assert are_alike(answers) == ends_round
+    assert are_alike(*answers)[:11] == ends_round
 
 
 class Looking(Local):
