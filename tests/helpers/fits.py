@@ -11,7 +11,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.tensors import assert_same
+from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.resuming import Numbered, fit_numbered, kept_at_end, resume_exactly
 from tests.helpers.trainers import weights
 
@@ -113,6 +113,11 @@ def one_model(answers):
         assert_same(other.batches, first.batches)
     assert all(tensor.isfinite().all() for tensor in first.end.values())
     return first
+
+
+def are_alike(one, other):
+    """Tell after which batches two ranks are one model."""
+    return [not differences(*both) for both in zip(one.batches, other.batches)]
 
 
 def refuse(rank, act, *arguments):

@@ -50,6 +50,16 @@ class Overflowing(Local):
         self.notes = self.trainer.precision_plugin.scaler.get_scale()
 
 
+class Steady(Numbered):
+    """A model that learns as much in every step, more on later ranks."""
+
+    def training_step(self, batch, batch_index):
+        return (1 + self.global_rank) * sum(each.sum() for each in self.parameters())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 def scaling():
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
     return [MixedPrecision("16-mixed", DEVICE.type, scaler)]

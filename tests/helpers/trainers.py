@@ -169,6 +169,14 @@ class WithAdam(Small):
         return torch.optim.Adam(self.parameters())
 
 
+def sgd_shared_out(parameters, **arguments):
+    """Return SGD whose state ranks share out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own module calls what torch has deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, **arguments)
+
+
 def expect(*more):
     """Ignore the warnings that tests expect, and more."""
     for message in (*EXPECTED_WARNINGS, *more):

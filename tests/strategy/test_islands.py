@@ -8,13 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps
-from lightning_sparse.engine.settings import Settings
-from lightning_sparse.loop.levels import ranks_of_node
-from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.fits import assert_goes_on, fits, refusals
+from lightning_sparse.testing.tensors import assert_same
+from tests.helpers.fits import are_alike, assert_goes_on, fits, refusals
 from tests.helpers.resuming import Numbered
-from tests.helpers.rounds import ROUNDS, Local, Overflowing, Worker, average, scaling
-from tests.helpers.trainers import Rows, Small, weights
+from tests.helpers.rounds import ROUNDS, Local, Overflowing, Steady, Worker, average, scaling
+from tests.helpers.trainers import Rows, weights
 
 NODES = {"node_ranks": 2}
 ISLANDS = {kind: {**settings, "levels": 2} for kind, settings in ROUNDS.items()}
@@ -23,10 +21,6 @@ ISLANDS = {kind: {**settings, "levels": 2} for kind, settings in ROUNDS.items()}
 @pytest.fixture
 def nodes(pools):
     return pools[4]
-
-
-def are_alike(one, other):
-    return [not differences(*both) for both in zip(one.batches, other.batches)]
 
 
 @pytest.mark.sampled(3)
@@ -73,14 +67,8 @@ def test_all_that_is_sent_is_the_reference(nodes, local):
             torch.testing.assert_close(answer.batches[seen], weights(worker), rtol=0, atol=1e-5)
 
 
-class Learning(Small):
-    """A model that learns as much in every step, more on later ranks, from batches of other sizes on the first."""
-
-    def training_step(self, batch, batch_index):
-        return (1 + self.global_rank) * sum(each.sum() for each in self.parameters())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+class Learning(Steady):
+    """It learns from batches of other sizes on the first rank."""
 
     def train_dataloader(self):
         size = 2 if self.global_rank else 6
@@ -239,10 +227,3 @@ def test_nodes_may_have_different_numbers_of_batches(nodes, batches):
 def test_ranks_of_a_node_may_not(nodes):
     for answer in refusals(nodes, partial(Given, 9, 8, 4, 4), ISLANDS["diloco"], **UNEVEN):
         assert "2 ranks train in step, those of a node with levels=2" in answer
-
-
-@pytest.mark.parametrize("ranks", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 4], ids=["one", "of one", "ragged", "in turns"])
-def test_islands_are_refused_where_there_are_none(ranks):
-    settings = Settings.of("topk", 0.01, local_steps=5, levels=2)
-    with pytest.raises(ValueError, match="levels=2"):
-        ranks_of_node(settings, ranks)

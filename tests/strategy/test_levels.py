@@ -38,10 +38,11 @@ def test_auto_takes_two_levels_where_there_are(compressor, nodes, expected):
     assert ranks_of_node(Settings.of(compressor, levels=1), nodes) == 1
 
 
+@pytest.mark.parametrize("local_steps", [1, 5], ids=["gradients", "islands"])
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 8], ids=["one", "of one", "ragged", "in turns"])
-def test_two_levels_are_refused_where_there_are_none(nodes):
+def test_two_levels_are_refused_where_there_are_none(nodes, local_steps):
     with pytest.raises(ValueError, match="levels=2"):
-        ranks_of_node(Settings.of("topk", 0.01, levels=2), nodes)
+        ranks_of_node(Settings.of("topk", 0.01, levels=2, local_steps=local_steps), nodes)
 
 
 @pytest.mark.parametrize("levels", [0, 3, "two", None])
@@ -101,29 +102,6 @@ def test_one_level_on_two_nodes_if_it_is_asked_for(pools):
     for each in fits(pools[4], Trained, {**SPARSE, "levels": 1}, node_ranks=2):
         assert "link_bytes" not in each.total
         assert not any("two levels" in line for line in each.said)
-
-
-class Freezing(Trained):
-    """A model whose first layer is frozen for an epoch, which notes the residual of it before and after that."""
-
-    def on_train_epoch_start(self):
-        self.network[0].requires_grad_(self.current_epoch != 1)
-        if self.current_epoch:
-            engine = self.trainer.strategy.engine
-            engine.worker.drain()
-            self.notes.append(engine.memory.state_dict()["residual"]["network.0.weight"].clone())
-
-    def training_step(self, batch, batch_index):
-        return Small.training_step(self, batch, batch_index)
-
-
-def test_what_waits_of_a_frozen_layer_waits(pools):
-    answers = fits(pools[4], Freezing, SPARSE, node_ranks=2, max_epochs=3)
-    one_model(answers)
-    for each in answers:
-        before, after = each.notes
-        assert before.any()
-        assert torch.equal(before, after)
 
 
 class Logged(Trained):

@@ -14,7 +14,7 @@ from lightning_sparse.compressors import DGC, SDAGC
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
-from tests.helpers.trainers import Quiet, WithOptimizer, WithSGD, make_trainer
+from tests.helpers.trainers import Quiet, WithOptimizer, WithSGD, make_trainer, sgd_shared_out
 
 WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_epochs": 0}
 
@@ -200,15 +200,8 @@ def test_a_batch_counts_once_however_often_an_optimizer_asks_for_its_gradient(pa
     assert_same([each.end for each in often], [each.end for each in once])
 
 
-def zero(parameters, **arguments):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own module calls what torch has deprecated
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, **arguments)
-
-
 def test_an_optimizer_that_sends_in_its_step_is_refused_where_replicas_drift_apart(pair):
-    for answer in refusals(pair, partial(WithOptimizer, zero, lr=0.01), {"compressor": "a2sgd"}):
+    for answer in refusals(pair, partial(WithOptimizer, sgd_shared_out, lr=0.01), {"compressor": "a2sgd"}):
         assert re.match("ValueError: ZeroRedundancyOptimizer holds a process group", answer)
 
 

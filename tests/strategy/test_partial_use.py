@@ -105,9 +105,13 @@ def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, with_ddp, 
         assert_close(ours, with_ddp(Discarding, *arguments.values()))
 
 
-@pytest.mark.parametrize("compressor", [name for name in DIFFERENT_NAMES if name in AGREEING_NAMES])
-def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pair, compressor):
-    answers = fits(pair, Freezing, settings_of(compressor, wire="bfloat16"))  # so that all that can keep do
+@pytest.mark.parametrize(
+    ("compressor", "node_ranks"),
+    [*((name, 1) for name in DIFFERENT_NAMES if name in AGREEING_NAMES), ("topk", 2)],
+)
+def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pools, compressor, node_ranks):
+    settings, ranks = settings_of(compressor, wire="bfloat16"), 2 * node_ranks  # so that all that can keep do
+    answers = fits(pools[ranks], Freezing, settings, node_ranks=ranks if node_ranks == 1 else node_ranks)
     history = [weights["backbone.weight"] for weights in one_model(answers).batches]
     for kept in (history, *([each["backbone.weight"] for each in answer.notes] for answer in answers)):
         assert kept[FROZEN.start - 1].any()

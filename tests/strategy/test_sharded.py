@@ -45,6 +45,16 @@ KINDS = {
 }
 
 
+def cut(model, mesh):
+    for layer in (*model.network, model.last, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def rows(rank, batch):
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(1000 * rank + batch))
+
+
 class Sharded(LightningModule):
     """A model with layers of odd sizes, sharded as Lightning's documentation has it, which notes what comes of steps.
 
@@ -60,20 +70,15 @@ class Sharded(LightningModule):
         self.history = []
 
     def configure_model(self):
-        if self.device_mesh is None:  # for another strategy
-            return
-        mesh = self.device_mesh["data_parallel"]
-        for layer in (*self.network, self.last):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self, mesh=mesh)
+        if self.device_mesh is not None:  # as it is for another strategy
+            cut(self, self.device_mesh["data_parallel"])
 
     def forward(self, rows):
         out = self.network(rows)
         return (out - rows).square().mean() + self.last(out).square().mean()
 
     def rows(self, batch_index):
-        seed = 1000 * self.global_rank + 100 * self.current_epoch + batch_index
-        return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
+        return rows(self.global_rank, 100 * self.current_epoch + batch_index)
 
     def training_step(self, batch, batch_index):
         return self(self.rows(batch_index))
@@ -98,10 +103,7 @@ class Native(Sharded):
     """The same over both dimensions of a mesh: torch's HSDP."""
 
     def configure_model(self):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for layer in (*self.network, self.last):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self, mesh=mesh)
+        cut(self, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def held(module):
@@ -309,67 +311,54 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
             assert torch.equal(saved[name], weights)
 
 
-WAITING = {"update": {**SPARSE, **ADAMW["adamw"]}, "residual": ROUNDS["sparse"], "parameters": ROUNDS["diloco"]}
+NOT_RESUMED = {
+    "whole": ({**SPARSE, "save_distributed_checkpoint": False}, {**SPARSE, "strategy": SparseDDPStrategy}, "in shards"),
+    "cut anew in a round": (ROUNDS["sparse"], {**ROUNDS["sparse"], "replicas": 4}, "data_parallel_size"),
+}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("waits", "settings"), WAITING.items(), ids=WAITING)
-def test_replicas_may_become_more_and_fewer_again(pools, tmp_path, waits, settings):
-    path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_three.ckpt")
-    two = fits(pools[4].first(2), partial(Saving, path, "adamw"), settings, max_steps=5)
-    three = pools[4].first(3).run(resumed, "adamw", {**settings, "replicas": 3}, path, 7, later)
-    again = pools[4].first(2).run(resumed, "adamw", settings, later)
-    for before, after in ((two, three), (three, again)):
-        for answer in after:
-            assert_same(answer["end"], after[0]["end"])
-            for name, update in answer["first"][waits].items():
-                kept = torch.stack([each["saved"][waits][name] for each in before])
-                torch.testing.assert_close(update, kept.mean(dim=0))
-            assert any(update.any() for update in answer["first"][waits].values())
-
-
-def test_shards_are_not_resumed_whole(pools, tmp_path):
+@pytest.mark.parametrize(("before", "after", "words"), NOT_RESUMED.values(), ids=NOT_RESUMED)
+def test_shards_that_cannot_be_taken_up_are_refused(pools, tmp_path, before, after, words):
     path = str(tmp_path / "mid.ckpt")
-    fits(pools[4], partial(Saving, path), {**SPARSE, "save_distributed_checkpoint": False}, max_steps=5)
-    for failure in pools[4].run(refuse, resumed, "sgd", {**SPARSE, "strategy": SparseDDPStrategy}, path):
+    fits(pools[4], partial(Saving, path), before, max_steps=5)
+    for failure in pools[4].run(refuse, resumed, "sgd", after, path):
         assert "CheckpointError" in failure
-        assert "in shards" in failure
+        assert words in failure
 
 
-def put_together(answers, when, kind, shards):
-    """Return the residual of whole parameters, as the mean over replicas."""
-    replicas = [answers[first : first + shards] for first in range(0, len(answers), shards)]
-    names = answers[0][when][kind]
-    wholes = [
-        {name: torch.cat([each[when][kind][name] for each in replica if name in each[when][kind]]) for name in names}
-        for replica in replicas
-    ]
-    return {name: torch.stack([each[name] for each in wholes]).mean(dim=0) for name in names}
+def put_together(kept, shards):
+    """Return what each replica keeps of whole parameters."""
+    replicas = [kept[first : first + shards] for first in range(0, len(kept), shards)]
+    return [{name: torch.cat([each[name] for each in of if name in each]) for name in kept[0]} for of in replicas]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_another_number_of_shards_is_cut_anew(pools, tmp_path, ranks):
-    path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_one.ckpt")
-    settings = {**SPARSE, **ADAMW["adamw"]}
-    two = fits(pools[4], partial(Saving, path, "adamw"), settings, max_steps=5)
-    one = pools[4].first(ranks).run(resumed, "adamw", {**settings, "replicas": ranks}, path, 7, later)
-    again = pools[4].run(resumed, "adamw", settings, later)
-    for before, after, shards in ((two, one, (2, 1)), (one, again, (1, 2))):
-        expected = put_together(before, "saved", "update", shards[0])
-        waiting = put_together(after, "first", "update", shards[1])
-        for name, update in waiting.items():
-            torch.testing.assert_close(update, expected[name])
-        assert any(update.any() for update in waiting.values())
-    assert_replicas_are_one(again)
+# What waits, and the numbers of ranks and of replicas before and after, which then go back to those before.
+MOVED = {
+    "replicas": ("update", {**SPARSE, **ADAMW["adamw"]}, (2, 2), (3, 3)),
+    "replicas, in a round": ("residual", ROUNDS["sparse"], (2, 2), (3, 3)),
+    "replicas, DiLoCo": ("parameters", ROUNDS["diloco"], (2, 2), (3, 3)),
+    "shards, and ranks": ("update", {**SPARSE, **ADAMW["adamw"]}, (4, 2), (2, 2)),
+    "shards": ("update", {**SPARSE, **ADAMW["adamw"]}, (4, 2), (4, 4)),
+}
 
 
 @pytest.mark.exhaustive
-def test_shards_in_the_midst_of_a_round_are_not_cut_anew(pools, tmp_path):
-    path = str(tmp_path / "mid.ckpt")
-    fits(pools[4], partial(Saving, path, "adamw"), ROUNDS["sparse"], max_steps=5)
-    for failure in pools[4].run(refuse, resumed, "adamw", {**ROUNDS["sparse"], "replicas": 4}, path):
-        assert "data_parallel_size" in failure
+@pytest.mark.parametrize(("waits", "settings", "one", "other"), MOVED.values(), ids=MOVED)
+def test_on_other_numbers_of_replicas_and_shards_the_mean_stays(pools, tmp_path, waits, settings, one, other):
+    path, later = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    here, there = pools[4].first(one[0]), pools[4].first(other[0])
+    first = fits(here, partial(Saving, path, "adamw"), settings, max_steps=5)
+    second = there.run(resumed, "adamw", {**settings, "replicas": other[1]}, path, 7, later)
+    third = here.run(resumed, "adamw", settings, later)
+    for before, after, sizes in ((first, second, (one, other)), (second, third, (other, one))):
+        had, has = (ranks // replicas for ranks, replicas in sizes)  # shards
+        kept = put_together([each["saved"][waits] for each in before], had)
+        for replica in put_together([each["first"][waits] for each in after], has):
+            for name, each in replica.items():
+                torch.testing.assert_close(each, torch.stack([every[name] for every in kept]).mean(dim=0))
+            assert any(each.any() for each in replica.values())
+        for rank, answer in enumerate(after):
+            assert_same(answer["end"], after[rank % has]["end"])
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 3), (1, 8)])
@@ -452,28 +441,24 @@ def test_statistics_are_logged(pools):
         assert any("sparse/residual_to_gradient" in each for each in answer["told"])
 
 
-@pytest.mark.parametrize(
-    "callback", [ReplicaSentinel(), CompressionMonitor(by_parameter=True)], ids=lambda each: type(each).__name__
-)
-def test_callbacks_that_look_at_whole_parameters_are_refused(pools, callback):
-    for failure in pools[4].run(refuse, fit, Sharded, SPARSE, {"callbacks": [callback]}):
-        assert "looks at whole parameters" in failure
-
-
 REFUSED = {
-    "over the world": (Native, {}, "over other ranks than"),
-    "not at all": (Unsharded, {}, "fully_shard has cut nothing"),
-    "one layer whole": (PartlySharded, {}, "fully_shard has cut all but 'last.weight'"),
-    "FSDP1": (OldFSDP, {}, "FSDP2"),
-    "by hand": (ByHand, {}, "automatic_optimization=False"),
-    "replicas that do not fit": (Sharded, {"replicas": 3}, "replicas=3"),
-    "shards that do not fit": (Sharded, {"data_parallel_size": 4}, "data_parallel_size=4"),
+    "over the world": (Native, {}, {}, "over other ranks than"),
+    "not at all": (Unsharded, {}, {}, "fully_shard has cut nothing"),
+    "one layer whole": (PartlySharded, {}, {}, "fully_shard has cut all but 'last.weight'"),
+    "FSDP1": (OldFSDP, {}, {}, "FSDP2"),
+    "by hand": (ByHand, {}, {}, "automatic_optimization=False"),
+    "replicas that do not fit": (Sharded, {"replicas": 3}, {}, "replicas=3"),
+    "shards that do not fit": (Sharded, {"data_parallel_size": 4}, {}, "data_parallel_size=4"),
+    "looked at whole": (Sharded, {}, {"callbacks": [ReplicaSentinel()]}, "looks at whole parameters"),
+    "shown whole": (Sharded, {}, {"callbacks": [CompressionMonitor(by_parameter=True)]}, "looks at whole parameters"),
 }
 
 
-@pytest.mark.parametrize(("module", "settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_models_without_shards_of_a_replica_are_refused_on_all_ranks(pools, module, settings, words):
-    for failure in pools[4].run(refuse, fit, module, {**SPARSE, **settings}, {}):
+@pytest.mark.parametrize(("module", "settings", "trainer", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_shards_of_a_replica_or_needs_whole_ones_is_refused_on_all_ranks(
+    pools, module, settings, trainer, words
+):
+    for failure in pools[4].run(refuse, fit, module, {**SPARSE, **settings}, trainer):
         assert words in failure, failure
 
 
@@ -624,8 +609,7 @@ class Replica:
         self.optimizer.zero_grad()
         for batch in batches:
             for rank in (2 * self.number, 2 * self.number + 1):
-                seed = torch.Generator().manual_seed(1000 * rank + batch)
-                (self.model(torch.randn(4, 32, generator=seed)) / 2 / len(batches)).backward()
+                (self.model(rows(rank, batch)) / 2 / len(batches)).backward()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
@@ -760,16 +744,6 @@ def test_replicas_may_have_different_numbers_of_batches(pools):
 def sharded(kind, replicas=2):
     mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
     return cut(Sharded(kind), mesh["shard"])
-
-
-def cut(model, mesh):
-    for layer in (*model.network, model.last, model):
-        fully_shard(layer, mesh=mesh)
-    return model
-
-
-def rows(rank, batch):
-    return torch.randn(4, 32, generator=torch.Generator().manual_seed(1000 * rank + batch))
 
 
 def in_rounds(rank, settings):
@@ -1059,10 +1033,10 @@ def test_fabric_cuts_anew_for_other_numbers_of_shards(pools, tmp_path):
     way = ({**SPARSE, **ADAMW["adamw"]}, str(tmp_path / "mid.ckpt"))
     two = pools[4].run(saved_by_fabric, *way, 2, (0, 5), False)
     one = pools[4].run(saved_by_fabric, *way, 4, (5, 5), True)
-    expected = put_together([{"then": kept} for _, kept in two], "then", "update", 2)
+    replicas = put_together([kept["update"] for _, kept in two], 2)
     for _, kept in one:
         for name, update in kept["update"].items():
-            torch.testing.assert_close(update, expected[name])
+            torch.testing.assert_close(update, torch.stack([each[name] for each in replicas]).mean(dim=0))
 
 
 def refused_by_fabric(rank, which):

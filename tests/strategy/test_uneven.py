@@ -132,38 +132,33 @@ def assert_one_model(ends):
         assert (end.step, end.rate, end.validated) == (ends[0].step, ends[0].rate, ends[0].validated)
 
 
+FITS = {
+    "at once": ((13, 8, 3), 4, {}, {}, 26),
+    "midst": ((4, 8, 13), 4, {}, {"val_check_interval": 0.5, "limit_val_batches": 2}, 26),
+    "late": ((13, 8, 3), LocalSteps(4, overlap_steps=2), {}, {}, 26),
+    "late at the end": ((12, 8, 3), LocalSteps(4, overlap_steps=2), {}, {}, 24),
+    "synchronous": ((13, 8, 4), LocalSteps(4, synchronous_steps=3), {}, {}, 26),
+    "few rounds": ((13, 8, 3), 50, {}, {}, 26),
+    "auto": ((13, 8, 3), "auto", {}, {}, 26),
+    "iterable": ((13, 8, 3), 4, {"is_known": False}, {}, 26),
+    "by hand": ((13, 8, 3), 4, {"by_hand": True}, {}, 26),
+    "a teacher, late": ((13, 8, 3), LocalSteps(4, overlap_steps=2), {"teaches": True}, {}, 26),
+    "a teacher, in bfloat16": ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
+    "bare": ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {}, 0),
+    "in a tensor": ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True, "rate_of": IN_TENSOR}, {}, 0),
+    "cycle": ((3, 8, 13), 4, {"has_cycle": True}, {"max_epochs": 1}, 13),
+    "reloaded": ((13, 8, 3), 4, {"later": (3, 8, 13)}, {"reload_dataloaders_every_n_epochs": 1}, 26),
+    "cut": ((4, 4, 4), LocalSteps(4, synchronous_steps=4), {"later": (4, 2, 1)}, {"limit_val_batches": 0}, 8),
+    "accumulating": ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
+    "max_steps": ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
+    "limited": ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
+    "monitored": ((13, 8, 3), 4, {}, MONITORED, 26),
+    "monitored iterable": ((13, 8, 3), 4, {"is_known": False}, MONITORED, 26),
+}
+
+
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize(
-    ("batches", "local", "how", "arguments", "steps"),
-    [
-        ((13, 8, 3), 4, {}, {}, 26),
-        ((4, 8, 13), 4, {}, {"val_check_interval": 0.5, "limit_val_batches": 2}, 26),
-        ((13, 8, 3), LocalSteps(4, overlap_steps=2), {}, {}, 26),
-        ((12, 8, 3), LocalSteps(4, overlap_steps=2), {}, {}, 24),
-        ((13, 8, 4), LocalSteps(4, synchronous_steps=3), {}, {}, 26),
-        ((13, 8, 3), 50, {}, {}, 26),
-        ((13, 8, 3), "auto", {}, {}, 26),
-        ((13, 8, 3), 4, {"is_known": False}, {}, 26),
-        ((13, 8, 3), 4, {"by_hand": True}, {}, 26),
-        ((13, 8, 3), LocalSteps(4, overlap_steps=2), {"teaches": True}, {}, 26),
-        ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
-        ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {}, 0),
-        ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True, "rate_of": IN_TENSOR}, {}, 0),
-        ((3, 8, 13), 4, {"has_cycle": True}, {"max_epochs": 1}, 13),
-        ((13, 8, 3), 4, {"later": (3, 8, 13)}, {"reload_dataloaders_every_n_epochs": 1}, 26),
-        ((4, 4, 4), LocalSteps(4, synchronous_steps=4), {"later": (4, 2, 1)}, {"limit_val_batches": 0}, 8),
-        ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
-        ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
-        ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
-        ((13, 8, 3), 4, {}, MONITORED, 26),
-        ((13, 8, 3), 4, {"is_known": False}, MONITORED, 26),
-    ],
-    ids=[
-        "at once", "midst", "late", "late at the end", "synchronous", "few rounds", "auto", "iterable", "by hand",
-        "a teacher, late", "a teacher, in bfloat16", "bare", "in a tensor", "cycle", "reloaded", "cut",
-        "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("batches", "local", "how", "arguments", "steps"), FITS.values(), ids=FITS)
 def test_ranks_with_fewer_batches_wait_in_rounds(pools, batches, local, how, arguments, steps):
     ends = pools[3].run(fit, batches, local, how, arguments)
     assert_one_model(ends)
@@ -425,51 +420,25 @@ class Allowing(Uneven):
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
 
-@pytest.mark.parametrize(
-    ("module", "local", "arguments", "named"),
-    [
-        (Uneven, 2, {"val_check_interval": 2}, "val_check_interval=2"),
-        (Uneven, 2, {"val_check_interval": 2, "check_val_every_n_epoch": None}, "fractions"),
-        (Uneven, LocalSteps(2, synchronous_steps=3), {}, "synchronous_steps"),
-        (
-            partial(Uneven, (9, 5)),
-            LocalSteps(4, synchronous_steps=3),
-            {"val_check_interval": 0.5},
-            "val_check_interval",
-        ),
-        (Uneven, 2, {"callbacks": [Timer("00:01:00:00")]}, "interval='epoch'"),
-        (
-            Uneven,
-            2,
-            {"callbacks": [ModelCheckpoint(every_n_train_steps=2)], "enable_checkpointing": True},
-            "every_n_epochs",
-        ),
-        (Logging, 2, {}, "'often'"),
-        (Uneven, 2, {"callbacks": [AssumptionMonitor()]}, "AssumptionMonitor"),
-        (partial(Allowing, (5, 0)), 2, {}, "none"),
-        (partial(Uneven, (5, 0), is_known=False), 2, {"limit_val_batches": 0}, "rank 1 had no batch"),
-    ],
-    ids=[
-        "validations",
-        "across epochs",
-        "synchronous",
-        "validations in synchronous steps",
-        "timer",
-        "saves",
-        "logs",
-        "measures",
-        "no batch",
-        "no batch of an iterable",
-    ],
-)
+SAVES = {"callbacks": [ModelCheckpoint(every_n_train_steps=2)], "enable_checkpointing": True}
+LATE_ROUNDS = LocalSteps(4, synchronous_steps=3)
+REFUSED = {
+    "validations": (Uneven, 2, {"val_check_interval": 2}, "val_check_interval=2"),
+    "across epochs": (Uneven, 2, {"val_check_interval": 2, "check_val_every_n_epoch": None}, "fractions"),
+    "synchronous": (Uneven, LocalSteps(2, synchronous_steps=3), {}, "synchronous_steps"),
+    "halves, synchronous": (partial(Uneven, (9, 5)), LATE_ROUNDS, {"val_check_interval": 0.5}, "val_check_interval"),
+    "timer": (Uneven, 2, {"callbacks": [Timer("00:01:00:00")]}, "interval='epoch'"),
+    "saves": (Uneven, 2, SAVES, "every_n_epochs"),
+    "logs": (Logging, 2, {}, "'often'"),
+    "measures": (Uneven, 2, {"callbacks": [AssumptionMonitor()]}, "AssumptionMonitor"),
+    "no batch": (partial(Allowing, (5, 0)), 2, {}, "none"),
+    "no batch, iterable": (partial(Uneven, (5, 0), is_known=False), 2, {"limit_val_batches": 0}, "rank 1 had no batch"),
+}
+
+
+@pytest.mark.parametrize(("module", "local", "arguments", "named"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_go_with_different_numbers_is_refused(pair, module, local, arguments, named):
     build = module if isinstance(module, partial) else partial(module, (5, 3))
-    for answer in refusals(
-        pair,
-        build,
-        {"local_steps": local},
-        use_distributed_sampler=False,
-        limit_train_batches=1.0,
-        **{"limit_val_batches": 2, **arguments},
-    ):
+    more = {"use_distributed_sampler": False, "limit_train_batches": 1.0, "limit_val_batches": 2, **arguments}
+    for answer in refusals(pair, build, {"local_steps": local}, **more):
         assert named in answer

@@ -23,6 +23,7 @@ from lightning_sparse.strategy.checkpoints.shards import read_header, read_shard
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fit, fits, strategy_of
 from tests.helpers.resuming import Numbered, files_in, fit_numbered
+from tests.helpers.trainers import sgd_shared_out
 
 DGC = {"compressor": "dgc", "density": 0.05}
 RANKS = ["rank_00000.pt", "rank_00001.pt"]
@@ -444,10 +445,7 @@ class Sharded(Saves):
     """A model whose ranks share out the state of their optimizer."""
 
     def configure_optimizers(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what is imported beside it
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        return sgd_shared_out(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def test_an_optimizer_whose_state_is_shared_out_is_saved(pair, tmp_path):

@@ -199,9 +199,7 @@ class UsedByOne(Numbered):
         if not hasattr(self, "notes"):
             self.notes = self.table.weight.grad.to_dense().clone()
 
-    def configure_optimizers(self):
-        """Return SGD without weight decay, which sparse layouts do not go with."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    configure_optimizers = Sparse.configure_optimizers
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
