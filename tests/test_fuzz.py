@@ -1,9 +1,8 @@
-"""Pure functions, wire formats, the planner and the reader of saved files, on inputs that nobody would think of.
+"""Pure functions, wire formats and the reader of saved files, on inputs that nobody would think of.
 
 The same inputs in every run; ``LIGHTNING_SPARSE_FAULTS=1`` tries other ones, and more.
 """
 
-import itertools
 import math
 import os
 import pickle
@@ -16,26 +15,11 @@ from hypothesis import strategies as some
 
 from lightning_sparse.compressors.selection import Selection, SelectionSize, grouped
 from lightning_sparse.engine.wire import WIRES, build_wires
-from lightning_sparse.functional.codes import (
-    BLOCK,
-    dequantize,
-    pack_codes,
-    packed_nbytes,
-    quantize,
-    quantized_nbytes,
-    unpack_codes,
-)
-from lightning_sparse.functional.elements import copy_elements, index_codec, round_to
-from lightning_sparse.functional.reductions import (
-    layer_deltas,
-    magnitude_histogram,
-    magnitude_quantile,
-    shift_by_sign,
-    sign_totals,
-)
+from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
+from lightning_sparse.functional.elements import round_to
+from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, SCOPES, SHARE
-from lightning_sparse.schedule import plan_groups
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
 from lightning_sparse.strategy.checkpoints.shards import KEY, SaveHeader, read_header, read_shard
 from tests.helpers.lockstep import run_phases
@@ -113,29 +97,6 @@ def test_indices_reaching_are_those_not_below(tensor, threshold):
 
 
 @examples(120)
-@given(some.integers(1, 200_000), some.data())
-def test_indices_come_back_from_their_bytes(numel, data):
-    ranks = data.draw(some.integers(1, 4))
-    count = data.draw(some.integers(0, min(numel, 50)))
-    rows = [
-        sorted(data.draw(some.sets(some.integers(0, numel - 1), min_size=count, max_size=count))) for _ in range(ranks)
-    ]
-    codec = index_codec(numel, count)
-    wires = torch.stack([codec.encode(torch.tensor(row, dtype=torch.int64)) for row in rows])
-    assert wires.shape == (ranks, codec.nbytes)
-    assert codec.decode(wires).tolist() == rows
-
-
-@examples(120)
-@given(some.integers(1, 8), some.lists(some.integers(0, 255), max_size=300))
-def test_codes_come_back_from_their_bits(bits, codes):
-    tensor = torch.tensor([code % (1 << bits) for code in codes], dtype=torch.uint8)
-    packed = pack_codes(tensor, bits)
-    assert packed.numel() == packed_nbytes(len(codes), bits)
-    assert torch.equal(unpack_codes(packed, bits, len(codes)), tensor)
-
-
-@examples(120)
 @given(tensors(anything, dtypes=[torch.float32]), some.integers(3, 8))
 def test_quantized_blocks_are_read_to_half_a_level(values, bits):
     values = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))[None]
@@ -170,22 +131,6 @@ def test_rounding_makes_nothing_finite_infinite(values, dtype):
     assert torch.equal(rounded.isnan(), values.isnan())
     is_inside = values.isfinite() & (values.double().abs() < torch.finfo(dtype).max)
     assert torch.equal(rounded[is_inside], values[is_inside].to(dtype))
-
-
-@examples(80)
-@given(tensors(finite, dtypes=[torch.float32, torch.float64]), some.integers(1, 70))
-def test_functions_of_one_tensor_agree_with_loops_over_its_elements(tensor, bucket_size):
-    numbers = tensor.double().tolist()
-    above, below = [each for each in numbers if each > 0], [-each for each in numbers if each < 0]
-    expected = torch.tensor([[sum(above), len(above)], [sum(below), len(below)]], dtype=torch.float64)
-    torch.testing.assert_close(sign_totals(tensor), expected, rtol=1e-6, atol=0)
-    shifted = shift_by_sign(tensor, torch.tensor(0.5), torch.tensor(-0.25))
-    moves = torch.tensor([0.5 if each > 0 else -0.25 if each < 0 else 0.0 for each in numbers], dtype=tensor.dtype)
-    torch.testing.assert_close(shifted, tensor + moves)
-    padded = torch.nn.functional.pad(tensor, (0, bucket_size))
-    assert torch.equal(copy_elements(padded, torch.empty_like(tensor)), tensor)
-    deltas = layer_deltas([tensor], [tensor], [1])
-    assert deltas.tolist() == [0.0]
 
 
 @examples(80)
@@ -299,42 +244,6 @@ def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
     arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)])
     is_finite = all(tensor.isfinite().all() for each in accumulated for tensor in each)
     assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks
-
-
-# The planner ------------------------------------------------------------------------------------------------------
-
-seconds = some.sampled_from([0.0, 0.0, 1e-9, 0.001, 0.01, 1.0]) | some.floats(0, 10)
-
-
-@examples(120)
-@given(
-    some.lists(some.tuples(some.integers(0, 10**7), seconds), min_size=1, max_size=9),
-    some.tuples(seconds, seconds, seconds),
-    some.sampled_from(["worker", "backward"]),
-)
-def test_a_plan_is_the_best_of_all_partitions(tensors, costs, selection):
-    sizes, backward = [size for size, _ in tensors], [each for _, each in tensors]
-    startup, per_element, select = costs[0], costs[1] * 1e-6, costs[2] * 1e-6
-
-    def end(groups_of):
-        free = clock = 0.0
-        for group in groups_of:
-            elements = sum(sizes[position] for position in group)
-            clock += sum(backward[position] for position in group)
-            begin = max(clock, free) if selection == "worker" else clock + select * elements
-            clock = clock if selection == "worker" else begin
-            free = max(begin, free) + startup + per_element * elements
-            free += select * elements if selection == "worker" else 0.0
-        return max(free, clock)
-
-    planned = plan_groups(sizes, backward, lambda n: select * n, lambda n: startup + per_element * n, selection)
-    assert [position for group in planned for position in group] == list(range(len(sizes)))
-    assert all(planned)
-    best = math.inf
-    for cuts in itertools.product([False, True], repeat=len(sizes) - 1):
-        stops = [place + 1 for place, cut in enumerate(cuts) if cut] + [len(sizes)]
-        best = min(best, end([range(start, stop) for start, stop in zip([0, *stops], stops)]))
-    assert end(planned) <= best * (1 + 1e-9) + 1e-12
 
 
 # Saved files ------------------------------------------------------------------------------------------------------

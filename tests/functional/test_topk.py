@@ -1,13 +1,20 @@
-"""The fast selection against torch.topk, where it is easy and where it misleads."""
+"""The fast selection against torch.topk, where it is easy and where it misleads; what reaches a floor."""
 
+import math
 from unittest import mock
 
 import pytest
 import torch
 
 from lightning_sparse.functional import segments, topk
-from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indices, top_k_of_all
-from tests.helpers.devices import devices
+from lightning_sparse.functional.topk import (
+    batched_top_k_indices,
+    indices_reaching,
+    indices_reaching_each,
+    top_k_indices,
+    top_k_of_all,
+)
+from tests.helpers.devices import devices, moved
 
 
 def normal(numel):
@@ -128,3 +135,24 @@ def test_which_of_equal_magnitudes_a_device_takes_depends_on_the_tensor_alone():
     with mock.patch.object(segments, "_MANY", 1 << 10), mock.patch.object(topk, "_SORTED", 500):
         narrowed, _ = top_k_of_all([small, tensor, small, *others], [7, 512, 7, 512, 300])
     assert (narrowed[7 : 7 + 512] - 1000).tolist() == alone.tolist()
+
+
+@devices
+@pytest.mark.parametrize("numel", [1, 7, 8, 300_001])
+@pytest.mark.parametrize("floor", [0.0, 1.5, 100.0, torch.tensor(1.5)])
+def test_what_reaches_a_floor(numel, floor, device):
+    tensor, floor = moved((torch.randn(numel, generator=torch.Generator().manual_seed(1)), floor), device)
+    assert torch.equal(indices_reaching(tensor, floor), (tensor.abs() >= floor).nonzero().squeeze(1))
+    tensor[-1] = math.nan
+    assert indices_reaching(tensor, floor)[-1] == numel - 1
+
+
+@devices
+@pytest.mark.parametrize("numels", [[7], [0, 0], [0, 9000, 0, 5, 1], [300_001, 64]])
+def test_what_reaches_a_floor_in_many_is_what_reaches_it_in_each(numels, device):
+    generator = torch.Generator().manual_seed(1)
+    tensors = moved([torch.randn(numel, generator=generator) for numel in numels], device)
+    found = indices_reaching_each(tensors, 1.5)
+    assert [each.device for each in found] == [tensor.device for tensor in tensors]
+    for tensor, each in zip(tensors, found):
+        assert torch.equal(each, (tensor.abs() >= 1.5).nonzero().squeeze(1))
