@@ -335,6 +335,24 @@ def test_two_optimizers_train_one_model(pair):
     assert not torch.equal(one["matrix"], dense["matrix"])
 
 
+def train_shared(rank):
+    """Train a model with one AdamW, then with a second one that has not stepped; and a twin with it by plain DDP."""
+    ddp = wrapped()
+    first, second = (OPTIMIZERS["AdamW"](ddp.parameters()) for _ in range(2))
+    with sparsify(ddp, [first, second], density=0.05, optimizer_correction=CORRECTION, warmup_epochs=0) as handle:
+        train(rank, ddp, [first], range(4))
+        train(rank, ddp, [second], range(4, 8))
+        density = handle.stats()["density"]
+    return parameters_of(ddp), [each.state[ddp.module.matrix]["step"].item() for each in (first, second)], density
+
+
+def test_what_two_optimizers_share_is_sent_whole_until_both_know_it(pair):
+    (one, steps, density), (other, *_) = pair.run(train_shared)
+    assert_same(one, other)
+    assert steps == [4, 4]
+    assert density < 0.2
+
+
 def train_adversaries(rank, kind, compressor, density, arguments):
     """Go backward twice before two optimizers step, the first three times without an exchange; drop a step."""
     torch.manual_seed(0)

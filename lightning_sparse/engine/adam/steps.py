@@ -269,14 +269,20 @@ class AdamSteps:
         """Return what is known of the coming step; of those in ``continued`` it has had an exchange before."""
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
-        whole: set[str] = set()
         warm_up = self.warm_up.known
         dense_steps = math.inf if warm_up is None else warm_up.dense_steps
-        for optimizer, group, members in () if is_dense else self.counts.groups():
+        groups = [] if is_dense else list(self.counts.groups())
+        # Of several optimizers with one parameter each has to know it: any may make the step.
+        whole = {
+            name
+            for *_, members in groups
+            for parameter, name, count in members
+            if count < dense_steps or not _fills_memory(parameter)
+        }
+        for optimizer, group, members in groups:
             settings, rate = _settings(optimizer, group), group["lr"]
             for parameter, name, count in members:
-                if count < dense_steps or not _fills_memory(parameter):
-                    whole.add(name)
+                if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
                 moments = self._present[parameter] = AdamMoments(count + 1, settings, tensors)
