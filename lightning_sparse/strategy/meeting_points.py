@@ -57,7 +57,7 @@ class MeetingPoints:
         self._seen_batch = self._validated_batch = 0
         was_before, self._is_before_validation = self._is_before_validation, None
         if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
-            sync_schedulers(self._trainer, self._training.optimizers, self._trainer.num_training_batches)
+            sync_schedulers(self._trainer, self._trainer.optimizers, self._trainer.num_training_batches)
         if self._rounds is not None and was_before is not None and self._training.engine.mean_over_ranks(was_before):
             self._rounds.synchronize()  # Lightning may leave that validation out
 
@@ -68,7 +68,7 @@ class MeetingPoints:
         self._seen_batch = number
         self._rounds.meeting.see_batch(samples_of(batch))
         if self._trainer.fit_loop.batch_idx == 0 and self._has_one_pace and self._training.replicas.are_apart:
-            check_rates(self._trainer, self._training.optimizers)
+            check_rates(self._trainer, self._trainer.optimizers)
 
     def end_step(self) -> None:
         """Count what this rank's step has stood for beside itself."""
@@ -128,7 +128,7 @@ class MeetingPoints:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
         have_met = self._training.replicas.meet(place)
         if have_met and self._rounds is not None and self._rounds.meeting.are_uneven:
-            sync_schedulers(self._trainer, self._training.optimizers, self._progress.current.ready)
+            sync_schedulers(self._trainer, self._trainer.optimizers, self._progress.current.ready)
         if not have_met:
             rank_zero_warn(
                 f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"

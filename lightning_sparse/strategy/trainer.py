@@ -84,7 +84,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _loop: Loop
     _timeout: Optional[timedelta]
     _has_failed = False
-    _meetings: Optional[MeetingPoints] = None  # where replicas may be apart, or in shards
+    _meetings: Optional[MeetingPoints] = None  # where replicas may be apart, or in shards; the last fit's after it
     _termination: Optional[Termination] = None
     _replaced: ExitStack  # which gives back methods in whose place ours stand
 
@@ -288,7 +288,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         kept = self._loop.state()
         if kept is None:
             return None
-        if self._meetings is not None:
+        if self._meetings is not None and self.engine is not None:
             kept[EVERYWHERE] |= self._meetings.state()
         return kept
 
@@ -319,7 +319,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def teardown(self) -> None:
         self._answer_signals(has_ended=False)
         self._replaced.close()
-        self._meetings = None
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()
         self._checkpointer.close()

@@ -114,7 +114,7 @@ class End(NamedTuple):
     validated: list[tuple[int, float]]  # step, and sum of weights
 
 
-def fit(rank, batches, local, how, trainer, path=None):
+def fit(rank, batches, local, how, trainer, path=None, saved=None):
     expect(".*is left out: some.*", ".*your dataloader is not resumable.*")
     how, settings = {**how}, {"compressor": "topk", "density": 0.1, "local_steps": local}
     strategy = SparseDDPStrategy(**{**settings, **how.pop("strategy", {})})
@@ -122,6 +122,8 @@ def fit(rank, batches, local, how, trainer, path=None):
     arguments = {"use_distributed_sampler": False, "max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
     fitted = make_trainer(rank, strategy, **arguments)
     fitted.fit(module, ckpt_path=path)
+    if saved is not None:
+        fitted.save_checkpoint(saved)
     rate = float(fitted.optimizers[0].param_groups[0]["lr"])
     return End(weights(module), fitted.global_step, rate, module.trained, module.validated)
 
@@ -130,6 +132,15 @@ def assert_one_model(ends):
     for end in ends[1:]:
         assert_same(end.weights, ends[0].weights)
         assert (end.step, end.rate, end.validated) == (ends[0].step, ends[0].rate, ends[0].validated)
+
+
+class NewAtTheEnd(Callback):
+    """Assign a new optimizer after the last batch of all, with the rate that this rank's has by then."""
+
+    def on_train_batch_end(self, trainer, pl_module, *rest):
+        if trainer.is_last_batch and trainer.current_epoch == 1:
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            trainer.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=rate)]
 
 
 FITS = {
@@ -145,6 +156,7 @@ FITS = {
     "a teacher, late": ((13, 8, 3), LocalSteps(4, overlap_steps=2), {"teaches": True}, {}, 26),
     "a teacher, in bfloat16": ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
     "bare": ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {}, 0),
+    "a new optimizer": ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {"callbacks": [NewAtTheEnd()]}, 0),
     "in a tensor": ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True, "rate_of": IN_TENSOR}, {}, 0),
     "cycle": ((3, 8, 13), 4, {"has_cycle": True}, {"max_epochs": 1}, 13),
     "reloaded": ((13, 8, 3), 4, {"later": (3, 8, 13)}, {"reload_dataloaders_every_n_epochs": 1}, 26),
@@ -311,9 +323,11 @@ def test_other_ranks_go_on_from_the_end_of_an_epoch_only(pools, tmp_path):
 
 
 def test_nothing_goes_on_from_where_only_some_have_ended(pools, tmp_path):
-    path, batches = str(tmp_path / "some.ckpt"), (4, 8, 13)  # the last validates after 6 and 12
-    pools[3].run(fit, batches, 4, {}, {**HALVES, "callbacks": [SaveAt(path, 2, is_epoch=False)]})
-    for ranks, those in ((3, batches), (2, (8, 8))):
+    midst, end, batches = str(tmp_path / "midst.ckpt"), str(tmp_path / "end.ckpt"), (4, 8, 13)
+    # The last validates after 6 and 12.
+    pools[3].run(fit, batches, 4, {}, {**HALVES, "callbacks": [SaveAt(midst, 2, is_epoch=False)]})
+    pools[3].run(fit, batches, 4, {}, {"limit_val_batches": 0, "max_steps": 11}, None, end)  # saved after fit
+    for ranks, those, path in ((3, batches, midst), (2, (8, 8), midst), (2, (8, 8), end)):
         for told in pools[ranks].run(refuse, fit, those, 4, {}, HALVES, path):
             assert "had ended their epoch" in told
 
