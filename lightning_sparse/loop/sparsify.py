@@ -389,9 +389,9 @@ class FollowedModel:
         """Have the model be the one of all ranks inside."""
         self.take_up()
         before, training = self._is_shown, self.training
-        totals = None if training is None or before else training.engine.recorder.totals
-        if totals is not None:
-            totals.pause()
+        recorder = None if training is None or before else training.engine.recorder
+        if recorder is not None:
+            recorder.totals.pause()
         with nullcontext() if training is None else training.replicas.shared_model():
             self._is_shown = True
             try:
@@ -399,8 +399,8 @@ class FollowedModel:
             finally:
                 self._is_shown = before
                 reshard(self._model.module)
-                if totals is not None:
-                    totals.resume()
+                if recorder is not None:
+                    recorder.totals.resume()  # those of a state that was loaded inside are others
 
     def take_up(self) -> None:
         """Go on from the state that was loaded, if one was; with local steps from the model that there is now."""

@@ -7,7 +7,7 @@ import re
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from unittest import mock
 
 import pytest
@@ -134,6 +134,24 @@ def test_statistics_of_a_step_have_the_exchanges_of_all_its_backwards(pair, back
             assert now["total_steps"] == number
             assert now["wire_bytes"] == now["total_wire_bytes"] - before["total_wire_bytes"]
             assert now["dense_bytes"] == now["total_dense_bytes"] - before["total_dense_bytes"]
+
+
+def load_while_shown(rank):
+    """Load a state inside of shared_model(), where time passes then; return how much of a step's time is exposed."""
+    passed = count(0.0)
+    clock = mock.patch("lightning_sparse.engine.observe.perf_counter", side_effect=passed)
+    with clock, sparsified("SGD", density=0.05) as (ddp, optimizer, handle):
+        train(rank, ddp, [optimizer], range(1))
+        with handle.shared_model():
+            handle.load_state_dict(handle.state_dict())
+            for _ in range(100_000):
+                next(passed)
+        train(rank, ddp, [optimizer], range(1))
+        return handle.stats()["exposed_share"]
+
+
+def test_time_inside_of_shared_model_does_not_count_after_a_load_either(pair):
+    assert min(pair.run(load_while_shown)) > 0.01
 
 
 def buckets_left(rank):
