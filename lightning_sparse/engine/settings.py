@@ -68,7 +68,7 @@ class LocalSteps:
             given: Any = getattr(self, name)
             if name == "every" and given == AUTO:
                 continue
-            if not isinstance(given, Integral) or given < least:
+            if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
                 told = f"{name}={given!r} must be a whole number, at least {least}"
                 if name == "every":  # which users give as local_steps, too
                     told = f"local_steps={given!r} (every, of LocalSteps) must be 'auto' or a whole number, at least 1"
@@ -331,7 +331,7 @@ def _of_values(chosen: Compression) -> Iterator[str]:
     """Yield what is no value of an argument."""
     epochs: Any = chosen["warmup_epochs"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
-    if epochs is not None and (not isinstance(epochs, Integral) or epochs < 0):
+    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0):
         yield f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)"
     if levels not in (AUTO, 1, 2):
         yield (

@@ -271,6 +271,12 @@ def _sends(held: Any) -> bool:
     return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
 
 
+def check_epoch(epoch: int) -> None:
+    """Refuse what is no number of an epoch."""
+    if epoch < 0:
+        raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
+
+
 def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
     """Check what a loop of one's own tells of itself."""
     if not isinstance(scaler, (GradScaler, type(None))):

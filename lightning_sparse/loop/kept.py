@@ -60,11 +60,13 @@ def check_alike(state: Mapping[str, Any], engine: Engine, number: int) -> None:
     for kind, cure in _ALIKE.items():
         if (before := state.get(kind)) != (now := present.get(kind)):
             raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
-    if unused := fitted(state, engine)[1]:
-        raise ValueError(
-            f"this state holds what is of no use here, {'; '.join(unused)}: build the same model and optimizers,"
-            " with the same arguments, or leave the state out to start with nothing kept"
-        )
+    cure = "build the same model and optimizers, with the same arguments, or leave it out to start with nothing kept"
+    try:
+        unused = fitted(state, engine)[1]
+    except ValueError as error:
+        raise ValueError(f"{error}. Here {cure}") from error
+    if unused:
+        raise ValueError(f"this state holds what is of no use here, {'; '.join(unused)}: {cure}")
 
 
 def fitted(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[str]]:

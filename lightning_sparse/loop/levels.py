@@ -11,6 +11,11 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.optimizers import listed
 
 Node = Union[int, str]
+_TOLD_APART = (
+    "By rank, nodes were found to be {}: they are told apart by their numbers in Lightning's cluster environment, or in"
+    " a plain loop by GROUP_RANK, as torchrun sets it, else by the host's name, which containers may share: give each"
+    " node a GROUP_RANK of its own there."
+)
 
 
 def own_node() -> Node:
@@ -38,9 +43,7 @@ def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
     if len(set(nodes)) == 1:
         reason = "all ranks are on one node: their network is as fast as a second level's would be"
     elif len(sizes) != len(set(nodes)):
-        reason = f"the ranks of a node do not follow one another (by rank, their nodes are {listed(nodes)}); with" + (
-            " SLURM, srun --distribution=block has them do so"
-        )
+        reason = "the ranks of a node do not follow one another; with SLURM, srun --distribution=block has them do so"
     elif len(set(sizes)) > 1:
         reason = f"nodes have different numbers of ranks ({listed(sizes)}): start equally many on each"
     elif sizes[0] == 1:
@@ -49,6 +52,6 @@ def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
         cure = "which takes two levels where there are"
         if settings.asks_for_islands:
             cure = "and every rank makes its local steps by itself; on one node nothing else would be exchanged"
-        raise ValueError(f"levels=2 was given, but {reason}. Leave it out, {cure}")
+        raise ValueError(f"levels=2 was given, but {reason}. {_TOLD_APART.format(listed(nodes))} Leave it out, {cure}")
     is_wanted = settings.levels != 1 and settings.can_have_levels
     return sizes[0] if is_wanted and reason is None else 1

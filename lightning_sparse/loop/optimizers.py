@@ -33,6 +33,7 @@ _CURE = (
     "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
     " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
 )
+_CORRECTED = "have Adam's updates made before selection (optimizer_correction='auto', and a density below 1), or "
 _SHOWN = 5  # names in a message
 _ALIKE = (
     "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
@@ -502,9 +503,10 @@ def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[T
             f" and no optimizer trains this model: return one from configure_optimizers, and {_CURE}"
         )
     if not isinstance(optimizer, SGD):
+        corrects = feedback.momentum == FROM_OPTIMIZER and is_correctable(optimizer)
         raise ValueError(
             f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD;"
-            f" {name} works on the gradients themselves, not on velocities: {_CURE}"
+            f" {name} works on the gradients themselves, not on velocities: {_CORRECTED * corrects}{_CURE}"
         )
     for group in optimizer.param_groups:
         if group["dampening"]:

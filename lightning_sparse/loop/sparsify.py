@@ -32,6 +32,7 @@ from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import spelt_out, taken_settings
 from lightning_sparse.loop.checks import (
     check_bare,
+    check_epoch,
     check_facts,
     check_replicas,
     check_rounds,
@@ -208,8 +209,7 @@ class Sparsifier(Loop):
         Raises:
             ValueError: if it is negative.
         """
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
+        check_epoch(epoch)
         if self.training is not None:
             self.training.epoch = epoch
 

@@ -22,7 +22,7 @@ from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.jobs.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
-from lightning_sparse.loop.checks import check_facts, check_rounds
+from lightning_sparse.loop.checks import check_epoch, check_facts, check_rounds
 from lightning_sparse.loop.loop import Given
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier
@@ -107,6 +107,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         Raises:
             ValueError: if it is negative.
         """
+        check_epoch(epoch)
         for handle in self._handles.values():
             handle.set_epoch(epoch)
         self._epoch = epoch

@@ -434,6 +434,7 @@ def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair):
     "changes",
     [
         {"every": 0},
+        {"every": True},
         {"every": 2.5},
         {"every": "often"},
         {"outer_lr": 0.0},
@@ -442,6 +443,7 @@ def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair):
         {"nesterov": True},
         {"every": 4, "overlap_steps": 4},
         {"every": "auto", "overlap_steps": 1},
+        {"every": 4, "overlap_steps": True},
         {"every": 4, "synchronous_steps": "all"},
         {"synchronous_steps": 3},
     ],

@@ -734,12 +734,14 @@ def refused_states(rank):
         state = handle.state_dict()
         handle.load_state_dict(state)
         layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], 0]}
+        shorter = {**state["rank"], "memory": {"residual": {"matrix": torch.ones(4)}}}
         changes = {
             "version 4, and here it is 6": {"version": 4},
             r"topology \[4, 1, False\], and here it is \[2, 1, False\]": {"topology": [4, 1, False]},
             f"number {1 - rank}, and here it is {rank}": {"number": 1 - rank},
             "compressor 'OMGS', and here it is 'LAGS'": {"compressor": "OMGS"},
-            "does not fit the parameter 'matrix'": {"layouts": layouts},
+            "does not fit the parameter 'matrix'.* leave it out": {"layouts": layouts},
+            "4 elements for the parameter 'matrix'.* leave it out": {"rank": shorter},
         }
         for told, change in changes.items():
             with pytest.raises(ValueError, match=told):

@@ -280,6 +280,11 @@ def test_arguments_are_checked_at_once(arguments, kind, message):
         SparseFabricStrategy(**arguments)
 
 
+def test_an_epoch_is_checked_before_there_is_a_model():
+    with pytest.raises(ValueError, match="epoch=-1"):
+        SparseFabricStrategy().set_epoch(-1)
+
+
 def test_every_name_of_the_trainer_is_known():
     for system in systems():
         for name, arguments in system.variants().items():

@@ -225,18 +225,19 @@ class MuonOfMatrices(torch.optim.Muon):
 WithRMSprop = partial(WithOptimizer, torch.optim.RMSprop)
 WithAdam = partial(WithOptimizer, torch.optim.Adam)
 REFUSALS = {
-    "rmsprop": (DGC(), WithRMSprop, "ValueError.*RMSprop"),
-    "rmsprop and sdagc": (SDAGC(), WithRMSprop, "ValueError.*RMSprop"),
-    "a number as momentum": (DGC(momentum=0.5), WithAdam, "ValueError.*Adam"),
-    "dampening": (DGC(), partial(WithSGD, dampening=0.5), "ValueError.*dampening=0.5"),
-    "given twice": (DGC(momentum=0.5), WithSGD, "ValueError.*momentum=0.5 .*momentum=0.9"),
-    "no momentum": (SDAGC(momentum=None), WithAdam, "was not refused"),
+    "adam as it is": (DGC(), WithAdam, "ValueError.*optimizer_correction='auto'", {"optimizer_correction": None}),
+    "rmsprop": (DGC(), WithRMSprop, "ValueError.*RMSprop works .*: choose", {}),
+    "rmsprop and sdagc": (SDAGC(), WithRMSprop, "ValueError.*RMSprop", {}),
+    "a number as momentum": (DGC(momentum=0.5), WithAdam, "ValueError.*Adam works .*: choose", {}),
+    "dampening": (DGC(), partial(WithSGD, dampening=0.5), "ValueError.*dampening=0.5", {}),
+    "given twice": (DGC(momentum=0.5), WithSGD, "ValueError.*momentum=0.5 .*momentum=0.9", {}),
+    "no momentum": (SDAGC(momentum=None), WithAdam, "was not refused", {}),
 }
 
 
-@pytest.mark.parametrize(("compressor", "model", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_an_optimizer_that_makes_no_sense_is_refused(pair, compressor, model, message):
-    for answer in refusals(pair, model, {"compressor": compressor}, max_steps=2):
+@pytest.mark.parametrize(("compressor", "model", "message", "settings"), REFUSALS.values(), ids=REFUSALS)
+def test_an_optimizer_that_makes_no_sense_is_refused(pair, compressor, model, message, settings):
+    for answer in refusals(pair, model, {"compressor": compressor, **settings}, max_steps=2):
         assert re.match(message, answer)
 
 

@@ -139,6 +139,7 @@ VALUES = [
     *({"density": density} for density in (0, 100, "0.1", True)),
     {"compressor": "topp"},
     {"warmup_epochs": -1},
+    {"warmup_epochs": True},
     *({name: name} for name in ("schedule", "wire", "exchange", "levels")),
 ]
 KINDS = {"compressor": TopK, "schedule": 3, "timeout": 60}

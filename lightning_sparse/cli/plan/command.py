@@ -114,7 +114,14 @@ def _network(options: argparse.Namespace) -> Network:
             f"--shards {shards} beside --ranks-per-node {network.node_ranks}: a replica on each node is what is worked"
             " out: give the same number, or leave --ranks-per-node out"
         )
-    return network if shards == 1 else network._replace(node_ranks=shards).checked().between.checked()
+    if shards == 1:
+        return network
+    if network.workers % shards or network.workers == shards:
+        raise ValueError(
+            f"--shards {shards} with --workers {network.workers}: give twice as many workers as shards, or another"
+            " multiple, as replicas of that many workers exchange, and one replica has nobody to exchange with"
+        )
+    return network._replace(node_ranks=shards).between.checked()
 
 
 def _as_table(rows: Sequence[Forecast]) -> str:
