@@ -72,7 +72,9 @@ GIVES = {
 _OUT = "leave it out"
 _SPARSIFIER = f"{_OUT}, or choose a sparsifier such as `compressor='topk'`"
 _SPARSIFIER_IN_EVERY_STEP = f"{_SPARSIFIER}, with `local_steps=1`"
-_BY_ELEMENT = "choose a compressor that looks at each element by itself: `topk`, `lags`, `omgs`, `dgc` or `dense`"
+_BY_ELEMENT = (
+    "choose a compressor that looks at each element by itself: `topk`, `lags`, `omgs`, `dgc`, `qsgd` or `dense`"
+)
 FEATURES = {
     "density=...": Feature(("density",), _SPARSIFIER, lambda value: value is not None),
     "warmup_epochs=...": Feature(("density",), _SPARSIFIER, bool),

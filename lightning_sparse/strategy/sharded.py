@@ -38,7 +38,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     Args:
         compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, of those that can work on shards: ``topk``,
-            ``lags``, ``omgs``, ``dgc``, ``dense``.
+            ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``.
         density: as there.
         resume_compression: as there.
         replicas: how many replicas there are, of ranks that follow one another; ``"nodes"`` for one on each node.
