@@ -139,8 +139,8 @@ class Compression(TypedDict, total=False):
         levels: with 2, the ranks of a node average their gradients first, and each exchanges a share of the means with
             the other nodes: one selection for each node travels, and residuals take as many times less memory as a node
             has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
-            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``). With ``local_steps``, 2 has the ranks of a
-            node train in step, and rounds go between nodes. See the page on local steps.
+            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``). With ``local_steps``, 2 has the ranks
+            of a node train in step, and rounds go between nodes. See the page on local steps.
 
     Example::
 
