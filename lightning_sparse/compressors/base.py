@@ -240,9 +240,14 @@ def checked_density(argument: str, density: Any) -> float:
     return float(density)
 
 
+def is_whole(number: Any, least: int) -> bool:
+    """Tell whether a value is a whole number, of numpy's too, and not below the least; ``True`` is none."""
+    return not isinstance(number, bool) and isinstance(number, Integral) and int(number) >= least
+
+
 def checked_count(argument: str, count: Any, unit: str) -> int:
     """Return the number of some unit given for an argument; ``ValueError`` if it is not whole and above 0."""
-    if not isinstance(count, Integral) or count is True or count < 1:
+    if not is_whole(count, 1):
         raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least 1")
     return int(count)
 

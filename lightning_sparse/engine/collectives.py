@@ -269,8 +269,8 @@ def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None)
     group, left_out = group or dist.distributed_c10d._get_default_group(), ignored_by(module)
     buffers: list[Tensor] = [each for name, each in module.named_buffers() if name not in left_out]
     if buffers:
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-            _broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)
+        with _unsafe_preserve_version_counter(tuple(buffers)):
+            copy_from_first(buffers, group)
 
 
 def sum_together(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:

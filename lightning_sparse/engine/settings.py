@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any, Optional, TypedDict, Union
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density, is_whole
 from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
@@ -68,11 +67,11 @@ class LocalSteps:
             given: Any = getattr(self, name)
             if name == "every" and given == AUTO:
                 continue
-            if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
-                told = f"{name}={given!r} must be a whole number, at least {least}"
+            if not is_whole(given, least):
+                told = f"{name}={given!r} must be"
                 if name == "every":  # which users give as local_steps, too
-                    told = f"local_steps={given!r} (every, of LocalSteps) must be 'auto' or a whole number, at least 1"
-                raise ValueError(told)
+                    told = f"local_steps={given!r} (every, of LocalSteps) must be 'auto' or"
+                raise ValueError(f"{told} a whole number, at least {least}")
             object.__setattr__(self, name, int(given))  # of numpy's, too
         refuse(self._refusals())
 
@@ -331,7 +330,7 @@ def _of_values(chosen: Compression) -> Iterator[str]:
     """Yield what is no value of an argument."""
     epochs: Any = chosen["warmup_epochs"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
-    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0):
+    if epochs is not None and not is_whole(epochs, 0):
         yield f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)"
     if levels not in (AUTO, 1, 2):
         yield (

@@ -354,7 +354,7 @@ def test_two_optimizers_train_one_model(pair):
 
 
 def train_shared(rank):
-    """Train a model with one AdamW, then with a second one that has not stepped; and a twin with it by plain DDP."""
+    """Train a model with one AdamW, then with a second one that has not stepped; return the model and their steps."""
     ddp = wrapped()
     first, second = (OPTIMIZERS["AdamW"](ddp.parameters()) for _ in range(2))
     with sparsify(ddp, [first, second], density=0.05, optimizer_correction=CORRECTION, warmup_epochs=0) as handle:

@@ -109,13 +109,13 @@ def _network(options: argparse.Namespace) -> Network:
     network, shards = Network(*links, options.ranks_per_node, *intra).checked(), options.shards
     if shards < 1:
         raise ValueError(f"--shards {shards} must be a number of workers, at least 1 (whole models)")
-    if shards > 1 and network.node_ranks not in (1, shards):
+    if shards == 1:
+        return network
+    if network.node_ranks not in (1, shards):
         raise ValueError(
             f"--shards {shards} beside --ranks-per-node {network.node_ranks}: a replica on each node is what is worked"
             " out: give the same number, or leave --ranks-per-node out"
         )
-    if shards == 1:
-        return network
     if network.workers % shards or network.workers == shards:
         raise ValueError(
             f"--shards {shards} with --workers {network.workers}: give twice as many workers as shards, or another"

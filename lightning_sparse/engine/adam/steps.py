@@ -2,10 +2,11 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, Optional
 
@@ -119,15 +120,13 @@ class StepCounts:
     def groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
         """Yield optimizers' groups, with parameters, also those frozen now, their names and the steps made of each."""
         for optimizer in self.optimizers:
-            counts = self._of(optimizer)
+            trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            known = ((parameter, self.names.get(parameter)) for parameter in trained)
+            named = {each: name for each, name in known if name is not None and self.target_of(name) < 1}
+            counts = self._of(optimizer, named)
             for group in optimizer.param_groups:
-                named = ((parameter, self._name_of(parameter)) for parameter in group["params"])
-                members = [(parameter, name, counts.get(parameter, 0)) for parameter, name in named if name is not None]
+                members = [(each, named[each], counts.get(each, 0)) for each in group["params"] if each in named]
                 yield optimizer, group, members
-
-    def _name_of(self, parameter: Parameter) -> Optional[str]:
-        name = self.names.get(parameter)
-        return None if name is None or self.target_of(name) >= 1 else name
 
     @property
     def most(self) -> int:
@@ -147,11 +146,11 @@ class StepCounts:
         for parameter, counter in counters.items():
             self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
-    def _of(self, optimizer: Optimizer) -> dict[Parameter, int]:
-        """Return how many steps each parameter has made; a device is asked only for what has changed without us."""
+    def _of(self, optimizer: Optimizer, among: Container[Parameter]) -> dict[Parameter, int]:
+        """Return how many steps parameters have made; a device is asked only for what has changed without us."""
         known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
-        held = ((each, state["step"]) for each, state in states if state.get("step") is not None)
-        counters = {each: counter for each, counter in held if self._name_of(each) is not None}
+        held = ((each, state.get("step")) for each, state in states if each in among)
+        counters = {each: counter for each, counter in held if counter is not None}
         stale = {
             each: counter
             for each, counter in counters.items()
