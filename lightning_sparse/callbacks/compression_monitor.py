@@ -169,7 +169,7 @@ class CompressionMonitor(StepObserver):
             log_layout(trainer, shown)
         self._plan, self._has_page = plan, True
         if engine.recorder.last is not None:
-            name = type(engine.compressor).__name__
+            name = type(engine.pipeline.compressor).__name__
             log_text(trainer, "sparse/plan", plan_page(name, plan, engine.recorder.last), step)
 
 

@@ -33,6 +33,7 @@ class Densities:
         self._total_steps: Optional[int] = None  # of the training, where a warm-up goes by it
         self._is_told = False  # of them, by a checkpoint
         self._steps: Counter[int] = Counter()  # by optimizer
+        self.epoch = 0  # that the last step was of
         self._in_warm_up = lru_cache(_FEW)(partial(_raised, epochs))  # in most steps as in the one before
         self.begin_step(0)
 
@@ -70,9 +71,10 @@ class Densities:
         if self._is_bounded and not self._is_told:
             self._total_steps = total_steps
 
-    def count_step(self, optimizer: int) -> None:
-        """Count a step of an optimizer."""
+    def count_step(self, optimizer: int, epoch: int) -> None:
+        """Count a step of an optimizer, in an epoch."""
         self._steps[optimizer] += 1
+        self.epoch = epoch
 
     @property
     def warm_up_steps(self) -> Optional[int]:

@@ -1,7 +1,7 @@
 """The engine: builds the nouns for one model, starts the worker, and takes the gradients."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
+from lightning_sparse.compressors.base import Compressor, ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backend_of, timeout_of_job
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
@@ -68,23 +68,16 @@ class Engine(SharedOnCopy):
         wires = _wires_between(levels, settings, log)
         memory = _memory_of(module, settings, levels)
 
-        self.compressor, self.levels, self.memory = compressor, levels, memory
+        self.levels, self.memory = levels, memory
         self.recorder = levels.inter.recorder
         self.arrived = ArrivedGradients()
         self.densities = settings.densities()
         self._settings = settings
-        self.wrapper, self._whole_group, self._broadcasts_buffers = ddp, ddp.process_group, ddp.broadcast_buffers
-        self._layout = self._layout_of(trained)
-        self._names: dict[nn.Parameter, str] = {each: name for name, each in module.named_parameters()}
-        self._numels: dict[str, int] = {}
-        self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
-        self._epoch = 0
-        self._begin_compressor()  # it may refuse, before a thread runs
+        self.wrapper, self._of_wrapper = ddp, (ddp.process_group, ddp.broadcast_buffers)
+        self._known = KnownModel(module, compressor, levels, trained)  # it may refuse, before a thread runs
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
-        # Gradients of an island's steps do not wait for a round that is on its way: they have a thread of their own.
-        self._step_worker = ExchangeWorker(device) if isinstance(levels, Islands) else self.worker
         self.source = self._source_from(ddp, begin, end)
         self.replicas = self._replicas_of(module, log)
         self.source.track(trained)
@@ -93,26 +86,18 @@ class Engine(SharedOnCopy):
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients are exchanged, in the order of the model."""
-        return self._layout.names
+        return self._known.layout.names
 
     @property
     def topology(self) -> Topology:
         """Who keeps what."""
         return Topology(self.levels.world.collectives.ranks, self.levels.node_ranks, isinstance(self.levels, Islands))
 
-    def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
-        collectives = self.levels.world.collectives
-        return layout_of(self.module, collectives.rank, collectives.ranks, collectives.device, trained)
-
-    def _begin_compressor(self) -> None:
-        """Tell the compressor what is exchanged, and between whom."""
-        inter = self.levels.inter.collectives
-        numels = tuple(map(self.levels.share_numel, self._layout.numels))
-        self.compressor.begin(self._layout._replace(numels=numels, rank=inter.rank, ranks=inter.ranks))
-        self._numels.update(zip(self._layout.names, numels))
-
     def _source_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> Exchange:
-        settings, parts = self._settings, (self._step_worker, self.arrived, self.levels.in_step)
+        settings, levels = self._settings, self.levels
+        # Gradients of an island's steps do not wait for a round that is on its way: they have a thread of their own.
+        worker = ExchangeWorker(levels.world.collectives.device) if isinstance(levels, Islands) else self.worker
+        parts = (worker, self.arrived, levels.in_step)
         is_sharded = isinstance(ddp, ShardedModel)
         route = Route(self.pipeline, settings.schedule, *parts, settings.overlaps_backward, is_sharded, {})
         return Exchange(ddp, route, begin, end, is_dense=settings.local_steps is not None)
@@ -124,9 +109,9 @@ class Engine(SharedOnCopy):
             meeting = Meeting(self.levels.world.collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
             begin = partial(type(self)._begin_exchange, proxy(self))  # no cycle, in which memory waits for a collection
             return Rounds(local, shared, meeting, self.worker, begin, log)
-        if self.compressor.replicas_diverge:
+        if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world.collectives, self.recorder)
-            return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker)
+            return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)
         return Replicas()
 
     @property
@@ -136,25 +121,12 @@ class Engine(SharedOnCopy):
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange these parameters of the model from now on, between two backwards; what is kept stays."""
-        layout = self._layout_of(trained)
+        layout = self._known.layout_of(trained)
         self.replicas.track(layout.names)
-        names: dict[nn.Parameter, str] = {each: name for name, each in self.module.named_parameters()}
-        renamed = {old: names[each] for each, old in self._names.items() if names.get(each, old) != old}
-        self._names = names
-        if layout != self._layout:
-            self.worker.run(lambda: self._train_others(layout, renamed))
+        if layout != self._known.layout:
+            self.worker.run(lambda: self._known.track(layout, self.memory))
         self.planner.expect_other_order()
         self.source.track(trained)
-
-    def _train_others(self, layout: ModelLayout, renamed: Mapping[str, str]) -> None:
-        compressor = self.compressor
-        # What was read from a checkpoint may be of the parameters that are trained from now on.
-        learned = compressor.state_dict() if self._learned is None else dict(self._learned)
-        self._layout = layout
-        self._begin_compressor()
-        compressor.load_state_dict(_with_names(learned, renamed))
-        if renamed:
-            self.memory.load_state_dict(_with_names(self.memory.state_dict(), renamed))
 
     def send_dense(self, is_dense: bool) -> None:
         """Have the coming steps send everything, as DDP does, or only what is selected, or nothing but in rounds."""
@@ -167,10 +139,10 @@ class Engine(SharedOnCopy):
             in_step = self.levels.world.collectives if is_dense else self.levels.in_step
             self.source.average_among(in_step)
             # Of those whose buffers are one.
-            self.wrapper.process_group = self._whole_group if is_dense else in_step.group
+            self.wrapper.process_group = self._of_wrapper[0] if is_dense else in_step.group
         else:
             self.source.is_silent = not is_dense
-            self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense
+            self.wrapper.broadcast_buffers = self._of_wrapper[1] and is_dense
 
     def target_densities(self) -> dict[str, float]:
         """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
@@ -187,14 +159,14 @@ class Engine(SharedOnCopy):
     def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
-        parts = (settings.schedule, self.levels.world.collectives, self.recorder, self._numels, self.densities)
+        parts = (settings.schedule, self.levels.world.collectives, self.recorder, self._known.numels, self.densities)
         memory = proxy(self.memory)  # which does not wait for a collection, as a planner and its course do
         adapts, overlaps = settings.adapts_density, settings.overlaps_backward
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
         """Begin a step, before any of its gradients is taken."""
-        self._learned = None
+        self._known.loaded = None
         if self.recorder.current.backward_start is None:  # nobody has heard of this backward before its first gradient
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
@@ -210,15 +182,14 @@ class Engine(SharedOnCopy):
     def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
         """End a step."""
         self.recorder.totals.end_step()
-        self._epoch = epoch
-        self.densities.count_step(optimizer)
+        self.densities.count_step(optimizer, epoch)
         if type(self.replicas) is not Replicas:  # which have nothing to count
             self.replicas.count_step(optimizer)
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
-        self._learned = None
-        epoch = self._epoch
+        self._known.loaded = None
+        epoch = self.densities.epoch
         samples_deltas, self.recorder.samples_deltas = self.recorder.samples_deltas, False
 
         def prepare() -> StepContext:
@@ -238,7 +209,8 @@ class Engine(SharedOnCopy):
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         """Return what is kept and learned, as plain tensors and numbers, not copied; all ranks call if ``together``."""
-        state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
+        compressor = self.pipeline.compressor
+        state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
         state["order"] = self.source.order
         if self.planner.plan is not None:
             state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
@@ -255,23 +227,15 @@ class Engine(SharedOnCopy):
             if "memory" in state:
                 self.memory.load_state_dict(state["memory"])
             self.replicas.load_state_dict(state)
-            self._expect_round()
+            if self.rounds is not None:
+                self._known.expect_round(self.rounds.shared.trained)
             if "compressor" in state:
-                self.compressor.load_state_dict(state["compressor"])
-                self._learned = state["compressor"]
+                self._known.load(state["compressor"])
 
         # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self.worker.run(load)
         self.recorder.forget()  # steps of a search for a learning rate, after which training begins anew
-
-    def _expect_round(self) -> None:
-        """Have the compressor know the parameters of a round that goes on, some of which may be frozen here so far."""
-        if self.rounds is None or self.rounds.shared.trained == set(self._layout.names):
-            return
-        trained = {name: each for each, name in self._names.items() if name in self.rounds.shared.trained}
-        self._layout = self._layout_of(trained)
-        self._begin_compressor()
 
     def restore_plan(self, state: Mapping[str, Any], topology: Topology) -> bool:
         """Follow the plan of a run before, if it is for these ranks, this schedule, these parameters."""
@@ -281,12 +245,65 @@ class Engine(SharedOnCopy):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.source.close()
-        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._whole_group, self._broadcasts_buffers
+        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._of_wrapper
         # A worker that hangs in a collective still needs the process group that it hangs in.
-        has_ended = min(worker.close() for worker in {self._step_worker, self.worker})
+        has_ended = min(worker.close() for worker in {self.source.worker, self.worker})
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
+
+
+class KnownModel:
+    """What compressor and planner know of a model: which of its parameters are exchanged, their names, their sizes.
+
+    Attributes:
+        layout: of what is exchanged.
+        numels: elements that this rank exchanges, by name, also of what is exchanged no more.
+        loaded: what the compressor has read from a checkpoint, until an exchange teaches it more.
+    """
+
+    def __init__(
+        self, module: nn.Module, compressor: Compressor, levels: FlatRanks, trained: Mapping[str, Tensor]
+    ) -> None:
+        self.numels: dict[str, int] = {}
+        self.loaded: Optional[Mapping[str, Any]] = None
+        self._module, self._compressor, self._levels = module, compressor, levels
+        self._names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
+        self._begin(self.layout_of(trained))
+
+    def layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
+        """Lay out what of these parameters has an element here."""
+        collectives = self._levels.world.collectives
+        return layout_of(self._module, collectives.rank, collectives.ranks, collectives.device, trained)
+
+    def _begin(self, layout: ModelLayout) -> None:
+        """Tell the compressor what is exchanged, and between whom."""
+        self.layout = layout
+        inter = self._levels.inter.collectives
+        numels = tuple(map(self._levels.share_numel, layout.numels))
+        self._compressor.begin(layout._replace(numels=numels, rank=inter.rank, ranks=inter.ranks))
+        self.numels.update(zip(layout.names, numels))
+
+    def track(self, layout: ModelLayout, memory: Memory) -> None:
+        """Know that others are exchanged from now on; what is kept of a parameter goes on under the name it has now."""
+        before, self._names = self._names, {each: name for name, each in self._module.named_parameters()}
+        renamed = {old: self._names[each] for each, old in before.items() if self._names.get(each, old) != old}
+        # What was read from a checkpoint may be of the parameters that are trained from now on.
+        learned = self._compressor.state_dict() if self.loaded is None else dict(self.loaded)
+        self._begin(layout)
+        self._compressor.load_state_dict(_with_names(learned, renamed))
+        if renamed:
+            memory.load_state_dict(_with_names(memory.state_dict(), renamed))
+
+    def expect_round(self, names: Set[str]) -> None:
+        """Know the parameters of a round that goes on, some of which may be frozen here so far."""
+        if names != set(self.layout.names):
+            self._begin(self.layout_of({name: each for each, name in self._names.items() if name in names}))
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Have the compressor go on from what a checkpoint holds."""
+        self._compressor.load_state_dict(dict(state))
+        self.loaded = state
 
 
 def _with_names(state: Any, renamed: Mapping[str, str]) -> Any:

@@ -121,7 +121,7 @@ class Rounds(Replicas):
         begin: Callable[[], Callable[[], StepContext]] = lambda: StepContext,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._local = local
+        self.local = local
         self.shared = shared
         self.meeting = meeting
         self._worker = worker
@@ -145,8 +145,8 @@ class Rounds(Replicas):
     @property
     def synchronous_left(self) -> int:
         """Steps of DDP that are still to be made before rounds begin."""
-        made = max(self._steps_of.values(), default=0)
-        return 0 if self._has_begun else max(0, self._local.synchronous_steps - made)
+        left = self.local.synchronous_steps - max(self._steps_of.values(), default=0)
+        return 0 if self._has_begun else max(0, left)
 
     @property
     def is_synchronous(self) -> bool:
@@ -200,7 +200,7 @@ class Rounds(Replicas):
             self._apply_until(self._step)
             if self.steps_since_ended % self._length.steps == 0:
                 self.shared.check_followed()
-                self._submit(self._local.overlap_steps)
+                self._submit(self.local.overlap_steps)
 
     def _skip_steps(self, steps: int) -> None:
         """Count steps of other ranks, for which this one has no batch, as if it had made them."""
@@ -322,9 +322,8 @@ class Rounds(Replicas):
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         # No exchange may be in progress. A save does not end a round: a small GPT whose rounds were cut in three by
         # saves ended 1.6 to 4.5 % above, with DiLoCo's outer momentum (300 steps, three seeds).
-        pending = None
-        if self._pending is not None:
-            pending = {name: getattr(self._pending, name) for name in ("names", "due", "corrections")}
+        late = self._pending
+        pending = None if late is None else {name: getattr(late, name) for name in ("names", "due", "corrections")}
         rounds = {
             "has_begun": self._has_begun,
             "step": self._step,
@@ -345,10 +344,9 @@ class Rounds(Replicas):
         state = state["rounds"]
         self.shared.load(state)
         self._has_begun = self._is_resumed = state["has_begun"]
-        self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
-        self._origin = int(state["origin"])
+        self._step, self._origin, self._begun = (int(state[step]) for step in ("step", "origin", "begun"))
+        self._steps_of, self._is_stale = dict(state["steps_of"]), bool(state["is_stale"])
         self._length.begin(None if state["every"] is None else int(state["every"]))
-        self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
         self.meeting.load(state)
         saved, self._pending = state["pending"], None
         if saved is not None:

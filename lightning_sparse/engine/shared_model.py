@@ -19,8 +19,9 @@ from torch.optim import SGD
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.replicas import ReplicaAverager, averaged
 from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.engine.step.levels import FlatRanks
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
-from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import laid_flat, local_tensor, pieces, round_to
 from lightning_sparse.schedule import Schedule
@@ -68,7 +69,6 @@ class SharedModel:
         worker: ExchangeWorker,
     ) -> None:
         self.module = module
-        self._local = local
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
@@ -77,7 +77,7 @@ class SharedModel:
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
         self._known: dict[Tensor, str] = {}  # parameters, by which they are found where they get another name
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
-        self._momenta: dict[str, Tensor] = {}
+        self._outer = OuterOptimizer(local, pipeline.levels, self.device)
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
         self.track(names)
 
@@ -90,8 +90,9 @@ class SharedModel:
         """Know what is exchanged, where replicas are the same."""
         module = self.module
         renamed = {self._known.get(parameter, name): name for name, parameter in module.named_parameters()}
-        shared, self._momenta = (
-            {renamed.get(name, name): each for name, each in kept.items()} for kept in (self._shared, self._momenta)
+        shared, momenta = self._shared, self._outer.momenta
+        shared, self._outer.momenta = (
+            {renamed.get(name, name): each for name, each in kept.items()} for kept in (shared, momenta)
         )
         self._known = {parameter: name for name, parameter in module.named_parameters()}
         tensors = averaged(self._named())
@@ -210,42 +211,16 @@ class SharedModel:
         moving = {name: part for name, part in zip(names[:count], parts) if name not in change.resting}
         gradients = [LocalGradient(name, part, None) for name, part in moving.items()]
         pipeline.commit(pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
-        self._average(parts[count:])
-        self._move(moving, dict(zip(names[count:], parts[count:])))
+        _average(parts[count:], pipeline.levels.same_shard)
+        self._outer.step(self._shared, moving)
+        for name, mean in zip(names[count:], parts[count:]):  # of what is not trained, as it is
+            laid_flat(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
         for name, start in zip(names, change.corrections or ()):
             start.copy_(_difference(_as(self._shared[name], start.dtype), start))
         pipeline.recorder.current.covered_steps = change.steps
         pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
         pipeline.close_record()
         pipeline.recorder.samples = None  # who asked may have looked by now, and then asks for the next
-
-    def _average(self, changes: Sequence[Tensor]) -> None:
-        """Average changes over replicas, in place: all of each, whatever the compressor."""
-        if not changes:
-            return
-        same_shard = self._pipeline.levels.same_shard
-        flat = same_shard.call(Payload("all_reduce", torch.cat(list(changes)).div_(same_shard.ranks)))
-        for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
-            change.copy_(mean)
-
-    def _move(self, trained: Mapping[str, Tensor], beside: Mapping[str, Tensor]) -> None:
-        """Make an outer step by means; what is not trained takes its mean as it is."""
-        levels, how, momentum = self._pipeline.levels, self._local, "momentum_buffer"
-        wholes = [laid_flat(self._shared[name]) for name in trained]
-        parts = list(map(levels.part_of, wholes))
-        # Made for each round, as an optimizer knows its tensors by identity.
-        # All at once only where calls count more than the memory of a step of all of them.
-        is_together = self.device.type != "cpu"
-        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
-        for part, (name, mean) in zip(parts, trained.items()):
-            part.grad, outer.state[part][momentum] = mean, self._momenta.get(name)
-        outer.step()
-        outer.zero_grad()
-        if how.outer_momentum:
-            self._momenta.update({name: outer.state[part][momentum] for name, part in zip(trained, parts)})
-        for name, mean in beside.items():
-            laid_flat(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
-        levels.put_together(parts, wholes)
 
     def apply(self, change: Change) -> None:
         """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""
@@ -304,7 +279,7 @@ class SharedModel:
             "unshared": unshared,
             # In Lightning's file the shared model has the type of the parameters.
             "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
-            "momentum": dict(self._momenta),
+            "momentum": dict(self._outer.momenta),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -322,7 +297,45 @@ class SharedModel:
         for name, tensor in self._tensors().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
-        self._momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
+        self._outer.momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
+
+
+class OuterOptimizer:
+    """Move shared tensors by mean changes as if these were gradients, by ``torch.optim.SGD``.
+
+    Attributes:
+        momenta: by name, with two levels of this rank's shares.
+    """
+
+    def __init__(self, local: LocalSteps, levels: FlatRanks, device: torch.device) -> None:
+        self.momenta: dict[str, Tensor] = {}
+        self._local = local
+        self._levels = levels
+        # All at once only where calls count more than the memory of a step of all of them.
+        self._is_together = device.type != "cpu"
+
+    def step(self, shared: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:
+        """Move those of ``shared`` that have a mean, in place."""
+        how, momentum = self._local, "momentum_buffer"
+        wholes = [laid_flat(shared[name]) for name in means]
+        parts = list(map(self._levels.part_of, wholes))
+        # Made for each round, as an optimizer knows its tensors by identity.
+        is_together = self._is_together
+        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
+        for part, (name, mean) in zip(parts, means.items()):
+            part.grad, outer.state[part][momentum] = mean, self.momenta.get(name)
+        outer.step()
+        outer.zero_grad()
+        if how.outer_momentum:
+            self.momenta.update({name: outer.state[part][momentum] for name, part in zip(means, parts)})
+        self._levels.put_together(parts, wholes)
+
+
+def _average(changes: Sequence[Tensor], replicas: Channel) -> None:
+    """Average changes over replicas, in place: all of each, whatever the compressor."""
+    if changes:
+        flat = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.ranks)))
+        torch._foreach_copy_(list(changes), list(flat.split([change.numel() for change in changes])))
 
 
 def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:

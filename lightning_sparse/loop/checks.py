@@ -277,6 +277,16 @@ def check_epoch(epoch: int) -> None:
         raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
 
 
+def check_no_epochs(settings: Settings) -> None:
+    """Refuse a warm-up by epochs where nobody tells of them."""
+    if settings.warmup_epochs:
+        raise RuntimeError(
+            f"warmup_epochs={settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell: call"
+            " set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
+            f" warmup_epochs=0{' or total_steps' if settings.bounds_warm_up else ''}"
+        )
+
+
 def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
     """Check what a loop of one's own tells of itself."""
     if not isinstance(scaler, (GradScaler, type(None))):

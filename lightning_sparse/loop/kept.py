@@ -51,7 +51,8 @@ def kept_by(engine: Engine, together: bool = False) -> dict[str, Any]:
 
 def origin_of(engine: Engine) -> dict[str, Any]:
     """Return whose it is, as plain values."""
-    return {"version": VERSION, "compressor": type(engine.compressor).__name__, "topology": list(engine.topology)}
+    compressor = type(engine.pipeline.compressor).__name__
+    return {"version": VERSION, "compressor": compressor, "topology": list(engine.topology)}
 
 
 def check_alike(state: Mapping[str, Any], engine: Engine, number: int) -> None:
@@ -75,7 +76,7 @@ def fitted(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], lis
     Raises:
         ValueError: if what was kept of a parameter does not fit it.
     """
-    own, everywhere, name = kept[RANK], kept[EVERYWHERE], type(engine.compressor).__name__
+    own, everywhere, name = kept[RANK], kept[EVERYWHERE], type(engine.pipeline.compressor).__name__
     usable: dict[str, Any] = {part: own[part] for part in ("averager",) if part in own}
     usable |= {part: everywhere[part] for part in ("plan", "warm_up", "order") if part in everywhere}
     unused: list[str] = []
@@ -131,7 +132,7 @@ def _fitted_memory(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, d
                 except ValueError as error:
                     raise ValueError(f"there is a {kind} that does not fit the parameter {name!r}: {error}") from error
             fitted[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
-    if not engine.compressor.feedback.follows_learning_rate:
+    if not engine.pipeline.compressor.feedback.follows_learning_rate:
         fitted.pop(RATES, None)
     return fitted, sorted(gone)
 

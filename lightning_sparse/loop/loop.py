@@ -2,8 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -26,7 +25,7 @@ from lightning_sparse.engine.step.exchange import Wrapper, after_closure
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel, named_module
 from lightning_sparse.loop.backend_choice import BackendChoice
-from lightning_sparse.loop.checks import check_optimizers, in_one_order
+from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by, load_states, states_of
 from lightning_sparse.loop.levels import Node
 from lightning_sparse.loop.optimizers import (
@@ -42,18 +41,14 @@ from lightning_sparse.loop.optimizers import (
 )
 from lightning_sparse.loop.summary import (
     CHANGED,
-    FEW_ROUNDS,
     RESUMES_ALONE,
-    SAFE_STEPS,
-    SHORTEST_PART,
     TAKES_MOMENTUM,
     closing,
-    counted,
     summary,
     takes_adam,
+    tell_of_rounds,
     tells_default_warm_up,
     tells_warm_up,
-    warning_of_rounds,
     warning_of_validations,
 )
 from lightning_sparse.schedule import Auto, Plan
@@ -76,8 +71,20 @@ _OWN = (
     " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum"
 )
 
+_WITHIN_A_STEP = (
+    "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the optimizer"
+    " before: assign it after a step, such as in on_train_epoch_start"
+)
+_WITHIN_A_BATCH = (
+    "{name} makes a step in a batch that began without it: assign trainer.optimizers = [...] between two batches, such"
+    " as in on_train_batch_start"
+)
+
 _ONE = Replicas()
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
+
+
+Log = Callable[[str], None]
 
 
 class Given(NamedTuple):
@@ -93,7 +100,7 @@ class Given(NamedTuple):
 class Loop:
     """What an entry point is from its making on: settings, and a training while one goes on with somebody."""
 
-    def __init__(self, settings: Settings, log: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, log: Log) -> None:
         self.settings = settings  # what the user chose, checked, and what it asks of the memory in this training
         self._log = log
         self.training: Optional[Training] = None  # also on one process
@@ -189,18 +196,12 @@ class Loop:
 class Training:
     """One training that exchanges, of one wrapped model, until closed."""
 
-    view: OptimizerView
-
     def __init__(
-        self,
-        ddp: Wrapper,
-        optimizers: Sequence[Optimizer],
-        settings: Settings,
-        given: Given,
-        log: Callable[[str], None],
+        self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: Given, log: Log
     ) -> None:
         self.settings = settings
         self.optimizers = optimizers  # that train the model
+        self.view: OptimizerView
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
         self.unfinished = UnfinishedStep()
@@ -241,10 +242,7 @@ class Training:
             return
         before = self.view.adam
         if self.unfinished.is_begun and before is not None:
-            raise ValueError(
-                "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the"
-                " optimizer before: assign it after a step, such as in on_train_epoch_start"
-            )
+            raise ValueError(_WITHIN_A_STEP)
         check_optimizers(self.settings, optimizers)
         can_correct(self.settings, optimizers)  # it refuses what has to be corrected and cannot be
         self.optimizers = optimizers
@@ -255,8 +253,8 @@ class Training:
         if before is not None and self.view.adam is not None:
             self.view.adam.warm_up.go_on(before.warm_up)
 
-    def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
+    def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True, is_trial: bool = False) -> None:
+        """Know how many optimizer steps the whole training has, if known; say how many rounds that is, if it is."""
         total_steps = None if total_steps is None else int(total_steps)  # of numpy's, too
         densities = self.engine.densities
         densities.expect_steps(total_steps)
@@ -266,38 +264,19 @@ class Training:
             adam.warm_up.total_steps = total_steps
             if adam.warm_up.is_dense:
                 self._log(takes_adam(self.settings, self.optimizers, total_steps, adam.warm_up.is_resumed))
-
-    def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
-        """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
-        local = self.settings.local_steps
-        if local is None or total_steps is None or not isinstance(local.every, int):
-            return
-        count = -(-max(0, total_steps - local.synchronous_steps) // local.every)
-        rounds = f"{counted(count, 'round')} of {counted(local.every, 'local step')}"
-        self._log(f"up to {counted(total_steps, 'optimizer step')}, that is {rounds}.")
-        if count < FEW_ROUNDS and local.every > SAFE_STEPS and not is_trial:
-            warn_user(warning_of_rounds(local.every, count, total_steps))
-
-    @contextmanager
-    def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Have the next gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
-        adam = self.view.adam
-        if adam is not None:
-            adam.clips.ask(clipping, parameters)
-        with nullcontext() if adam is None else adam.hidden():
-            yield
+        if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
+            tell_of_rounds(local, total_steps, self._log, None if is_trial else warn_user)
 
     def track_model(self, forgets: bool = False, between: bool = False) -> None:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
 
         A round ends with that, and writes what a backward still needs: it waits until this is asked ``between`` two.
         """
-        if between and self._trained.is_round_behind:
-            self._trained.is_round_behind = False
-            self.engine.track(self._trained.parameters)
-        if not self._trained.have_changed(self.optimizers, forgets):
-            return
         trained, module = self._trained, self.engine.module
+        if between:
+            trained.end_round(self.engine)
+        if not trained.have_changed(self.optimizers, forgets):
+            return
         has_new = trained.has_new()
         if has_new and (not between or isinstance(self.engine.wrapper, ShardedModel)):
             raise RuntimeError(_NEW)
@@ -310,11 +289,7 @@ class Training:
         if has_new:
             align(module, known)
         self.view.know(dict(module.named_parameters()))
-        if self.is_in_round and not between:
-            self.engine.source.track(trained.parameters)
-            self._trained.is_round_behind = True
-        else:
-            self.engine.track(trained.parameters)
+        trained.exchange(self.engine, between or not self.is_in_round)
         self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
 
     def turn(self) -> None:
@@ -327,8 +302,7 @@ class Training:
         else:
             is_dense = self.choice is not None and self.choice.begin_batch(self.is_dense)
             if adam is not None:
-                is_resumed, warm_up = adam.warm_up.is_resumed, adam.warm_up.look(self.engine.mean_over_ranks)
-                if warm_up is not None and not is_resumed:
+                if (warm_up := adam.warm_up.look(self.engine.mean_over_ranks)) is not None:
                     self._log(tells_warm_up(warm_up, self.settings.density))
                 is_dense = adam.warm_up.is_dense or is_dense
         if is_dense != self.is_dense:
@@ -366,15 +340,13 @@ class Training:
 
     def end_round(self, is_trial: bool = False) -> None:
         """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""
-        rounds, local = self.engine.rounds, self.settings.local_steps
-        if rounds is None or local is None:
+        if (rounds := self.engine.rounds) is None:
             return
-        steps = rounds.steps_since_ended
+        warning = warning_of_validations(rounds.local, rounds.steps_since_ended)
         rounds.synchronize()
-        is_short = isinstance(local.every, int) and 0 < steps * SHORTEST_PART < local.every
-        if is_short and not (is_trial or self._has_warned_of_validations):
+        if warning and not (is_trial or self._has_warned_of_validations):
             self._has_warned_of_validations = True
-            warn_user(warning_of_validations(local.every, steps))
+            warn_user(warning)
 
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
@@ -397,20 +369,14 @@ class Training:
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
         if self.settings.local_steps is None:
             context = self.view.coming_step(self.is_dense, continued)
-            scaler = self._given.scaler
-            # Scaling a one gives the scale without asking the device for its value.
-            scale = None if scaler is None else scaler.scale(torch.ones((), device=self.device))
+            scale = _scale_of(self._given.scaler, self.device)
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
 
     def check_epoch(self) -> None:
         """Raise what an exchange has raised, and where nobody has told of the epoch."""
         self.engine.worker.raise_error()
-        if self.epoch is None and self.settings.warmup_epochs and self.engine.densities.warm_up_steps is None:
-            raise RuntimeError(
-                f"warmup_epochs={self.settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
-                " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
-                f" warmup_epochs=0{' or total_steps' if self.settings.bounds_warm_up else ''}"
-            )
+        if self.epoch is None and self.engine.densities.warm_up_steps is None:
+            check_no_epochs(self.settings)
 
     def end_backward(self) -> None:
         """End a backward; raise what its exchange has raised."""
@@ -437,10 +403,7 @@ class Training:
         self.engine.arrived.forget(handled(optimizer))
         number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
         if number is None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} makes a step in a batch that began without it: assign"
-                " trainer.optimizers = [...] between two batches, such as in on_train_batch_start"
-            )
+            raise RuntimeError(_WITHIN_A_BATCH.format(name=type(optimizer).__name__))
         self.engine.end_step(number, self.epoch or 0)
         self.after_step()
 
@@ -474,12 +437,17 @@ class Training:
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
         """End the exchange, leave the optimizers alone, and return whether what is kept is that of a whole step."""
         if stats.get("total_steps") and not has_failed and self.engine.topology.ranks > 1:
-            verdict = None if self.choice is None else self.choice.verdict
-            self._log(closing(stats, verdict, "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"))
+            dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
+            self._log(closing(stats, None if self.choice is None else self.choice.verdict, dense))
         self.steps.close()
         is_whole = self.engine.close(has_failed)
         self.view.close()
         return is_whole
+
+
+def _scale_of(scaler: Any, device: torch.device) -> Optional[Tensor]:
+    """Return the scale of the loss without asking a device for its value: that of a one."""
+    return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
 def _unscaling_changes(scaler: Any, device: torch.device) -> int:

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
@@ -115,6 +115,14 @@ class OptimizerView:
                 if parameter in self._names
             )
         return found
+
+    @contextmanager
+    def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Have the next gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
+        if self.adam is not None:
+            self.adam.clips.ask(clipping, parameters)
+        with nullcontext() if self.adam is None else self.adam.hidden():
+            yield
 
     def note_arrived(self) -> None:
         """Know gradients that updates stand in, as the exchange has left them."""
@@ -292,7 +300,7 @@ class TrainedParameters:
     """
 
     def __init__(self, module: Module, timeout: Optional[timedelta]) -> None:
-        self.is_round_behind = False  # other parameters are trained than the round that goes on has
+        self._is_round_behind = False  # other parameters are trained than the round that goes on has
         self._module = module
         self._timeout = timeout
         self._handled: list[int] = []  # identities of the parameters that optimizers train
@@ -306,6 +314,16 @@ class TrainedParameters:
         """
         named, known = self._module.named_parameters(), self._present(forgets=False)
         self._know({n: each for n, each in named if n in (names if local_tensor(each).numel() else known)})
+
+    def exchange(self, engine: Engine, ends_round: bool) -> None:
+        """Have these exchanged, and a round end with that; else it ends once :meth:`end_round` is called."""
+        (engine if ends_round else engine.source).track(self.parameters)
+        self._is_round_behind = not ends_round
+
+    def end_round(self, engine: Engine) -> None:
+        """End a round of other parameters."""
+        if self._is_round_behind:
+            self.exchange(engine, True)
 
     def _know(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

@@ -173,7 +173,6 @@ class Sparsifier(Loop):
             assert group is not None
             copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], group)
         training.expect_steps(total_steps)
-        training.tell_of_rounds(total_steps)
         self._handles += self._followed.follow(training, model)
         if training.engine.rounds is None:
             return
@@ -239,7 +238,7 @@ class Sparsifier(Loop):
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Have gradients exchanged that are clipped inside, and those clipped that the next updates are made of."""
         self.exchange_shards()
-        with nullcontext() if self.training is None else self.training.clipped_before(clipping, parameters):
+        with nullcontext() if self.training is None else self.training.view.clipped_before(clipping, parameters):
             yield
 
     def accumulating(self) -> AbstractContextManager[None]:

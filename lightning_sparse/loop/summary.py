@@ -1,7 +1,7 @@
 """What the user is told: what is sent, what is done to optimizers, what goes badly together, and what was sent."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 from torch.optim import Optimizer
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors.base import FROM_OPTIMIZER
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.wire import EXCHANGES
 from lightning_sparse.schedule import FixedSize
 
@@ -157,19 +157,28 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def warning_of_rounds(every: int, count: int, steps: int) -> str:
-    """Compose the warning for a training of few rounds."""
-    rounds = f"{counted(count, 'round')} of {counted(steps, 'optimizer step')}"
-    return (
-        f"local_steps={every} makes {rounds}, and so few do not get to DDP's loss:"
-        " after 800 steps a small GPT ended 8 to 48 % above it with 27 to 40 rounds of 20 or 30 steps, and 4 % with 160"
-        f" rounds of 5. In short trainings take local_steps={SAFE_STEPS}, or 'lags' without local steps, which"
-        " exchanges in every step."
-    )
+def tell_of_rounds(
+    local: LocalSteps, steps: int, log: Callable[[str], None], warn: Optional[Callable[[str], None]]
+) -> None:
+    """Say how many rounds so many optimizer steps make, if that is known, and ``warn`` of few."""
+    if not isinstance(every := local.every, int):
+        return
+    count = -(-max(0, steps - local.synchronous_steps) // every)
+    rounds = f"{counted(count, 'round')} of {counted(every, 'local step')}"
+    log(f"up to {counted(steps, 'optimizer step')}, that is {rounds}.")
+    if warn is not None and count < FEW_ROUNDS and every > SAFE_STEPS:
+        warn(
+            f"local_steps={every} makes {counted(count, 'round')} of {counted(steps, 'optimizer step')}, and so few do"
+            " not get to DDP's loss: after 800 steps a small GPT ended 8 to 48 % above it with 27 to 40 rounds of 20 or"
+            f" 30 steps, and 4 % with 160 rounds of 5. In short trainings take local_steps={SAFE_STEPS}, or 'lags'"
+            " without local steps, which exchanges in every step."
+        )
 
 
-def warning_of_validations(every: object, steps: int) -> str:
-    """Compose the warning for validations that come many times a round."""
+def warning_of_validations(local: LocalSteps, steps: int) -> str:
+    """Compose the warning for validations that come many times a round, each after so many steps; else return none."""
+    if not isinstance(every := local.every, int) or not 0 < steps * SHORTEST_PART < every:
+        return ""
     return (
         f"a validation ends a round, and validations come every {steps} optimizer steps: rounds are no longer than"
         f" that, not local_steps={every}. Validate less often (val_check_interval=..., check_val_every_n_epoch=...), or"

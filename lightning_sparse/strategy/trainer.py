@@ -182,12 +182,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         training.unfinished.put_back(self.optimizers)
         if self._meetings is not None:
             self._meetings.begin_steps()
-        if training.view.adam is not None or self.settings.bounds_warm_up:
+        makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
+        if makes_rounds or training.view.adam is not None or self.settings.bounds_warm_up:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
-            training.expect_steps(total_steps_of(trainer))
+            is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+            training.expect_steps(total_steps_of(trainer), makes_rounds, is_trial)
         training.engine.recorder.totals.resume()
-        if training.replicas.are_apart and trainer.lightning_module.automatic_optimization:
-            training.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
 
     @property
     def _has_ended_steps(self) -> bool:
@@ -535,7 +535,7 @@ def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., 
 
     def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
-        with training.clipped_before(clipping, handled(optimizer)):
+        with training.view.clipped_before(clipping, handled(optimizer)):
             if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
                 clip(optimizer, clip_val, *algorithm, **named_algorithm)
 

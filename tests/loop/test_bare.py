@@ -335,7 +335,7 @@ def begin_anew(rank):
     torch.manual_seed(0)
     model = Edges().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mock.patch.object(Training, "tell_of_rounds", side_effect=RuntimeError("few rounds")):
+    with mock.patch.object(Training, "expect_steps", side_effect=RuntimeError("few rounds")):
         told = refuse(rank, lambda rank: sparsify(model, optimizer, **SPARSE))
     with sparsify(model, optimizer, **SPARSE) as handle:
         train(rank, model, optimizer, range(2), handle.accumulating)

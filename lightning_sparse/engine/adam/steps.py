@@ -190,7 +190,7 @@ class AdamWarmUp:
         return self.known is None and not self.memory.second_means and self.counts.most > LEAST_DENSE_STEPS
 
     def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
-        """Return the warm-up where the second moment is known from now on; ``agree`` returns a mean over ranks."""
+        """Return the warm-up once its steps have made the second moment known; ``agree`` returns a mean over ranks."""
         if self.known is not None:
             return None
         steps, last = self.counts.most, max((step for _, step in self.memory.second_means.values()), default=0)
@@ -205,7 +205,7 @@ class AdamWarmUp:
             return None
         dense_steps = LEAST_DENSE_STEPS if is_resumed else steps
         self.memory.warm_up = self.memory.correction.warm_up(dense_steps, self.total_steps)
-        return self.memory.warm_up
+        return None if is_resumed else self.memory.warm_up
 
     def _change(self, means: Mapping[str, float]) -> float:
         """Return by how much second moments have changed: the mean over elements of a logarithm's magnitude."""

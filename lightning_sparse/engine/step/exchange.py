@@ -707,6 +707,11 @@ class Exchange(SharedOnCopy):
         return sum(numel * self._route.dense_dtype_of(own).itemsize for numel, own in dense)
 
     @property
+    def worker(self) -> ExchangeWorker:
+        """What exchanges the gradients."""
+        return self._route.worker
+
+    @property
     def is_open(self) -> bool:
         """Whether a backward's gradients have begun to come, and are not means yet."""
         return self._backward is not None

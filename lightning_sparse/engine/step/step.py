@@ -220,7 +220,7 @@ class Pipeline:
         finite = _all_of([*are_finite, *(exchanged.result.finite for exchanged in step)])
         finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
         means = self._finish_step(step, finite)
-        used = [self._used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
+        used = [_used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
         travelled = [(exchanged.names, flags) for exchanged, flags in zip(step, used)]
         if self.memory.after_exchange(travelled, finite, self.levels):
             self.recorder.current.is_typical = False  # no plan is made from its times
@@ -276,20 +276,12 @@ class Pipeline:
                 _joined_flags(flags, [len(each.names) for each in some]),
             )
 
-    def _used_anywhere(
-        self, exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]
-    ) -> Optional[Tensor]:
-        """Return whether any rank used each of what travelled together, bool; ``None`` where this one used all."""
-        if used is None or all(local.is_used for local in exchanged.group):
-            return None
-        return torch.stack([used[places[name]] for name in exchanged.names])
-
     def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection]) -> None:
         means = exchanged.accumulated  # in its memory from here on
         self.memory.write_means(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
             torch._foreach_mul_(means, self.context.loss_scale)
-        narrow: list[tuple[Tensor, Tensor]] = []
+        narrow: list[tuple[Tensor, Tensor]] = []  # gradients, and means that are wider
         for local, tensor in zip(exchanged.group, means):
             if local.parameter is not None and tensor.dtype is local.gradient.dtype:
                 if tensor is not local.gradient:  # which is the residual now
@@ -297,12 +289,7 @@ class Pipeline:
                     local.parameter.grad.data = tensor.view_as(local.parameter)  # whoever holds it sees the mean
             elif tensor is not local.gradient:
                 narrow.append((local.gradient, tensor))
-        for dtype in dict.fromkeys(gradient.dtype for gradient, _ in narrow):
-            alike = [pair for pair in narrow if pair[0].dtype is dtype]
-            for piece in pieces([tensor for _, tensor in alike]):
-                gradients = [gradient for gradient, _ in alike[piece.first : piece.stop]]
-                rounded = round_to(piece.read(), dtype)
-                torch._foreach_copy_(gradients, list(rounded.split(list(map(Tensor.numel, gradients)))))
+        _round_into(narrow)
 
     @contextmanager
     def _deltas_sampled(
@@ -365,6 +352,23 @@ class Pipeline:
         with encoding:
             encoding.enter_context(self.recorder.span("encode"))
             return self.compressor.finish_step(names, means, finite, all_gather)
+
+
+def _used_anywhere(exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]) -> Optional[Tensor]:
+    """Return whether any rank used each of what travelled together, bool; ``None`` where this one used all."""
+    if used is None or all(local.is_used for local in exchanged.group):
+        return None
+    return torch.stack([used[places[name]] for name in exchanged.names])
+
+
+def _round_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write each second tensor into the first, whose type is narrower."""
+    for dtype in dict.fromkeys(narrow.dtype for narrow, _ in pairs):
+        alike = [pair for pair in pairs if pair[0].dtype is dtype]
+        for piece in pieces([wide for _, wide in alike]):
+            narrow = [each for each, _ in alike[piece.first : piece.stop]]
+            rounded = round_to(piece.read(), dtype)
+            torch._foreach_copy_(narrow, list(rounded.split(list(map(Tensor.numel, narrow)))))
 
 
 def _joined_flags(flags: Sequence[Optional[Tensor]], lengths: Sequence[int]) -> Optional[Tensor]:
