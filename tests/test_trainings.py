@@ -23,6 +23,7 @@ from lightning_sparse.testing.pool import Pool, RemoteError
 from lightning_sparse.testing.tensors import differences
 from tests.helpers import random_trainings
 from tests.helpers.fits import refuse
+from tests.helpers.random_loops import LOOPS, in_a_loop, train_everywhere
 from tests.helpers.random_trainings import (
     MAY_NOT_MATTER,
     PARTS,
@@ -40,6 +41,7 @@ from tests.helpers.tiers import exhaustive
 
 _ISLANDS = tuple(islice((seed for seed in count(100) if drawn(seed).are_islands), 3))  # which are seldom drawn
 _OF_A_COMMIT = 25
+_LOOPS_OF_A_COMMIT = 12
 _SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
 _PATIENCE = 10.0  # after the first of them has an answer
 _CUTTING_SECONDS = 90.0
@@ -66,14 +68,14 @@ def first_of_the_commit():
     return 100 + _OF_A_COMMIT * (commit % (1000 // _OF_A_COMMIT))
 
 
-def draws():
+def draws(of_a_commit=_OF_A_COMMIT, always=_ISLANDS):
     """Return the numbers of the trainings to draw; of more than a few, the others are left to ``make test-all``."""
     asked = os.environ.get("LIGHTNING_SPARSE_DRAWS", "100:1100" if os.environ.get("LIGHTNING_SPARSE_FAULTS") else "")
     if asked:
         return range(*map(int, asked.split(":")))
     first = first_of_the_commit()
-    few = [*range(first, first + _OF_A_COMMIT), _ISLANDS[0]]
-    return [*dict.fromkeys(few), *exhaustive(seed for seed in (*range(100), *_ISLANDS) if seed not in few)]
+    few = [*range(first, first + of_a_commit), *always[:1]]
+    return [*dict.fromkeys(few), *exhaustive(seed for seed in (*range(4 * of_a_commit), *always) if seed not in few)]
 
 
 def unlike(training, outcomes):
@@ -190,20 +192,49 @@ def kind_of(failures):
     return re.sub(r"\d+|'.*", "", errors[0])[:60] if errors else failures[0].split(":")[0]
 
 
-@pytest.mark.parametrize("seed", draws())
-def test_whatever_is_drawn(pools, tmp_path, seed):
-    training = drawn(seed)
-    failures = failures_of(pools, training, tmp_path)
-    if not failures:
-        return
+def failures_of_loop(loop, pools, training, folder):
+    """Return where a loop of one's own, and that gone on from its file, do not end as the Trainer does."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            arguments = (train_everywhere, training, place, loop)
+            ranks = pools[training.ranks].run(*arguments, timeout=_SECONDS, patience=_PATIENCE)
+    except RemoteError as error:
+        return [str(error)]
+    found = []
+    for rank, outcomes in enumerate(ranks):
+        pairs = {"loop": outcomes["trainer"]._replace(optimizers=[]), "resumed": outcomes["loop"]}
+        for name in pairs.keys() & outcomes.keys():
+            found += [f"{name} on rank {rank}: {each}" for each in other_bits(pairs[name], outcomes[name])]
+    return found
+
+
+def fail_with_the_least(training, failures, failures_again, seed):
+    """Fail with what is drawn, with what does not hold, and with what is enough for that."""
 
     def fails_alike(simpler):
-        found = failures_of(pools, simpler, tmp_path)
+        found = failures_again(simpler)
         return bool(found) and kind_of(found) == kind_of(failures)
 
     least = minimal(training, fails_alike, _CUTTING_SECONDS)
     again = f"LIGHTNING_SPARSE_DRAWS={seed}:{seed + 1} draws it again"
     pytest.fail("\n".join([repr(training), *failures, f"It is enough to have {least!r}", again]))
+
+
+@pytest.mark.parametrize("seed", draws())
+def test_whatever_is_drawn(pools, tmp_path, seed):
+    training = drawn(seed)
+    if failures := failures_of(pools, training, tmp_path):
+        fail_with_the_least(training, failures, lambda simpler: failures_of(pools, simpler, tmp_path), seed)
+
+
+@pytest.mark.parametrize("seed", draws(_LOOPS_OF_A_COMMIT, ()))
+def test_a_loop_of_ones_own_ends_with_the_trainers_bits(pools, tmp_path, seed):
+    training = in_a_loop(drawn(seed))
+    # What Fabric's modules return is converted under autocast.
+    loops = [loop for loop in LOOPS if loop != "fabric" or training.precision != "bf16-mixed"]
+    failing = partial(failures_of_loop, loops[seed % len(loops)], pools, folder=tmp_path)
+    if failures := failing(training):
+        fail_with_the_least(training, failures, failing, seed)
 
 
 # What draws have found once, cut down: a round that is resumed while what it has trained is frozen and nothing is left
@@ -225,6 +256,19 @@ FOUND = [
 @pytest.mark.parametrize("training", FOUND, ids=["frozen at a resume", "validated after the last batch", "competing"])
 def test_what_was_found_once_stays_right(pools, tmp_path, training):
     assert failures_of(pools, training, tmp_path) == []
+
+
+# A save in a round of a model that holds a moving average, each rank's own; and rounds that begin between the steps of
+# two optimizers by one backward.
+FOUND_IN_LOOPS = [
+    Training(0, strategy="dense", local=LocalSteps(4), optimizer="adamw", parts=("averaged",), saves=("batch", 3)),
+    Training(0, local=LocalSteps(3, synchronous_steps=2), optimizers=2, by_hand="together", batches=6),
+]
+
+
+@pytest.mark.parametrize("training", FOUND_IN_LOOPS, ids=["saved beside an average", "between two steps"])
+def test_what_was_found_once_in_a_loop_stays_right(pools, tmp_path, training):
+    assert failures_of_loop("plain", pools, training, tmp_path) == []
 
 
 @pytest.mark.parametrize("message", REFUSALS)

@@ -241,6 +241,11 @@ class UnfinishedStep:
         self._waiting: list[Optimizer] = []
         self._restored: dict[Parameter, Tensor] = {}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether each optimizer has made its step since the last backward."""
+        return not self._waiting
+
     def add_backward(self, optimizers: Sequence[Optimizer], is_automatic: bool) -> None:
         """Record a backward that begins, under automatic optimization or manual."""
         self.is_begun = True

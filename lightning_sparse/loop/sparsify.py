@@ -44,7 +44,7 @@ from lightning_sparse.loop.checks import (
 from lightning_sparse.loop.kept import check_alike
 from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
 from lightning_sparse.loop.loop import CLOSED, Given, Loop, Training
-from lightning_sparse.loop.optimizers import before_step_of_training, handled, unwrapped
+from lightning_sparse.loop.optimizers import all_handled, before_step_of_training, handled, unwrapped
 from lightning_sparse.schedule import FixedSize
 
 _LOGGER = logging.getLogger(__name__)
@@ -176,7 +176,6 @@ class Sparsifier(Loop):
         self._handles += self._followed.follow(training, model)
         if training.engine.rounds is None:
             return
-        training.after_step = training.turn
         if scaler is not None:
             training.steps.count_skipped(scaler)
         training.turn()
@@ -381,6 +380,7 @@ class FollowedModel:
             begin = before_step_of_training(partial(self._begin_rounds, training))
             hooks += [each.register_step_pre_hook(begin) for each in training.optimizers]
             hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
+            training.after_step = partial(self._end_step, training)
         return hooks
 
     @contextmanager
@@ -426,8 +426,10 @@ class FollowedModel:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
         if self.training is None or self.training.settings.local_steps is None:
             return None
+        # What no optimizer has, such as a moving average, each rank may have written by itself.
+        trained = set(all_handled(self.training.optimizers))
         with self.training.replicas.shared_model():
-            held = map(local_tensor, self._model.module.parameters())
+            held = [local_tensor(each) for each in self._model.module.parameters() if each in trained]
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:
@@ -463,6 +465,11 @@ class FollowedModel:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
         self.take_up()
         training.replicas.begin_round()
+
+    def _end_step(self, training: Training) -> None:
+        """Begin rounds after synchronous steps, though not between the steps of two optimizers by one backward."""
+        if training.unfinished.is_over:
+            training.turn()
 
     def _check_shared(self, *save: Any) -> None:
         rounds = None if self.training is None else self.training.engine.rounds

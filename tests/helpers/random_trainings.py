@@ -63,6 +63,7 @@ _EXPECTED_WARNINGS = (
     ".*Detected call of `lr_scheduler.step.*",  # of optimizers that others have wrapped, whose own step is never called
 )
 
+
 State = dict[str, list[Any]]  # what a tensor of that name held
 
 
@@ -520,6 +521,8 @@ PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dea
 class Drawn(LightningModule):
     """A model of about 200 parameters, and the loop that was drawn for it."""
 
+    outer = ()  # what it is wrapped in, in a loop of one's own
+
     def __init__(self, training, goes_on=False, has_more=False, is_ddp=False):
         super().__init__()
         self.drawn = training
@@ -574,6 +577,10 @@ class Drawn(LightningModule):
             self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
         if "alias" in parts:
             self.register_buffer("alias", self.head.weight.detach())
+
+    @property
+    def called(self):
+        return self.outer[0] if self.outer else self
 
     @property
     def _seldom(self):
@@ -644,9 +651,12 @@ class Drawn(LightningModule):
         else:
             buffer.copy_(followed)
 
-    def training_step(self, batch, batch_index):
+    def thaw(self):
         if self.drawn.thaws_within:
             self.middle.requires_grad_(self.current_epoch % 2 == 1)
+
+    def training_step(self, batch, batch_index):
+        self.thaw()
         if not self.drawn.by_hand:
             return self._loss(batch_index, 0, 1)
         if self.drawn.skips != batch_index:
@@ -706,7 +716,7 @@ class Drawn(LightningModule):
 
     def _loss(self, batch_index, piece, pieces):
         drawn = self.drawn
-        error = self(self.rows(batch_index), batch_index)
+        error = self.called(self.rows(batch_index), batch_index)
         weight = 1.0 + piece
         loss = weight * error[piece % 5 :: max(2, pieces)].mean() if pieces > 1 else weight * error.mean()
         if drawn.silent == (self.global_rank, batch_index):
@@ -715,7 +725,7 @@ class Drawn(LightningModule):
 
     def validation_step(self, batch, batch_index):
         if not self.trainer.sanity_checking:
-            self(self.rows(batch_index), batch_index)
+            self.called(self.rows(batch_index), batch_index)
             self.validated.append(self.state())
 
     def configure_optimizers(self):
@@ -895,6 +905,11 @@ def build_strategy(training, is_ddp=False):
     return SparseDDPStrategy(**{**arguments, **density, **local, **common, **STRATEGIES[training.strategy]()})
 
 
+def expect_warnings():
+    """Expect what some trainings are warned of."""
+    expect(*_EXPECTED_WARNINGS)
+
+
 def switch(choice, chosen=None):
     """Have compression and DDP take turns, the one left as it is left for good."""
     while True:
@@ -932,7 +947,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
         **automatic,
         **validates,
     )
-    expect(*_EXPECTED_WARNINGS)
+    expect_warnings()
     loaders = [
         DataLoader(range(batches), batch_size=None) for batches in (training.batches_of(rank), 1)
     ]  # rows follow from them

@@ -1,0 +1,262 @@
+"""What was drawn for the Trainer, in a loop of one's own, with Fabric or without: it has to end with the same bits."""
+
+import os
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import SparseFabricStrategy, sparsify
+from lightning_sparse.testing.subjects import agrees
+from tests.compatibility.running import changing_hands
+from tests.helpers.devices import DEVICE
+from tests.helpers.random_trainings import STRATEGIES, Drawn, Outcome, Training, expect_warnings, fit, refusals
+from tests.helpers.trainers import accelerator
+
+_OF_THE_TRAINER = ("is_sharded", "callbacks", "averages", "fewer", "stops", "renews", "sets_up", "steps_unseen")
+_OF_THE_TRAINER += ("steps_bare", "skips", "syncs", "may_not_matter", "finds_unused")
+# Each rank's own, unless something makes them alike, which is not done at the same times everywhere.
+_OWN_BUFFERS = ("running mean", "normalized", "counter", "flag", "phase")
+
+
+def in_a_loop(training):
+    """Return what of a training a loop of one's own can do."""
+    by_hand = "together" if training.by_hand else ""
+    is_known = agrees(training.subject) and training.strategy not in ("auto", "switching")
+    found = training.but(
+        by_hand=by_hand,
+        backwards=1,
+        accumulates=1 if by_hand else training.accumulates,
+        strategy=training.strategy if is_known else "topk",
+        clips_how="" if training.clips_how == "torch's" else training.clips_how,
+        **{name: Training.__dataclass_fields__[name].default for name in _OF_THE_TRAINER},
+    )
+    # What is frozen is sent as zeros until the end, where the Trainer sends it no more. It competes with nothing.
+    competes = found.subject.selects_across_group or found.subject.wire_format == "union" or found.thaws_within
+    left_out = ("thawing",) if competes or found.local else ()
+    left_out += _OWN_BUFFERS if by_hand or found.validates else ()
+    found = found.but(parts=tuple(part for part in found.parts if part not in left_out))
+    found = found.but(thaws_within=found.thaws_within and "thawing" in found.parts)
+    found = found.but(optimizer="momentum", has_tensor_rates=False) if refusals(found) else found
+    assert found.is_possible
+    assert not refusals(found)
+    return found
+
+
+def settings_of(training):
+    density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
+    return {
+        "schedule": training.schedule,
+        "wire": training.wire,
+        "exchange": training.exchange,
+        "levels": training.levels,
+        "optimizer_correction": training.correction,
+        **({} if training.local is None else {"local_steps": training.local}),
+        **density,
+        **STRATEGIES[training.strategy](),
+    }
+
+
+class Alone(Drawn):
+    """The drawn model, told what else its trainer tells it."""
+
+    trainer = None
+
+
+class PlainLoop:
+    """A drawn training, one batch after the other; the model is wrapped by ``wrap``."""
+
+    wrap = staticmethod(lambda module: module)
+
+    def __init__(self, rank, training, has_more=False, goes_on=False):
+        self.rank, self.training = rank, training
+        self.model = model = Alone(training, goes_on, has_more)
+        facts = {"global_rank": rank, "current_epoch": 0, "should_stop": False, "sanity_checking": False}
+        model._trainer = model.trainer = self.trainer = SimpleNamespace(**facts)
+        model.saver = SimpleNamespace(count=lambda *given: None)
+        self.path = ""
+        steps = training.epochs * -(-training.batches // training.accumulates)
+        self.set_up({**settings_of(training), "total_steps": steps})
+        model.outer = (self.outer,)  # hidden from the module that it wraps
+        self.trainer.optimizers = self.optimizers
+
+    def set_up(self, settings):
+        self.model.to(DEVICE, *([torch.bfloat16] if self.training.precision == "bf16-true" else []))
+        self.configure_optimizers()
+        self.outer = self.wrap(self.model)
+        self.handle = sparsify(self.outer, self.optimizers, **settings)
+
+    def configure_optimizers(self):
+        given = self.model.configure_optimizers()
+        self.optimizers, schedules = given if isinstance(given, tuple) else (given, [])
+        self.schedules = [each["scheduler"] for each in schedules]
+
+    def run(self, first=0):
+        training, model = self.training, self.model
+        for number in range(first, training.epochs * training.batches):
+            self.trainer.current_epoch, index = divmod(number, training.batches)
+            if index == 0:
+                model.on_train_epoch_start()
+            model.on_train_batch_start(None, index)
+            is_last = (index + 1) % training.accumulates == 0 or index + 1 == training.batches
+            self.train_batch(index, is_last)
+            model.on_train_batch_end(None, None, index)
+            if training.validates and (index + 1) % training.validates == 0:
+                self.validate()
+            if is_last and self.path and training.saves == ("batch", number + 1):
+                self.save()
+        self.handle.close()
+        return Outcome(model.batches_seen, model.validated, {}, {}, model.state(), [], 0)
+
+    def train_batch(self, index, is_last):
+        def go_backward():
+            self.model.thaw()
+            with self.computing():
+                loss = self.model._loss(index, 0, 1)
+            self.backward(loss if self.training.by_hand else loss / self.training.accumulates)
+
+        def close():
+            self.optimizers[0].zero_grad()
+            go_backward()
+            self.clip(0)
+
+        if self.training.optimizer == "sam":
+            self.optimizers[0].step(close)
+        else:
+            with nullcontext() if is_last else self.accumulating():
+                go_backward()
+        for number, optimizer in enumerate(self.optimizers if is_last else ()):
+            if self.training.optimizer != "sam":
+                self.clip(number)
+                optimizer.step()
+            if self.training.falls:
+                self.schedules[number].step()
+        for optimizer in self.optimizers if is_last else ():
+            optimizer.zero_grad()
+
+    def clip(self, number):
+        trained = [each for group in self.optimizers[number].param_groups for each in group["params"]]
+        if (norm := self.model._norm(number)) is not None and any(each.grad is not None for each in trained):
+            self.clip_gradients(self.optimizers[number], norm)
+
+    def validate(self):
+        self.handle.synchronize()
+        self.outer.eval()
+        with self.handle.shared_model(), torch.no_grad(), self.computing():
+            self.model.validation_step(None, 0)
+        self.outer.train()
+
+    @property
+    def parts(self):
+        return {"model": self.model, **{str(n): each for n, each in enumerate([*self.optimizers, *self.schedules])}}
+
+    # What the entry point does.
+
+    def backward(self, loss):
+        loss.backward()
+
+    def accumulating(self):
+        return self.handle.accumulating()
+
+    def clip_gradients(self, optimizer, norm):
+        self.handle.clip(norm=norm, optimizer=optimizer)
+
+    @contextmanager
+    def computing(self):
+        """Compute as Lightning does in a precision."""
+        precision, before = self.training.precision, torch.get_default_dtype()
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else before)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+    def save(self):
+        torch.save(self.handle.state_dict(), f"{self.path}-{self.rank}.pt")
+        with self.handle.shared_model():
+            if self.rank == 0:
+                torch.save({name: part.state_dict() for name, part in self.parts.items()}, self.path)
+        dist.barrier()
+
+    def load(self, path):
+        saved = torch.load(path, weights_only=True)
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name])
+        self.handle.load_state_dict(torch.load(f"{path}-{self.rank}.pt", weights_only=True))
+
+
+class WrappedLoop(PlainLoop):
+    """The same around DDP."""
+
+    wrap = DistributedDataParallel
+
+
+class FabricLoop(PlainLoop):
+    """The same with Fabric."""
+
+    def set_up(self, settings):
+        self.handle = SparseFabricStrategy(**settings)
+        devices = self.training.ranks // self.training.nodes
+        fabric = self.fabric = Fabric(
+            strategy=self.handle,
+            accelerator=accelerator(),
+            devices=devices,
+            num_nodes=self.training.nodes,
+            precision=self.training.precision,
+        )
+        fabric.launch()
+        self.model.to(fabric.device)
+        self.model = fabric._precision.convert_module(self.model)
+        self.configure_optimizers()
+        self.outer, *self.optimizers = fabric.setup(self.model, *self.optimizers)
+
+    def backward(self, loss):
+        self.fabric.backward(loss)
+
+    def accumulating(self):
+        return self.fabric.no_backward_sync(self.outer)
+
+    def clip_gradients(self, optimizer, norm):
+        self.fabric.clip_gradients(self.outer, optimizer, max_norm=norm)
+
+    def computing(self):
+        return self.fabric.autocast()
+
+    @property
+    def parts(self):
+        return {**super().parts, "model": self.outer}
+
+    def save(self):
+        self.fabric.save(self.path, self.parts)
+
+    def load(self, path):
+        self.fabric.load(path, self.parts)
+
+
+LOOPS = {"plain": PlainLoop, "wrapped": WrappedLoop, "fabric": FabricLoop}
+
+
+def train_everywhere(rank, training, folder, loop):
+    """Train by the Trainer and in a loop of one's own, and go on from a file of the latter; return all three."""
+    outcomes = {"trainer": fit(rank, training, f"{folder}/trainer")}
+    node, local = divmod(rank, training.ranks // training.nodes)
+    there = {"GROUP_RANK": str(node), "NODE_RANK": str(node), "LOCAL_RANK": str(local)}
+    path = f"{folder}/kept.ckpt"
+    with ExitStack() as around:
+        around.enter_context(mock.patch.dict(os.environ, there))
+        around.enter_context(changing_hands())
+        expect_warnings()
+        first = LOOPS[loop](rank, training)
+        first.path = path if training.is_resumable else ""
+        outcomes["loop"] = first.run()
+        if os.path.exists(path):
+            number = training.saves[1]
+            again = LOOPS[loop](rank, training, training.adds is not None and training.adds < number, goes_on=True)
+            again.load(path)
+            outcomes["resumed"] = again.run(number)
+    return outcomes
