@@ -439,7 +439,7 @@ class FollowedModel:
             if training.engine.rounds is None:
                 training.track_model(between=True)
             else:
-                self._begin_rounds(training)
+                self._begin_training()
                 training.check_epoch()
                 training.begin_batch()
             if is_training and type(self._model) is BareModel:
@@ -459,11 +459,15 @@ class FollowedModel:
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(hear)
 
-    def _begin_rounds(self, training: Training, *step: Any) -> None:
-        """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
+    def _begin_training(self) -> None:
+        """Go on from the state that was loaded, if one was."""
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
         self.take_up()
+
+    def _begin_rounds(self, training: Training, *step: Any) -> None:
+        """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
+        self._begin_training()
         training.replicas.begin_round()
 
     def _end_step(self, training: Training) -> None:

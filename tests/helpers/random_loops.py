@@ -8,16 +8,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import SparseFabricStrategy, sparsify
 from lightning_sparse.testing.subjects import agrees
 from tests.compatibility.running import changing_hands
 from tests.helpers.devices import DEVICE
-from tests.helpers.random_trainings import STRATEGIES, Drawn, Outcome, Training, expect_warnings, fit, refusals
+from tests.helpers.random_trainings import STRATEGIES, InShards, Outcome, Training, expect_warnings, fit, refusals
 from tests.helpers.trainers import accelerator
 
-_OF_THE_TRAINER = ("is_sharded", "callbacks", "averages", "fewer", "stops", "renews", "sets_up", "steps_unseen")
+_OF_THE_TRAINER = ("callbacks", "averages", "fewer", "stops", "renews", "sets_up", "steps_unseen")
 _OF_THE_TRAINER += ("steps_bare", "skips", "syncs", "may_not_matter", "finds_unused")
 # Each rank's own, unless something makes them alike, which is not done at the same times everywhere.
 _OWN_BUFFERS = ("running mean", "normalized", "counter", "flag", "phase")
@@ -38,8 +39,10 @@ def in_a_loop(training):
     # What is frozen is sent as zeros until the end, where the Trainer sends it no more. It competes with nothing.
     competes = found.subject.selects_across_group or found.subject.wire_format == "union" or found.thaws_within
     left_out = ("thawing",) if competes or found.local else ()
-    left_out += _OWN_BUFFERS if by_hand or found.validates else ()
-    found = found.but(parts=tuple(part for part in found.parts if part not in left_out))
+    left_out += _OWN_BUFFERS if by_hand or found.validates or found.local else ()
+    # By hand the Trainer's optimizers step under autocast.
+    precision = "32-true" if by_hand and found.precision == "bf16-mixed" else found.precision
+    found = found.but(precision=precision, parts=tuple(part for part in found.parts if part not in left_out))
     found = found.but(thaws_within=found.thaws_within and "thawing" in found.parts)
     found = found.but(optimizer="momentum", has_tensor_rates=False) if refusals(found) else found
     assert found.is_possible
@@ -49,11 +52,11 @@ def in_a_loop(training):
 
 def settings_of(training):
     density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
+    whole = {} if training.is_sharded else {"schedule": training.schedule, "levels": training.levels}
     return {
-        "schedule": training.schedule,
+        **whole,
         "wire": training.wire,
         "exchange": training.exchange,
-        "levels": training.levels,
         "optimizer_correction": training.correction,
         **({} if training.local is None else {"local_steps": training.local}),
         **density,
@@ -61,7 +64,7 @@ def settings_of(training):
     }
 
 
-class Alone(Drawn):
+class Alone(InShards):
     """The drawn model, told what else its trainer tells it."""
 
     trainer = None
@@ -86,8 +89,13 @@ class PlainLoop:
 
     def set_up(self, settings):
         self.model.to(DEVICE, *([torch.bfloat16] if self.training.precision == "bf16-true" else []))
+        if self.training.is_sharded:
+            shape = self.training.nodes, self.training.ranks // self.training.nodes
+            names = "data_parallel_replicas", "data_parallel"
+            self.model._device_mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
+            self.model.configure_model()
         self.configure_optimizers()
-        self.outer = self.wrap(self.model)
+        self.outer = self.model if self.training.is_sharded else self.wrap(self.model)
         self.handle = sparsify(self.outer, self.optimizers, **settings)
 
     def configure_optimizers(self):
@@ -252,7 +260,8 @@ def train_everywhere(rank, training, folder, loop):
         around.enter_context(changing_hands())
         expect_warnings()
         first = LOOPS[loop](rank, training)
-        first.path = path if training.is_resumable else ""
+        is_saved = training.saves is not None and not training.is_sharded and training.is_resumable
+        first.path = path if is_saved else ""
         outcomes["loop"] = first.run()
         if os.path.exists(path):
             number = training.saves[1]
