@@ -260,15 +260,16 @@ def test_what_was_found_once_stays_right(pools, tmp_path, training):
 
 
 # A save in a round of a model that holds a moving average, each rank's own; rounds that begin between the steps of two
-# optimizers by one backward; and a layer that is added before the first batch.
+# optimizers by one backward; a layer that is added before the first batch; and a look at replicas beside a teacher.
 FOUND_IN_LOOPS = [
     Training(0, strategy="dense", local=LocalSteps(4), optimizer="adamw", parts=("averaged",), saves=("batch", 3)),
     Training(0, local=LocalSteps(3, synchronous_steps=2), optimizers=2, by_hand="together", batches=6),
     Training(0, strategy="dense", local=LocalSteps(2), adds=0),
+    Training(1, local=LocalSteps(4), parts=("teacher",)),
 ]
 
 
-@pytest.mark.parametrize("training", FOUND_IN_LOOPS, ids=["saved beside an average", "between two steps", "added"])
+@pytest.mark.parametrize("training", FOUND_IN_LOOPS, ids=["saved beside an average", "between two steps", "added", "looked at"])
 def test_what_was_found_once_in_a_loop_stays_right(pools, tmp_path, training):
     assert failures_of_loop("plain", pools, training, tmp_path) == []
 

@@ -142,7 +142,7 @@ class SharedModel:
         ours = frozenset(self._known[each] for each in self.handled() if each in self._known)
         return self.trained - ours if ours else ours
 
-    def _exchanged(self) -> dict[str, Tensor]:
+    def exchanged(self) -> dict[str, Tensor]:
         """Return the tensors that are shared but for those that no optimizer has."""
         left_alone = self._left_alone()
         return {name: tensor for name, tensor in self._tensors().items() if name not in left_alone}
@@ -165,7 +165,7 @@ class SharedModel:
 
         An exchange of nothing would move the shared model, too, by its momentum.
         """
-        trained = [(name, tensor) for name, tensor in self._exchanged().items() if name in self.trained]
+        trained = [(name, tensor) for name, tensor in self.exchanged().items() if name in self.trained]
         moved = [tensor.ne(round_to(self._shared[name], tensor.dtype)).any() for name, tensor in trained]
         return bool(moved) and bool(torch.stack(moved).any())
 
@@ -182,7 +182,7 @@ class SharedModel:
 
         A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
         """
-        present = self._exchanged()
+        present = self.exchanged()
         tensors = {name: present.get(name, shared) for name, shared in self._shared.items()}
         starts = [tensor.clone() for tensor in tensors.values()] if is_late else None
         pairs = [self._before_and_now(name, tensor) for name, tensor in tensors.items()]
@@ -224,7 +224,7 @@ class SharedModel:
 
     def apply(self, change: Change) -> None:
         """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""
-        tensors = self._exchanged()
+        tensors = self.exchanged()
         present = [(position, name) for position, name in enumerate(change.names) if name in tensors]
         held = [tensors[name] for _, name in present]
         if not held:
@@ -250,7 +250,7 @@ class SharedModel:
             yield
             return
         self._away = {}
-        for name, tensor in self._exchanged().items():
+        for name, tensor in self.exchanged().items():
             self._away[name] = tensor.clone()
             tensor.copy_(round_to(self._shared[name], tensor.dtype))
         try:

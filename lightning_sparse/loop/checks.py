@@ -304,6 +304,10 @@ class ReplicaError(RuntimeError):
 def check_replicas(engine: Engine, when: str) -> None:
     """Raise :class:`ReplicaError`, on all ranks, unless they hold the same parameters, to the bit; all call."""
     parameters = local_tensors(engine.module)
+    if (rounds := engine.rounds) is not None and not rounds.is_shared:
+        # Until a round is ended early, what no optimizer has, such as a moving average, is each rank's own.
+        shared = rounds.shared.exchanged().keys()
+        parameters = {name: each for name, each in parameters.items() if name in shared}
     own = torch.stack(list(map(fingerprint, parameters.values())))
     rows = engine.worker.run(partial(engine.levels.same_shard.collectives.all_gather, own)).cpu()
     if not (differs := (rows != rows[0]).any(dim=0)).any():

@@ -11,7 +11,7 @@ from lightning_fabric import Fabric
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import SparseFabricStrategy, sparsify
+from lightning_sparse import SparseFabricStrategy, Sparsifier, sparsify
 from lightning_sparse.testing.subjects import agrees
 from tests.compatibility.running import changing_hands
 from tests.helpers.devices import DEVICE
@@ -113,6 +113,8 @@ class PlainLoop:
             is_last = (index + 1) % training.accumulates == 0 or index + 1 == training.batches
             self.train_batch(index, is_last)
             model.on_train_batch_end(None, None, index)
+            if training.seed % 2 and is_last:
+                self.look()
             if training.validates and (index + 1) % training.validates == 0:
                 self.validate()
             if is_last and self.path and training.saves == ("batch", number + 1):
@@ -157,6 +159,19 @@ class PlainLoop:
         with self.handle.shared_model(), torch.no_grad(), self.computing():
             self.model.validation_step(None, 0)
         self.outer.train()
+
+    def look(self):
+        """Look at what there is, which changes no bit: some of it on one rank alone."""
+        handle = self.handle if isinstance(self.handle, Sparsifier) else self.handle.handle(self.outer)
+        if handle.training.replicas.are_apart or not self.training.is_sharded:
+            handle.check_replicas()
+        handle.state_dict()
+        if self.rank == 0 and not self.training.is_sharded:
+            handle.stats(), handle.plan()
+            self.model.eval()
+            with handle.shared_model(), torch.no_grad(), self.computing():
+                self.model(self.model.rows(0), 0)
+            self.model.train()
 
     @property
     def parts(self):
