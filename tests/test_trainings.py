@@ -269,7 +269,9 @@ FOUND_IN_LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("training", FOUND_IN_LOOPS, ids=["saved beside an average", "between two steps", "added", "looked at"])
+@pytest.mark.parametrize(
+    "training", FOUND_IN_LOOPS, ids=["saved beside an average", "between two steps", "added", "looked at"]
+)
 def test_what_was_found_once_in_a_loop_stays_right(pools, tmp_path, training):
     assert failures_of_loop("plain", pools, training, tmp_path) == []
 
