@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 from weakref import proxy
 
 import torch
@@ -73,7 +73,7 @@ class Engine(SharedOnCopy):
         self.arrived = ArrivedGradients()
         self.densities = settings.densities()
         self._settings = settings
-        self.wrapper, self._of_wrapper = ddp, (ddp.process_group, ddp.broadcast_buffers)
+        self.wrapper, self._before = ddp, _Before(ddp.process_group, ddp.broadcast_buffers)
         self._known = KnownModel(module, compressor, levels, trained)  # it may refuse, before a thread runs
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
@@ -139,10 +139,10 @@ class Engine(SharedOnCopy):
             in_step = self.levels.world.collectives if is_dense else self.levels.in_step
             self.source.average_among(in_step)
             # Of those whose buffers are one.
-            self.wrapper.process_group = self._of_wrapper[0] if is_dense else in_step.group
+            self.wrapper.process_group = self._before.process_group if is_dense else in_step.group
         else:
             self.source.is_silent = not is_dense
-            self.wrapper.broadcast_buffers = self._of_wrapper[1] and is_dense
+            self.wrapper.broadcast_buffers = self._before.broadcast_buffers and is_dense
 
     def target_densities(self) -> dict[str, float]:
         """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
@@ -245,12 +245,19 @@ class Engine(SharedOnCopy):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.source.close()
-        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._of_wrapper
+        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._before
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = min(worker.close() for worker in {self.source.worker, self.worker})
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
+
+
+class _Before(NamedTuple):
+    """What a wrapper had before its gradients were taken."""
+
+    process_group: Any
+    broadcast_buffers: bool
 
 
 class KnownModel:
