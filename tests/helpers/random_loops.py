@@ -43,6 +43,8 @@ def in_a_loop(training):
     # By hand the Trainer's optimizers step under autocast.
     precision = "32-true" if by_hand and found.precision == "bf16-mixed" else found.precision
     found = found.but(precision=precision, parts=tuple(part for part in found.parts if part not in left_out))
+    if found.is_sharded and found.accumulates > 1:  # a save of the Trainer's in the midst of it loses batches
+        found = found.but(saves=None)
     found = found.but(thaws_within=found.thaws_within and "thawing" in found.parts)
     found = found.but(optimizer="momentum", has_tensor_rates=False) if refusals(found) else found
     assert found.is_possible
