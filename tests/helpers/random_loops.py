@@ -40,9 +40,7 @@ def in_a_loop(training):
     competes = found.subject.selects_across_group or found.subject.wire_format == "union" or found.thaws_within
     left_out = ("thawing",) if competes or found.local else ()
     left_out += _OWN_BUFFERS if by_hand or found.validates or found.local else ()
-    # By hand the Trainer's optimizers step under autocast.
-    precision = "32-true" if by_hand and found.precision == "bf16-mixed" else found.precision
-    found = found.but(precision=precision, parts=tuple(part for part in found.parts if part not in left_out))
+    found = found.but(parts=tuple(part for part in found.parts if part not in left_out))
     if found.is_sharded and found.accumulates > 1:  # a save of the Trainer's in the midst of it loses batches
         found = found.but(saves=None)
     found = found.but(thaws_within=found.thaws_within and "thawing" in found.parts)
@@ -194,7 +192,7 @@ class PlainLoop:
     def computing(self):
         """Compute as Lightning does in a precision."""
         precision, before = self.training.precision, torch.get_default_dtype()
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+        with torch.autocast(DEVICE.type, torch.bfloat16, precision == "bf16-mixed", cache_enabled=False):
             torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else before)
             try:
                 yield
