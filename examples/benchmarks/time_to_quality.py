@@ -92,6 +92,7 @@ WAYS = {
     "ddp": Way({"system": "ddp"}, is_ours=False),
     "ddp + bf16 hook": Way({"system": "ddp + bf16 hook"}, is_ours=False),
     "ddp + PowerSGD rank 4": Way({"system": "ddp + PowerSGD rank 4"}, is_ours=False),
+    "sparse_lags": Way({**_LAGS, "wire": "float32"}, {"large": 0.95}),
     "sparse_lags in 4 bits": Way({**_LAGS, "wire": "4bit"}, {"large": 0.95, "gpt": 1.1}),
     "sparse_auto": Way(_LAGS, {"gpt": 1.1}, {"schedule": "auto"}),
     "5 local steps, a 20th sent": Way(_LOCAL, {"large": 1.5, "gpt": 1.5}),
