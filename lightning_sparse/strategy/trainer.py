@@ -467,12 +467,15 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         kept = super()._kept()
         if kept is None:
             return None
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        progress = epoch_loop.batch_progress
         kept[RANK]["batches"] = progress.state_dict()
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
         if (training := self._loop.training) is not None:
-            kept[RANK] |= training.unfinished.state(training.engine)
+            is_trained = progress.current.processed == progress.current.ready
+            is_over = is_trained and self._module.automatic_optimization and not epoch_loop._should_accumulate()
+            kept[RANK] |= training.unfinished.state(training.engine, is_over)
             if training.choice is not None and training.choice.chosen is not None:
                 kept[EVERYWHERE]["is_dense"] = training.choice.chosen
         return kept

@@ -201,6 +201,21 @@ def test_what_was_stepped_with_stays_where_it_is_added_to(pair, tmp_path, kind):
     assert_goes_on(pair, tmp_path, {**SPARSE, **LATE[kind], **UNUSED}, module)
 
 
+class LeavingOut(Numbered):
+    """Every second step is left out, as Lightning's manual shows: the closure alone is called, and its gradient dropped."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("local", [{}, {"local_steps": 3}])
+def test_a_gradient_that_was_dropped_is_not_brought_back(pair, tmp_path, local):
+    assert_goes_on(pair, tmp_path, {**SPARSE, "compressor": "topk", **local}, LeavingOut)
+
+
 class Cadence(Adversaries):
     """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
 
