@@ -151,6 +151,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
+        self._await_backward(training)
         if self.settings.replicas_diverge or self.holds_shards:
             self._meetings = MeetingPoints(trainer, training, self._replace)
         if training.view.adam is not None:
@@ -194,9 +195,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Whether a callback has written averages, in rounds, and lets an epoch pass without a gradient."""
         return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
 
+    def _await_backward(self, training: Training) -> None:
+        """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
+        training.engine.source.takes_untold = not self._module.automatic_optimization
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is not None:
+            self._await_backward(training)
             training.epoch = self._trainer.current_epoch
             training.track_optimizers(self.optimizers)
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
@@ -212,6 +218,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if (training := self._loop.training) is not None:
             training.begin(self._module.automatic_optimization)
+            training.engine.source.takes_untold = True
             if closure_loss.grad_fn is not None:
                 closure_loss.register_hook(training.engine.source.hear)  # a LightningModule's backward may have several
         super().pre_backward(closure_loss)
@@ -232,6 +239,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         training.track_optimizers(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._await_backward(training)
         if self._meetings is not None:
             self._meetings.end_step()
         return output
@@ -239,8 +247,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self.engine is not None:
-            self.engine.recorder.totals.pause()
+        if (training := self._loop.training) is not None:
+            self._await_backward(training)
+            training.engine.recorder.totals.pause()
 
     @override
     def on_validation_end(self) -> None:
