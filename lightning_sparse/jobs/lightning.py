@@ -31,6 +31,7 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.profilers import PyTorchProfiler
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from pytorch_lightning.tuner.lr_finder import _LRCallback
     from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.data import _extract_batch_size
     from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -50,6 +51,7 @@ else:
     from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from lightning.pytorch.tuner.lr_finder import _LRCallback
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.data import _extract_batch_size
     from lightning.pytorch.utilities.exceptions import SIGTERMException

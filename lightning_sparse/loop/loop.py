@@ -68,7 +68,8 @@ _BROKEN = (
 
 _OWN = (
     "an optimizer steps by gradients that are this rank's own, and replicas would go apart: let the last backward of a"
-    " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum"
+    " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum; under the Trainer's automatic"
+    " optimization it is Lightning's own"
 )
 
 _WITHIN_A_STEP = (

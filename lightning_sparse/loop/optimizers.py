@@ -248,6 +248,8 @@ class UnfinishedStep:
 
     def add_backward(self, optimizers: Sequence[Optimizer], is_automatic: bool) -> None:
         """Record a backward that begins, under automatic optimization or manual."""
+        if is_automatic and not self.is_begun:
+            self._restored = {}  # of a step that was left out, whose gradients Lightning has dropped
         self.is_begun = True
         self._waiting = list(optimizers)
         if is_automatic:
@@ -261,13 +263,16 @@ class UnfinishedStep:
         self._waiting = [each for each in self._waiting if each is not optimizer]
         self._restored = {}
 
-    def state(self, engine: Engine) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; empty between two steps."""
+    def state(self, engine: Engine, is_over: bool = False) -> dict[str, Any]:
+        """Return what a checkpoint has to hold; empty between two steps.
+
+        A step ``is_over`` that was due, and was left out: nothing is added to its gradients any more.
+        """
         if not self._waiting:
             return {}
         names: dict[Tensor, str] = {each: name for name, each in engine.module.named_parameters()}
         return {
-            "is_accumulating": self.is_begun,
+            "is_accumulating": self.is_begun and not is_over,
             # Also those that an optimizer has stepped with: another one's backward, which comes next, adds to them.
             "gradients": {name: each.grad for each, name in names.items() if each.grad is not None},
             "arrived": {names[each]: arrived for each, arrived in engine.arrived.state().items()},

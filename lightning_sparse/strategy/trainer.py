@@ -151,6 +151,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
+        self._await_backward(training)
         if self.settings.replicas_diverge or self.holds_shards:
             self._meetings = MeetingPoints(trainer, training, self._replace)
         if training.view.adam is not None:
@@ -194,9 +195,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Whether a callback has written averages, in rounds, and lets an epoch pass without a gradient."""
         return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
 
+    def _await_backward(self, training: Training) -> None:
+        """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
+        training.engine.source.takes_untold = not self._module.automatic_optimization
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is not None:
+            self._await_backward(training)
             training.epoch = self._trainer.current_epoch
             training.track_optimizers(self.optimizers)
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
@@ -212,6 +218,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if (training := self._loop.training) is not None:
             training.begin(self._module.automatic_optimization)
+            training.engine.source.takes_untold = True
             if closure_loss.grad_fn is not None:
                 closure_loss.register_hook(training.engine.source.hear)  # a LightningModule's backward may have several
         super().pre_backward(closure_loss)
@@ -232,6 +239,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         training.track_optimizers(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._await_backward(training)
         if self._meetings is not None:
             self._meetings.end_step()
         return output
@@ -239,8 +247,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self.engine is not None:
-            self.engine.recorder.totals.pause()
+        if (training := self._loop.training) is not None:
+            self._await_backward(training)
+            training.engine.recorder.totals.pause()
 
     @override
     def on_validation_end(self) -> None:
@@ -467,12 +476,15 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         kept = super()._kept()
         if kept is None:
             return None
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        progress = epoch_loop.batch_progress
         kept[RANK]["batches"] = progress.state_dict()
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
         if (training := self._loop.training) is not None:
-            kept[RANK] |= training.unfinished.state(training.engine)
+            is_trained = progress.current.processed == progress.current.ready
+            is_over = is_trained and self._module.automatic_optimization and not epoch_loop._should_accumulate()
+            kept[RANK] |= training.unfinished.state(training.engine, is_over)
             if training.choice is not None and training.choice.chosen is not None:
                 kept[EVERYWHERE]["is_dense"] = training.choice.chosen
         return kept

@@ -9,7 +9,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.jobs.lightning import ModelCheckpoint, ModelPruning, Timer, Trainer, _extract_batch_size
+from lightning_sparse.jobs.lightning import (
+    ModelCheckpoint,
+    ModelPruning,
+    Timer,
+    Trainer,
+    _extract_batch_size,
+    _LRCallback,
+)
 from lightning_sparse.jobs.position import advance
 
 
@@ -111,6 +118,11 @@ def _refusals(
             )
         if isinstance(callback, Timer) and callback._duration is not None and callback._interval == "step":
             yield "max_time is looked at by all ranks in every batch: give Timer(..., interval='epoch')"
+        if isinstance(callback, _LRCallback):
+            yield (
+                "a search for a learning rate sends the loss in every batch: search where all have equally many, such"
+                " as with limit_train_batches=..."
+            )
     if len({epoch.has_ended for epoch in epochs}) > 1:
         yield (
             "the checkpoint was saved where some of them had ended their epoch, from where Lightning cannot go on: take"

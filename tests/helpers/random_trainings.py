@@ -447,6 +447,7 @@ _OBSERVERS = {
     "OverlapTimeline": lambda folder: OverlapTimeline(range(0, 100, 2), path=f"{folder}/timeline.json", pictures=False),
     "average at validation": lambda folder: AverageAtValidation(),
     "rank 0 alone looks": lambda folder: LambdaCallback(on_train_batch_end=look_alone),
+    "a backward before Lightning's": lambda folder: LambdaCallback(on_train_batch_start=go_backward_before),
     "a rank dawdles": lambda folder: LambdaCallback(on_train_batch_start=dawdle),
     "memory moves before forward": lambda folder: LambdaCallback(on_train_batch_start=move_memory),
     "memory moves before the step": lambda folder: LambdaCallback(on_before_optimizer_step=move_memory),
@@ -503,6 +504,13 @@ def dawdle(trainer, pl_module, batch, batch_idx):
     """Have one rank after the other be late."""
     if batch_idx % trainer.world_size == trainer.global_rank:
         time.sleep(0.02)
+
+
+def go_backward_before(trainer, *batch):
+    """Have gradients that Lightning sets to zero before its own backward."""
+    handled = [each for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]]
+    if trained := [each for each in handled if each.requires_grad]:
+        sum((1 + trainer.global_rank) * each.sum() for each in trained).backward()
 
 
 def move_memory(trainer, pl_module, *rest):
@@ -1264,6 +1272,8 @@ def _can(training, name):
     if name == "gradients of their own":
         # DDP itself, in synchronous and dense steps, rounds otherwise where it exchanges a gradient several times.
         return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)
+    if name == "a backward before Lightning's":  # within a step it would be added to the gradients before
+        return training.by_hand == "" and training.accumulates == 1
     if name == "OverlapTimeline":
         return training.local is None
     if name == "ReplicaSentinel":

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from pytorch_lightning import Callback
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from pytorch_lightning.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint, Timer
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins.environments import SLURMEnvironment
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -426,6 +426,10 @@ class Logging(Uneven):
         return super().training_step(batch, batch_index)
 
 
+class Rated(Uneven):
+    learning_rate = 0.1  # that a search is for
+
+
 class Allowing(Uneven):
     """A model that tells Lightning that a rank may have nothing."""
 
@@ -442,6 +446,7 @@ REFUSED = {
     "synchronous": (Uneven, LocalSteps(2, synchronous_steps=3), {}, "synchronous_steps"),
     "halves, synchronous": (partial(Uneven, (9, 5)), LATE_ROUNDS, {"val_check_interval": 0.5}, "val_check_interval"),
     "timer": (Uneven, 2, {"callbacks": [Timer("00:01:00:00")]}, "interval='epoch'"),
+    "search": (Rated, 2, {"callbacks": [LearningRateFinder(num_training_steps=4)]}, "search for a learning rate"),
     "saves": (Uneven, 2, SAVES, "every_n_epochs"),
     "logs": (Logging, 2, {}, "'often'"),
     "measures": (Uneven, 2, {"callbacks": [AssumptionMonitor()]}, "AssumptionMonitor"),

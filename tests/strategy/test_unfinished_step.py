@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_sparse import AdamCorrection
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 
@@ -201,6 +202,21 @@ def test_what_was_stepped_with_stays_where_it_is_added_to(pair, tmp_path, kind):
     assert_goes_on(pair, tmp_path, {**SPARSE, **LATE[kind], **UNUSED}, module)
 
 
+class LeavingOut(Numbered):
+    """Every second step is left out, as in Lightning's manual: its closure alone is called, its gradient dropped."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("local", [{}, {"local_steps": 3}])
+def test_a_gradient_that_was_dropped_is_not_brought_back(pair, tmp_path, local):
+    assert_goes_on(pair, tmp_path, {**SPARSE, "compressor": "topk", **local}, LeavingOut)
+
+
 class Cadence(Adversaries):
     """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
 
@@ -295,6 +311,45 @@ class Piecewise(Adversaries):
 
     def configure_optimizers(self):
         return self.optimizer_of(self.parameters())
+
+
+class Attacked(Piecewise):
+    """Trained on rows that a gradient has moved: that of a backward of its own, or of these rows alone.
+
+    It asks for gradients after a batch and in validation, too.
+    """
+
+    def __init__(self, *arguments, kind, goes_backward):
+        super().__init__(*arguments, kind=kind, pieces=1, by_hand=False)
+        self.goes_backward = goes_backward
+
+    def attacked(self, number):
+        rows = self.rows(number).requires_grad_()
+        loss = (self.network(rows) - 1).square().mean()
+        if self.goes_backward:
+            loss.backward()  # which adds to the gradients of parameters
+        return rows.detach() + (rows.grad if self.goes_backward else torch.autograd.grad(loss, rows)[0])
+
+    def training_step(self, batch, batch_index):
+        return self.losses(self.attacked(batch_index))[0]
+
+    def on_train_batch_end(self, *batch):
+        super().on_train_batch_end(*batch)
+        self.attacked(50)
+
+    def validation_step(self, batch, batch_index):
+        with torch.enable_grad():
+            self.attacked(60)
+
+
+@pytest.mark.parametrize("kind", WITH)
+def test_what_goes_backward_before_lightning_does_is_dropped_whole(pair, kind):
+    arguments = {"limit_val_batches": 1, "val_check_interval": 2, "inference_mode": False}
+    one, other = (
+        one_model(fits(pair, partial(Attacked, kind=kind, goes_backward=how), {**SPARSE, **WITH[kind]}, **arguments))
+        for how in (True, False)
+    )
+    assert_same(one.batches, other.batches)
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])

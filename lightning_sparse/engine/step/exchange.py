@@ -647,6 +647,7 @@ class Exchange(SharedOnCopy):
     ) -> None:
         self.is_dense = is_dense
         self.is_silent = False  # gradients stay this rank's own, as with local steps
+        self.takes_untold = True  # backwards of which nobody has told exchange theirs
         self._wrapper = wrapper
         self._route = route
         self._begin = begin
@@ -789,6 +790,8 @@ class Exchange(SharedOnCopy):
         if -1 < _graph_number() < self._last_graph:
             raise RuntimeError(_INSIDE)
         is_told = self._is_due or _graph_number() == self._heard_graph
+        if not (is_told or self.takes_untold):
+            return None
         backward = self._open()
         _LATER(self.finish if is_told else self._finish_untold)
         return backward
