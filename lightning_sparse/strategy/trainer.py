@@ -151,7 +151,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
-        self._await_backward(training)
+        await_backward(training, self._module)
         if self.settings.replicas_diverge or self.holds_shards:
             self._meetings = MeetingPoints(trainer, training, self._replace)
         if training.view.adam is not None:
@@ -195,14 +195,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Whether a callback has written averages, in rounds, and lets an epoch pass without a gradient."""
         return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
 
-    def _await_backward(self, training: Training) -> None:
-        """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
-        training.engine.source.takes_untold = not self._module.automatic_optimization
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is not None:
-            self._await_backward(training)
+            await_backward(training, self._module)
             training.epoch = self._trainer.current_epoch
             training.track_optimizers(self.optimizers)
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
@@ -239,7 +235,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         training.track_optimizers(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
-        self._await_backward(training)
+        await_backward(training, self._module)
         if self._meetings is not None:
             self._meetings.end_step()
         return output
@@ -248,7 +244,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if (training := self._loop.training) is not None:
-            self._await_backward(training)
+            await_backward(training, self._module)
             training.engine.recorder.totals.pause()
 
     @override
@@ -540,6 +536,11 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     except MisconfigurationException:  # batches are accumulated by a schedule
         return None
     return None if total == float("inf") or total < 0 else int(total)  # of batches without a number it is -1
+
+
+def await_backward(training: Training, module: LightningModule) -> None:
+    """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
+    training.engine.source.takes_untold = not module.automatic_optimization
 
 
 def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:
