@@ -140,6 +140,28 @@ def test_weights_that_are_loaded_in_training_are_shared_when_told(pair):
         assert_same(shared, loaded)
 
 
+def end_inside(rank, settings, ends, inside):
+    """End a round early, in the midst of it, maybe while the shared model is shown; return models then and later."""
+    net = Net().to(DEVICE)
+    optimizer = optimizer_of(net)[0]
+    with sparsify(net, optimizer, **settings) as handle:
+        train(rank, net, optimizer, range(EVERY + 3))
+        with handle.shared_model() if inside else nullcontext():
+            getattr(handle, ends)()
+            there = tensors_of(net)
+        if ends == "synchronize":
+            train(rank, net, optimizer, range(EVERY + 3, 3 * EVERY))
+    return there, tensors_of(net)
+
+
+@pytest.mark.parametrize("ends", ["synchronize", "close"])
+@pytest.mark.parametrize("settings", [SPARSE, ROUNDS["late"]], ids=["sparse", "late"])
+def test_a_round_ends_while_the_shared_model_is_shown_as_it_does_outside(pair, settings, ends):
+    for ours, expected in zip(*(pair.run(end_inside, settings, ends, inside) for inside in (True, False))):
+        for one, other in zip(ours, expected):
+            assert_same(one, other)
+
+
 def skip(rank):
     """Train with a scaler that skips a step on one rank only; return its scales and the parameters at the end."""
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
