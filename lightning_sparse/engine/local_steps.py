@@ -172,6 +172,7 @@ class Rounds(Replicas):
     def leave(self) -> None:
         """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
         self._worker.drain()
+        self.shared.leave()
         self._has_begun, self._pending, self.is_shared = False, None, True
 
     @override

@@ -291,6 +291,10 @@ class SharedModel:
                 tensors[name].copy_(tensor)
         self._away = None
 
+    def leave(self) -> None:
+        """Have the model stay as it is, also where the shared tensors are shown: others are loaded."""
+        self._away = None
+
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
         """Return what this rank keeps, not copied; of one model, before rounds begin, Lightning's file holds all."""
         own: Mapping[str, Tensor] = {}
