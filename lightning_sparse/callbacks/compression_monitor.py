@@ -49,7 +49,7 @@ class CompressionMonitor(StepObserver):
     ``residual_to_gradient`` (ratio of norms). They are means over ranks; ``exposed_seconds`` and ``exposed_share`` are
     those of the slowest rank, ``samples_per_second`` counts those of all ranks. With local steps all are rank 0's own.
     Totals are since the start of ``fit``.
-    Bytes and times are also means over the optimizer steps since the last logged one, the last 256 at most, because a
+    Bytes, times and the density are also means over the optimizer steps since the last logged one, at most 256, as a
     method may send more in one step than in the next; a step of several backwards has the exchanges of all. Norms are
     those of the logged step. Steps of plain DDP, such as AdamW's first ones, have no times of an exchange. TensorBoard
     also gets a page with the plan in force, and a layout for its tab "Custom Scalars", in which the density is a

@@ -34,8 +34,8 @@ class A2SGD(Compressor):
     step, so that nothing has to be kept.
 
     Args:
-        param_sync_every: steps after which parameters are averaged over ranks, at least 1; ``None`` for never. Fewer
-            keep replicas closer together, and send more: 4 bytes an element each time.
+        param_sync_every: steps after which parameters are averaged over ranks, at least 1; ``None`` for validation,
+            checkpoints and the end alone. Fewer keep replicas closer, and send more: 4 bytes an element each time.
 
     Raises:
         ValueError: if ``param_sync_every`` is not a whole number above 0.

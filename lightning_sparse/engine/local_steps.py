@@ -172,6 +172,7 @@ class Rounds(Replicas):
     def leave(self) -> None:
         """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
         self._worker.drain()
+        self.shared.leave()
         self._has_begun, self._pending, self.is_shared = False, None, True
 
     @override
@@ -212,6 +213,7 @@ class Rounds(Replicas):
         """End the round early, and go on from the shared model; all ranks must call."""
         if not self._has_begun:
             return
+        self.shared.take_back()  # inside of shared_model() there is no change of this rank's to be seen
         has_moved = self._has_moved()
         self._apply_until(math.inf)
         everywhere = self._tell(self.meeting.status(self._step, self.shared.resting(), has_moved))

@@ -256,11 +256,19 @@ class SharedModel:
         try:
             yield
         finally:
-            tensors = self._tensors()
-            for name, tensor in (self._away or {}).items():  # none where the model has been adopted meanwhile
-                if name in tensors:
-                    tensors[name].copy_(tensor)
-            self._away = None
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Have the model hold this rank's own tensors, if the shared ones are shown, for good."""
+        tensors = self._tensors()
+        for name, tensor in (self._away or {}).items():  # none where the model has been adopted meanwhile
+            if name in tensors:
+                tensors[name].copy_(tensor)
+        self._away = None
+
+    def leave(self) -> None:
+        """Have the model stay as it is, also where the shared tensors are shown: others are loaded."""
+        self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
         """Return what this rank keeps, not copied; of one model, before rounds begin, Lightning's file holds all."""

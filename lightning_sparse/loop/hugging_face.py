@@ -71,6 +71,8 @@ class SparsifyCallback(TrainerCallback):
         if state.global_step and self._resumes:
             folder = self._resume_from or self._folder(state)
             self._handle.load_state_dict(_read(Path(folder), args.process_index))
+            if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
+                self._handle.synchronize()  # that evaluation ended a round, maybe after the save
 
     @override
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

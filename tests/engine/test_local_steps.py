@@ -477,7 +477,7 @@ class Numbers:
     def nothing(self, *arguments):
         return ()
 
-    adopt = check_followed = unify_rest = exchange = resting = nothing
+    adopt = check_followed = unify_rest = exchange = resting = take_back = nothing
 
 
 class Alone:

@@ -194,14 +194,14 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 @on_its_node
-def through_hugging_face(rank, settings, folder, resumes, trainings=1, run="", **arguments):
+def through_hugging_face(rank, settings, folder, resumes, trainings=1, run="", steps=STEPS, **arguments):
     with as_hugging_face_wants(rank):
         transformers = import_module("transformers")
         ours = import_module("lightning_sparse.loop.hugging_face")
 
         class InOrder(transformers.Trainer):
             def _get_train_sampler(self, *args):
-                return torch.utils.data.SequentialSampler(Rows())
+                return torch.utils.data.SequentialSampler(self.train_dataset)
 
             def _get_output_dir(self, trial):
                 return str(folder / "hugging-face" / run)  # of a trial, in a search for hyperparameters
@@ -222,7 +222,10 @@ def through_hugging_face(rank, settings, folder, resumes, trainings=1, run="", *
             prediction_loss_only=True,
             disable_tqdm=True,
         )
-        data = {"train_dataset": Rows(), "eval_dataset": torch.utils.data.Subset(Rows(), range(8))}
+        trained, evaluated = (
+            torch.utils.data.Subset(Rows(), range(rows)) for rows in (steps * dist.get_world_size() * ROWS, 8)
+        )
+        data = {"train_dataset": trained, "eval_dataset": evaluated}
         trainer = InOrder(model=net, args=args, optimizers=optimizer_of(net, settings), **data)
         trainer.add_callback(ours.SparsifyCallback(trainer, **settings))
         for _ in range(trainings):

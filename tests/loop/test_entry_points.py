@@ -13,6 +13,7 @@ from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import (
     ENTRY_POINTS,
+    SAVED,
     Net,
     as_it_is,
     tensors_of,
@@ -108,3 +109,12 @@ def test_a_trial_of_hugging_faces_search_keeps_all_in_a_folder_of_its_own(pair, 
 def test_the_best_model_is_there_at_the_end_of_hugging_faces_trainer(pair, tmp_path):
     for ends, saved in pair.run(best_of_hugging_face, tmp_path):
         assert_same(ends, saved)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
+@pytest.mark.parametrize("saves", ["steps", "epoch"])
+def test_an_evaluation_of_hugging_faces_trainer_ends_a_round_whatever_saves(pair, tmp_path, saves):
+    train = partial(through_hugging_face, steps=SAVED, eval_strategy="epoch")
+    ended = pair.run(partial(train, save_strategy="no"), SETTINGS["lags"], tmp_path, False)
+    for resumes in (False, True):
+        assert_same(pair.run(partial(train, save_strategy=saves), SETTINGS["lags"], tmp_path, resumes), ended)

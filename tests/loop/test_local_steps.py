@@ -140,6 +140,28 @@ def test_weights_that_are_loaded_in_training_are_shared_when_told(pair):
         assert_same(shared, loaded)
 
 
+def end_inside(rank, settings, ends, inside):
+    """End a round early, in the midst of it, maybe while the shared model is shown; return models then and later."""
+    net = Net().to(DEVICE)
+    optimizer = optimizer_of(net)[0]
+    with sparsify(net, optimizer, **settings) as handle:
+        train(rank, net, optimizer, range(EVERY + 3))
+        with handle.shared_model() if inside else nullcontext():
+            getattr(handle, ends)()
+            there = tensors_of(net)
+        if ends == "synchronize":
+            train(rank, net, optimizer, range(EVERY + 3, 3 * EVERY))
+    return there, tensors_of(net)
+
+
+@pytest.mark.parametrize("ends", ["synchronize", "close"])
+@pytest.mark.parametrize("settings", [SPARSE, ROUNDS["late"]], ids=["sparse", "late"])
+def test_a_round_ends_while_the_shared_model_is_shown_as_it_does_outside(pair, settings, ends):
+    for ours, expected in zip(*(pair.run(end_inside, settings, ends, inside) for inside in (True, False))):
+        for one, other in zip(ours, expected):
+            assert_same(one, other)
+
+
 def skip(rank):
     """Train with a scaler that skips a step on one rank only; return its scales and the parameters at the end."""
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
@@ -296,8 +318,11 @@ class Growing(Net):
             optimizer.add_param_group({"params": self.more.parameters()})
 
 
-def go_on(rank, kind, save_at, is_anew):
-    """Save in a round, and go on from there, anew or after further steps; return the model of both, and one without."""
+def go_on(rank, kind, save_at, is_anew, inside=False):
+    """Save in a round, and go on from there, anew or after further steps; return the model of both, and one without.
+
+    What was saved may be loaded while the shared model is shown.
+    """
     torch.manual_seed(0)
     net = Growing().to(DEVICE)
     optimizer = optimizer_of(net)[0]
@@ -324,18 +349,22 @@ def go_on(rank, kind, save_at, is_anew):
             net.change(number, optimizer)
     else:
         step(13)
-    for part, state in zip((net, optimizer, handle), saved):
-        part.load_state_dict(state)
+    with handle.shared_model() if inside else nullcontext():
+        for part, state in zip((net, optimizer, handle), saved):
+            part.load_state_dict(state)
     for number in range(save_at, 14):
         step(number) if is_anew or number != 5 else train(rank, net, optimizer, [number])
     handle.close()
     return expected, tensors_of(net)
 
 
-@pytest.mark.parametrize(("save_at", "is_anew"), [(3, True), (4, True), (6, True), (7, True), (6, False), (7, False)])
+@pytest.mark.parametrize(
+    "loaded",
+    [(3, True), (4, True), (6, True), (7, True), (6, False), (7, False), (6, True, True), (6, False, True)],
+)
 @pytest.mark.parametrize("kind", ["diloco", "sparse", "late"])
-def test_it_goes_on_to_the_bit_whatever_has_changed(pair, kind, save_at, is_anew):
-    for expected, resumed in pair.run(go_on, kind, save_at, is_anew):
+def test_it_goes_on_to_the_bit_whatever_has_changed(pair, kind, loaded):
+    for expected, resumed in pair.run(go_on, kind, *loaded):
         assert_same(resumed, expected)
 
 

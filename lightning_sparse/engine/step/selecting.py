@@ -113,7 +113,7 @@ class GroupSelector:
         elif few:
             asked = [names[each] for each in few], [accumulated[each] for each in few], [counts[each] for each in few]
             chosen = self._compressor.select(*asked)
-            for position, way in zip(few, self._ways_of(chosen)):
+            for position, way in zip(few, self._ways_of(chosen), strict=True):
                 ways[position] = way
         for wire in self._formats:
             positions = [position for position, way in enumerate(ways) if way is wire]

@@ -127,7 +127,7 @@ def build_wires(
     bits: Optional[int] = None,
 ) -> Wires:
     """Build the formats of a group: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
-    wire = WIRE_FORMATS[name](dtype, rank, ranks, bits)
+    wire = WIRE_FORMATS[checked_name("wire_format", name, tuple(WIRE_FORMATS))](dtype, rank, ranks, bits)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks, bits)
     refresh = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
     if exchange.owners is None or not isinstance(wire, GatherFormat):

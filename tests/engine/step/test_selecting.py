@@ -1,5 +1,6 @@
 """What a compressor returns of a group travels by one way for each part."""
 
+import pytest
 import torch
 
 from lightning_sparse import Selection
@@ -46,3 +47,13 @@ def test_what_goes_another_way_is_a_part_by_itself():
 def test_what_goes_one_way_is_the_object_that_the_compressor_has_returned():
     _, [part] = select(TopK(), {"bias": 300, "matrix": 1000})
     assert isinstance(part.selection, FlatSelection)
+
+
+class ForgetsTheLast(WholeMatrices):
+    def select(self, names, accumulated, counts):
+        return super().select(names, accumulated, counts)[:-1]
+
+
+def test_a_selection_is_wanted_of_each_parameter():
+    with pytest.raises(ValueError, match="shorter"):
+        select(ForgetsTheLast(), {"matrix": 2, "bias": 4})

@@ -178,8 +178,10 @@ def test_a_merged_tensor_takes_the_format_for_its_size():
     assert isinstance(arrival.format_for(*selection.numels, 100), OwnersFormat)
 
 
-def test_an_unknown_exchange_is_refused():
+def test_an_unknown_exchange_or_format_is_refused():
     with pytest.raises(ValueError, match=r"exchange='owner'.*owners"):
         exchange_of("owner")
+    with pytest.raises(ValueError, match=r"wire_format='all_gather'.*gather"):
+        build_wires("all_gather", None, torch.float32, 0, 2)
     with pytest.raises(ValueError, match=r"keep=0\.5 must be at least 1"):
         Owners(keep=0.5)
