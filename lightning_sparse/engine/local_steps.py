@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any, Optional, Union
 
@@ -172,7 +172,7 @@ class Rounds(Replicas):
     def leave(self) -> None:
         """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
         self._worker.drain()
-        self.shared.leave()
+        self.shared.take_back(own=False)
         self._has_begun, self._pending, self.is_shared = False, None, True
 
     @override
@@ -216,14 +216,12 @@ class Rounds(Replicas):
         self.shared.take_back()  # inside of shared_model() there is no change of this rank's to be seen
         has_moved = self._has_moved()
         self._apply_until(math.inf)
-        everywhere = self._tell(self.meeting.status(self._step, self.shared.resting(), has_moved))
+        status = self.meeting.status(self._step, self.shared.resting(), has_moved)
+        everywhere = self._worker.run(partial(self.meeting.tell, status))
         if any(told.is_stale for told in everywhere):
             self._submit(0, everywhere)
         self.shared.unify_rest()
         self._origin, self.is_shared = self._step, True
-
-    def _tell(self, status: RankStatus) -> Sequence[RankStatus]:
-        return self._worker.run(lambda: self.meeting.tell(status))
 
     def _has_moved(self) -> bool:
         """Tell whether this rank's model is not the shared one; a late exchange leaves it apart by what it rounds."""
@@ -241,7 +239,7 @@ class Rounds(Replicas):
             self.meeting.answer()
             # What is late on a rank that trains has been applied by those that wait: all have to end that round.
             status = self.meeting.status(self._step, self.shared.resting(), self._has_moved(), own)
-            everywhere = self._tell(status)
+            everywhere = self._worker.run(partial(self.meeting.tell, status))
             self._make_up(int(max(told.step for told in everywhere)) - self._step)
             first, last = (choose(told.place for told in everywhere) for choose in (min, max))
             if not first:

@@ -73,6 +73,7 @@ class SharedModel:
         self._schedule = schedule
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard.collectives, pipeline.recorder)
+        self.device = self._averager.device
         self.handled: Callable[[], Collection[Tensor]] = tuple
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
         self._known: dict[Tensor, str] = {}  # parameters, by which they are found where they get another name
@@ -80,11 +81,6 @@ class SharedModel:
         self._outer = OuterOptimizer(local, pipeline.levels, self.device)
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
         self.track(names)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._averager.device
 
     def track(self, names: Sequence[str]) -> None:
         """Know what is exchanged, where replicas are the same."""
@@ -258,31 +254,25 @@ class SharedModel:
         finally:
             self.take_back()
 
-    def take_back(self) -> None:
-        """Have the model hold this rank's own tensors, if the shared ones are shown, for good."""
+    def take_back(self, own: bool = True) -> None:
+        """Show the shared tensors no more: have the model hold this rank's ``own`` again, or stay as it is."""
         tensors = self._tensors()
         for name, tensor in (self._away or {}).items():  # none where the model has been adopted meanwhile
-            if name in tensors:
+            if own and name in tensors:
                 tensors[name].copy_(tensor)
-        self._away = None
-
-    def leave(self) -> None:
-        """Have the model stay as it is, also where the shared tensors are shown: others are loaded."""
         self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
         """Return what this rank keeps, not copied; of one model, before rounds begin, Lightning's file holds all."""
-        own: Mapping[str, Tensor] = {}
+        own = {**self._tensors(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
-        if has_begun:
-            own = {**self._tensors(), **(self._away or {})}
         if has_begun and together:
             unshared = self._unshared()
             # Also on a rank that has not written it: Lightning's file has what rank 0 wrote.
             differing = self._worker.run(lambda: self._averager.differing(unshared))
             unshared = {name: unshared[name] for name in differing}
         return {
-            "local": dict(own),
+            "local": own,
             "beside": self._beside,
             "unshared": unshared,
             # In Lightning's file the shared model has the type of the parameters.
