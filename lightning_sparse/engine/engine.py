@@ -123,8 +123,7 @@ class Engine(SharedOnCopy):
         """Exchange these parameters of the model from now on, between two backwards; what is kept stays."""
         layout = self._known.layout_of(trained)
         self.replicas.track(layout.names)
-        if layout != self._known.layout:
-            self.worker.run(lambda: self._known.track(layout, self.memory))
+        self.worker.run(lambda: self._known.track(layout, self.memory))
         self.planner.expect_other_order()
         self.source.track(trained)
 
@@ -292,8 +291,10 @@ class KnownModel:
         self.numels.update(zip(layout.names, numels))
 
     def track(self, layout: ModelLayout, memory: Memory) -> None:
-        """Know that others are exchanged from now on; what is kept of a parameter goes on under the name it has now."""
+        """Know what is exchanged from now on; what is kept of a parameter goes on under the name it has now."""
         before, self._names = self._names, {each: name for name, each in self._module.named_parameters()}
+        if layout == self.layout:
+            return
         renamed = {old: self._names[each] for each, old in before.items() if self._names.get(each, old) != old}
         # What was read from a checkpoint may be of the parameters that are trained from now on.
         learned = self._compressor.state_dict() if self.loaded is None else dict(self.loaded)

@@ -406,7 +406,8 @@ class FollowedModel:
         state, self.waiting = self.waiting, None
         if state is None or self.training is None:
             return
-        if state.get("shared model") != self.prints():
+        # Version 0.3.0 has the prints of all parameters.
+        if state.get("shared model") not in (self.prints(), self.prints(of_all=True)):
             raise ValueError(
                 "this state is of another model than there is now: before the first step, load the one that was saved"
                 " with it, inside `with handle.shared_model():`"
@@ -416,20 +417,23 @@ class FollowedModel:
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         assert self.training is not None
-        unused, engine = self.training.load(kept), self.training.engine
+        engine = self.training.engine
+        if engine.rounds is not None:  # also where the shared model is shown
+            engine.rounds.leave()
+        unused = self.training.load(kept)
         if engine.rounds is not None:
             self.training.is_dense = engine.rounds.is_synchronous
             engine.send_dense(self.training.is_dense)
         return unused
 
-    def prints(self) -> Optional[list[int]]:
+    def prints(self, of_all: bool = False) -> Optional[list[int]]:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
         if self.training is None or self.training.settings.local_steps is None:
             return None
         # What no optimizer has, such as a moving average, each rank may have written by itself.
         trained = set(all_handled(self.training.optimizers))
         with self.training.replicas.shared_model():
-            held = [local_tensor(each) for each in self._model.module.parameters() if each in trained]
+            held = [local_tensor(each) for each in self._model.module.parameters() if of_all or each in trained]
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:
@@ -468,6 +472,8 @@ class FollowedModel:
     def _begin_rounds(self, training: Training, *step: Any) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
         self._begin_training()
+        if training.unfinished.is_begun:  # by a backward of parts of the model, whose forward nobody hears of
+            training.turn()
         training.replicas.begin_round()
 
     def _end_step(self, training: Training) -> None:

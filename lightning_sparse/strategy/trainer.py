@@ -214,7 +214,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if (training := self._loop.training) is not None:
             training.begin(self._module.automatic_optimization)
-            training.engine.source.takes_untold = True
+            await_backward(training, self._module, has_begun=True)
             if closure_loss.grad_fn is not None:
                 closure_loss.register_hook(training.engine.source.hear)  # a LightningModule's backward may have several
         super().pre_backward(closure_loss)
@@ -538,9 +538,10 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     return None if total == float("inf") or total < 0 else int(total)  # of batches without a number it is -1
 
 
-def await_backward(training: Training, module: LightningModule) -> None:
+def await_backward(training: Training, module: LightningModule, has_begun: bool = False) -> None:
     """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
-    training.engine.source.takes_untold = not module.automatic_optimization
+    is_last = has_begun and training.engine.wrapper.require_backward_grad_sync  # of a step
+    training.engine.source.takes_untold = is_last or not module.automatic_optimization
 
 
 def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:

@@ -58,6 +58,30 @@ def test_ranks_train_alone_and_end_as_one(pair, through_ddp):
     assert (stats["total_steps"], stats["local_steps"]) == (6, 2)
 
 
+def train_parts(rank):
+    """Train two parts of a model in turn, each called by itself, through synchronous steps into a round, and end it."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).to(DEVICE)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    rounds = LocalSteps(8, synchronous_steps=2)
+    seen = []
+    with sparsify(model, optimizers, density=0.1, local_steps=rounds) as handle:
+        for _ in range(6):
+            for part, optimizer in zip(model, optimizers):
+                (part(torch.ones(2, 4, device=DEVICE)) - rank).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(tensors_of(model))
+        handle.synchronize()
+    return [*seen, tensors_of(model)]
+
+
+def test_rounds_begin_after_synchronous_steps_where_parts_of_a_model_are_called(pair):
+    ones, others = pair.run(train_parts)
+    are_apart = [bool(differences(one, other)) for one, other in zip(ones, others)]
+    assert are_apart == [False, False, *4 * [True], False]
+
+
 def forget(rank):
     """Return what is said where the shared model is forgotten, and train on after what is right."""
     said = []

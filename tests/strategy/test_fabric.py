@@ -131,7 +131,10 @@ ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction":
 
 
 def train_in_two(rank, kind, settings, path):
-    """Train two models in one go, and with all built anew from the midst; return what there is at the end."""
+    """Train two models in one go, and with all built anew from the midst; return what there is at the end.
+
+    What was saved is loaded twice: before training, and after two further steps while the shared models are shown.
+    """
     ends, stats = [], []
     for start in (0, 3):
         with launched(rank, sparse(kind, **copy.deepcopy(settings))) as fabric:
@@ -142,6 +145,10 @@ def train_in_two(rank, kind, settings, path):
             if start:
                 rest = fabric.load(path, {**state, "step": 0})
                 assert rest == {}
+                for model, optimizer in pairs.values():
+                    train(fabric, model, optimizer, range(start, start + 2), {"max_norm": 0.1})
+                with fabric.strategy.shared_model():
+                    fabric.load(path, {**state, "step": 0})
             for step in range(start, 6):
                 for model, optimizer in pairs.values():
                     train(fabric, model, optimizer, range(step, step + 1), {"max_norm": 0.1})

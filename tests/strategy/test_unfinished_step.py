@@ -342,14 +342,23 @@ class Attacked(Piecewise):
             self.attacked(60)
 
 
+def attacked(pair, kind, **arguments):
+    """Return what came of both forms."""
+    modules = [partial(Attacked, kind=kind, goes_backward=how) for how in (True, False)]
+    return [one_model(fits(pair, module, {**SPARSE, **WITH[kind]}, **arguments)) for module in modules]
+
+
 @pytest.mark.parametrize("kind", WITH)
 def test_what_goes_backward_before_lightning_does_is_dropped_whole(pair, kind):
     arguments = {"limit_val_batches": 1, "val_check_interval": 2, "inference_mode": False}
-    one, other = (
-        one_model(fits(pair, partial(Attacked, kind=kind, goes_backward=how), {**SPARSE, **WITH[kind]}, **arguments))
-        for how in (True, False)
-    )
+    one, other = attacked(pair, kind, **arguments)
     assert_same(one.batches, other.batches)
+
+
+@pytest.mark.parametrize("kind", WITH)
+def test_what_goes_backward_between_two_batches_of_a_step_goes_with_the_step(pair, kind):
+    one, other = attacked(pair, kind, accumulate_grad_batches=2)
+    assert one.total["total_wire_bytes"] == other.total["total_wire_bytes"]
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
