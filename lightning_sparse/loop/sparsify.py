@@ -407,7 +407,7 @@ class FollowedModel:
         if state is None or self.training is None:
             return
         # Version 0.3.0 has the prints of all parameters.
-        if state.get("shared model") not in (self.prints(), self.prints(of_all=True)):
+        if all(state.get("shared model") != self.prints(of_all) for of_all in (False, True)):
             raise ValueError(
                 "this state is of another model than there is now: before the first step, load the one that was saved"
                 " with it, inside `with handle.shared_model():`"

@@ -12,10 +12,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import SparseFabricStrategy, Sparsifier, sparsify
+from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.testing.subjects import agrees
 from tests.compatibility.running import changing_hands
 from tests.helpers.devices import DEVICE
-from tests.helpers.random_trainings import STRATEGIES, InShards, Outcome, Training, expect_warnings, fit, refusals
+from tests.helpers.random_trainings import (
+    MEASURED,
+    InShards,
+    Outcome,
+    Training,
+    expect_warnings,
+    fit,
+    refusals,
+    settings_of,
+)
 from tests.helpers.trainers import accelerator
 
 _OF_THE_TRAINER = ("callbacks", "averages", "fewer", "stops", "renews", "sets_up", "steps_unseen")
@@ -27,7 +37,7 @@ _OWN_BUFFERS = ("running mean", "normalized", "counter", "flag", "phase")
 def in_a_loop(training):
     """Return what of a training a loop of one's own can do."""
     by_hand = "together" if training.by_hand else ""
-    is_known = agrees(training.subject) and training.strategy not in ("auto", "switching")
+    is_known = agrees(training.subject) and training.strategy not in MEASURED
     found = training.but(
         by_hand=by_hand,
         backwards=1,
@@ -48,20 +58,6 @@ def in_a_loop(training):
     assert found.is_possible
     assert not refusals(found)
     return found
-
-
-def settings_of(training):
-    density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
-    whole = {} if training.is_sharded else {"schedule": training.schedule, "levels": training.levels}
-    return {
-        **whole,
-        "wire": training.wire,
-        "exchange": training.exchange,
-        "optimizer_correction": training.correction,
-        **({} if training.local is None else {"local_steps": training.local}),
-        **density,
-        **STRATEGIES[training.strategy](),
-    }
 
 
 class Alone(InShards):
@@ -149,7 +145,7 @@ class PlainLoop:
             optimizer.zero_grad()
 
     def clip(self, number):
-        trained = [each for group in self.optimizers[number].param_groups for each in group["params"]]
+        trained = handled(self.optimizers[number])
         if (norm := self.model._norm(number)) is not None and any(each.grad is not None for each in trained):
             self.clip_gradients(self.optimizers[number], norm)
 

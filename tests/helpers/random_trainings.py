@@ -63,7 +63,6 @@ _EXPECTED_WARNINGS = (
     ".*Detected call of `lr_scheduler.step.*",  # of optimizers that others have wrapped, whose own step is never called
 )
 
-
 State = dict[str, list[Any]]  # what a tensor of that name held
 
 
@@ -890,27 +889,32 @@ class Saver(Callback):
         self.count(trainer, "epoch")
 
 
+def settings_of(training):
+    """Return what was drawn of the exchange, as every entry point takes it."""
+    density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
+    whole = {} if training.is_sharded else {"schedule": training.schedule, "levels": training.levels}
+    return {
+        **whole,
+        "wire": training.wire,
+        "exchange": training.exchange,
+        "optimizer_correction": training.correction,
+        **({} if training.local is None else {"local_steps": training.local}),
+        **density,
+        **STRATEGIES[training.strategy](),
+    }
+
+
 def build_strategy(training, is_ddp=False):
     """Build the strategy that was drawn, or DDP's for the same model."""
     if is_ddp:
         searches = training.finds_unused or training.uses_partly
         return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=searches)
-    common = {"find_unused_parameters": True} if training.finds_unused else {}
-    density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
-    local = {} if training.local is None else {"local_steps": training.local}
     if training.is_sharded:
-        given = {"wire": training.wire, "exchange": training.exchange, "optimizer_correction": training.correction}
-        return SparseModelParallelStrategy(**given, **density, **local, **STRATEGIES[training.strategy]())
-    arguments = {
-        "schedule": training.schedule,
-        "wire": training.wire,
-        "exchange": training.exchange,
-        "levels": training.levels,
-        "optimizer_correction": training.correction,
-    }
+        return SparseModelParallelStrategy(**settings_of(training))
+    arguments = {"find_unused_parameters": True} if training.finds_unused else {}
     for name in training.may_not_matter:
         arguments |= _ARGUMENTS.get(name, {})
-    return SparseDDPStrategy(**{**arguments, **density, **local, **common, **STRATEGIES[training.strategy]()})
+    return SparseDDPStrategy(**{**settings_of(training), **arguments})
 
 
 def expect_warnings():
@@ -1008,7 +1012,7 @@ REFUSALS = {
     "local_steps=": (
         lambda it: (
             it.local is not None
-            and (not agrees(it.subject) or it.subject.feedback.momentum is not None or it.strategy in _MEASURED)
+            and (not agrees(it.subject) or it.subject.feedback.momentum is not None or it.strategy in MEASURED)
         )
     ),
     "residual_decay=": (
@@ -1043,8 +1047,8 @@ REFUSALS = {
         )
     ),
 }
-_MEASURED = ("auto", "switching")
-_SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "qsgd", *_MEASURED)  # on two levels
+MEASURED = ("auto", "switching")
+_SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "qsgd", *MEASURED)  # on two levels
 
 
 def refusals(training):
@@ -1268,7 +1272,7 @@ def _can(training, name):
     if not training.but(may_not_matter=(name,)).is_possible:
         return False
     if name in ("layerwise", "single", "merged"):
-        return training.strategy not in _MEASURED and is_grouping_free(training.subject)
+        return training.strategy not in MEASURED and is_grouping_free(training.subject)
     if name == "gradients of their own":
         # DDP itself, in synchronous and dense steps, rounds otherwise where it exchanges a gradient several times.
         return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)
