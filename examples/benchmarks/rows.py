@@ -237,7 +237,7 @@ ROWS: dict[str, Row] = {
         _top_k(0.001, optimizer_correction=AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=5))
     ),
     "sparse_topk 0.001, AdamW, dense steps": _adamw(
-        _top_k(0.001, schedule="single", optimizer_correction=AdamCorrection(dense_steps=10_000))
+        _top_k(0.001, wire="float32", schedule="single", optimizer_correction=AdamCorrection(dense_steps=10_000))
     ),
     "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),
     "sparse_diloco": _rounds(_DILOCO, compressor="dense"),

@@ -108,7 +108,7 @@ class Engine(SharedOnCopy):
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
             meeting = Meeting(self.levels.world.collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
             begin = partial(type(self)._begin_exchange, proxy(self))  # no cycle, in which memory waits for a collection
-            return Rounds(local, shared, meeting, self.worker, begin, log)
+            return Rounds(local, shared, meeting, self.worker, begin, log, self.recorder.expose)
         if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world.collectives, self.recorder)
             return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)
@@ -202,7 +202,7 @@ class Engine(SharedOnCopy):
         recorder = self.recorder
         if recorder.last is None:
             return {}
-        totals = recorder.totals.as_stats(recorder.has_levels, self.replicas.waited_seconds)
+        totals = recorder.totals.as_stats(recorder.has_levels)
         stats = {**mean_stats([recorder.last_step], recorder.has_levels), **totals}
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 

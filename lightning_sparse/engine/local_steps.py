@@ -11,7 +11,6 @@ formula, where its released code divides by the number of ranks that sent an ele
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -47,10 +46,17 @@ def fitting_steps(step_seconds: float, exchange_seconds: float) -> int:
 class RoundLength:
     """How many steps a round has: as many as the user asks for, or chosen when some rounds have been timed."""
 
-    def __init__(self, every: Union[int, str], device: torch.device, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        every: Union[int, str],
+        device: torch.device,
+        log: Callable[[str], None],
+        expose: Callable[[Mark, Mark], None],
+    ) -> None:
         self._every = every
         self._clock = Clock(device)
         self._log = log
+        self._expose = expose
         self.begin()
 
     def begin(self, chosen: Optional[int] = None) -> None:
@@ -60,9 +66,6 @@ class RoundLength:
         # Steps, when the exchange before them was applied, and when the wait for theirs began and ended; until chosen.
         self.times: Optional[list[tuple[int, Mark, Mark, Mark]]] = [] if known is None else None
         self._applied_at = self._clock.mark()
-        self._last_wait: Optional[tuple[Mark, Mark]] = None
-        self._unread: deque[tuple[Mark, Mark]] = deque()  # waits that a device may not have come to the end of
-        self._read_seconds = 0.0
 
     @contextmanager
     def waiting(self, steps: int) -> Iterator[None]:
@@ -73,20 +76,7 @@ class RoundLength:
         if self.times is not None:
             self.times.append((steps, self._applied_at, start, end))
         self._applied_at = end
-        self._last_wait = start, end
-        self._unread.append(self._last_wait)
-        while self._unread and Clock.has_passed(self._unread[0][1]):
-            self._read_seconds += Clock.seconds(*self._unread.popleft())
-
-    @property
-    def last_wait(self) -> float:
-        """Seconds of the last wait; a device is waited for."""
-        return 0.0 if self._last_wait is None else Clock.seconds(*self._last_wait)
-
-    @property
-    def total_wait(self) -> float:
-        """Seconds of all waits; a device may be waited for."""
-        return self._read_seconds + sum(Clock.seconds(*wait) for wait in self._unread)
+        self._expose(start, end)
 
     def choose(self, mean: Callable[[Sequence[float]], Sequence[float]]) -> bool:
         """Choose once enough rounds have been timed, by the ``mean`` of seconds over ranks; return whether it has."""
@@ -108,6 +98,7 @@ class Rounds(Replicas):
     """Count steps, begin an exchange where a round ends, and apply it when it is due.
 
     ``begin`` is called for each exchange that begins, and what it returns on the worker before that exchange.
+    ``expose`` is told of each wait for one.
     """
 
     are_apart = True
@@ -120,13 +111,14 @@ class Rounds(Replicas):
         worker: ExchangeWorker,
         begin: Callable[[], Callable[[], StepContext]] = lambda: StepContext,
         log: Callable[[str], None] = lambda line: None,
+        expose: Callable[[Mark, Mark], None] = lambda start, end: None,
     ) -> None:
         self.local = local
         self.shared = shared
         self.meeting = meeting
         self._worker = worker
         self._begin = begin
-        self._length = RoundLength(local.every, shared.device, log)
+        self._length = RoundLength(local.every, shared.device, log, expose)
         self._origin = 0  # step at which a round of this length began after one that was ended early
         self._begun = 0  # step at which the last exchange did
         self._step = 0
@@ -309,14 +301,9 @@ class Rounds(Replicas):
         with self.shared.shown():
             yield
 
-    @property
-    @override
-    def waited_seconds(self) -> float:
-        return self._length.total_wait
-
     @override
     def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
-        return {**stats, "exposed_seconds": self._length.last_wait, "local_steps": float(steps)}
+        return {**stats, "local_steps": float(steps)}
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:

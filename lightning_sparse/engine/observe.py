@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, starmap
 from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple, Optional, Union
@@ -226,14 +226,12 @@ class ExchangeRecord:
     def exposed_seconds(self) -> float:
         """Seconds from the last gradient until all means had been written, and of waits after that."""
         known = self.backward_end is not None and self.end is not None
-        in_step = max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
-        return in_step + sum(Clock.seconds(*wait) for wait in self.waits)
+        return (_exposed(self.backward_end, self.end) if known else 0.0) + sum(starmap(_exposed, self.waits))
 
-    @property
-    def have_passed(self) -> bool:
-        """Whether the exchange is over on the device, too; nobody waits for it."""
-        marks = (self.backward_end, self.end, *(end for _, end in self.waits))
-        return all(mark is None or Clock.has_passed(mark) for mark in marks)
+
+def _exposed(start: Mark, end: Mark) -> float:
+    """Return the seconds between two marks of which the latter may come first, when nothing was left to wait for."""
+    return max(0.0, Clock.seconds(start, end))
 
 
 def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
@@ -284,7 +282,7 @@ class Totals:
         self.steps = 0  # of optimizers, those left to plain DDP included
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
         self._exposed_seconds = 0.0
-        self._unread: deque[ExchangeRecord] = deque()  # that a device may not have come to the end of
+        self._unread: deque[tuple[Mark, Mark]] = deque()  # exposed, and a device may not have come to the end of it
         self._is_dense = False
         self._seconds = 0.0
         self._border = perf_counter()
@@ -297,10 +295,14 @@ class Totals:
         self.dense_bytes += record.dense_bytes
         if record.is_dense:
             self._is_dense = True
-            return
-        self._unread.append(record)
-        while self._unread and self._unread[0].have_passed:
-            self._exposed_seconds += self._unread.popleft().exposed_seconds
+        elif record.backward_end is not None and record.end is not None:
+            self.expose(record.backward_end, record.end)
+
+    def expose(self, start: Mark, end: Mark) -> None:
+        """Count the time between two marks as one in which training stands still."""
+        self._unread.append((start, end))
+        while self._unread and Clock.has_passed(self._unread[0][1]):
+            self._exposed_seconds += _exposed(*self._unread.popleft())
 
     def pause(self) -> None:
         """Count no time until :meth:`resume`: a validation between two batches of a step is no part of it."""
@@ -319,11 +321,8 @@ class Totals:
         self._is_dense = False
         self.steps += 1
 
-    def as_stats(self, has_levels: bool, waited_seconds: Optional[float] = None) -> dict[str, float]:
-        """Return the public statistics, with ``waited_seconds`` exposed where given; on a device this may wait."""
-        exposed = waited_seconds
-        if exposed is None:
-            exposed = self._exposed_seconds + sum(record.exposed_seconds for record in self._unread)
+    def as_stats(self, has_levels: bool) -> dict[str, float]:
+        """Return the public statistics; on a device this may wait."""
         stats = {
             "total_wire_bytes": self.wire_bytes,
             "total_dense_bytes": self.dense_bytes,
@@ -333,6 +332,7 @@ class Totals:
             stats["total_link_bytes"] = self.wire_bytes - self.node_bytes
         if self.steps:
             stats["total_steps"] = float(self.steps)
+            exposed = self._exposed_seconds + sum(starmap(_exposed, self._unread))
             stats["exposed_share"] = exposed / self._seconds if self._seconds else math.nan
         return stats
 
@@ -425,12 +425,16 @@ class Recorder:
         """Count what is done inside as an exchange of the last step for which training stands still."""
         start = self.clock.mark()
         yield
-        end, known, waited = self.clock.mark(), self.last, ExchangeRecord()
-        if known is not None:
-            known.spans.append(Span("exchange", start, end))
-            known.waits.append((start, end))
-        waited.waits.append((start, end))
-        self.totals.add(waited)
+        end = self.clock.mark()
+        if self.last is not None:
+            self.last.spans.append(Span("exchange", start, end))
+        self.expose(start, end)
+
+    def expose(self, start: Mark, end: Mark) -> None:
+        """Count the time between two marks, after the last exchange's step, as one in which training stands still."""
+        if self.last is not None:
+            self.last.waits.append((start, end))
+        self.totals.expose(start, end)
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:

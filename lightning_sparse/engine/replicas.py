@@ -39,11 +39,6 @@ class Replicas(SharedOnCopy):
         self.synchronize()
         yield
 
-    @property
-    def waited_seconds(self) -> Optional[float]:
-        """Seconds that training has waited for exchanges; ``None`` where each step's own marks tell."""
-        return None
-
     def count_step(self, optimizer: int) -> None:
         """Count a step of an optimizer."""
 

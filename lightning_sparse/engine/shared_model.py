@@ -197,8 +197,6 @@ class SharedModel:
     def exchange(self, change: Change, weight: float, prepare: Callable[[], StepContext]) -> None:
         """Exchange a change, and move the shared model by the mean; on the worker."""
         pipeline, names, parts, count = self._pipeline, change.names, change.parts, len(self.trained)
-        pipeline.recorder.begin_backward()
-        pipeline.recorder.end_backward()
         if weight == 0:  # a product with an infinity, as in a mask, would be no number
             torch._foreach_zero_(parts)
         elif weight != 1:  # before residuals are added, so that all of what counts arrives in the end

@@ -69,7 +69,7 @@ _BROKEN = (
 _OWN = (
     "an optimizer steps by gradients that are this rank's own, and replicas would go apart: let the last backward of a"
     " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum; under the Trainer's automatic"
-    " optimization it is Lightning's own"
+    " optimization it is Lightning's own, and none may come after it, such as in on_after_backward"
 )
 
 _WITHIN_A_STEP = (
@@ -353,7 +353,13 @@ class Training:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self.track_model()
         self.unfinished.add_backward(self.optimizers, is_automatic)
+        # Others may come before a step's last, by a hook of one's own, and go with it.
+        self.await_backward(is_automatic and not self.engine.wrapper.require_backward_grad_sync)
         self.engine.source.expect()
+
+    def await_backward(self, is_automatic: bool) -> None:
+        """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
+        self.engine.source.takes_untold = not is_automatic
 
     def _open(self, is_told: bool) -> None:
         """Begin a step's exchange, before the first of its gradients is taken."""
@@ -379,9 +385,10 @@ class Training:
         if self.epoch is None and self.engine.densities.warm_up_steps is None:
             check_no_epochs(self.settings)
 
-    def end_backward(self) -> None:
+    def end_backward(self, is_automatic: bool = False) -> None:
         """End a backward; raise what its exchange has raised."""
         self.engine.source.finish()
+        self.await_backward(is_automatic)
         self.view.note_arrived()
         self.engine.worker.raise_error()
 

@@ -151,7 +151,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
-        await_backward(training, self._module)
+        training.await_backward(self._module.automatic_optimization)
         if self.settings.replicas_diverge or self.holds_shards:
             self._meetings = MeetingPoints(trainer, training, self._replace)
         if training.view.adam is not None:
@@ -198,7 +198,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is not None:
-            await_backward(training, self._module)
             training.epoch = self._trainer.current_epoch
             training.track_optimizers(self.optimizers)
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
@@ -214,7 +213,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if (training := self._loop.training) is not None:
             training.begin(self._module.automatic_optimization)
-            await_backward(training, self._module, has_begun=True)
             if closure_loss.grad_fn is not None:
                 closure_loss.register_hook(training.engine.source.hear)  # a LightningModule's backward may have several
         super().pre_backward(closure_loss)
@@ -223,7 +221,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if (training := self._loop.training) is not None:
-            training.end_backward()
+            training.end_backward(self._module.automatic_optimization)
             if not self._module.automatic_optimization:
                 training.engine.source.hear()  # the next one may be torch's own, of which nobody tells
 
@@ -235,7 +233,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         training.track_optimizers(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
-        await_backward(training, self._module)
         if self._meetings is not None:
             self._meetings.end_step()
         return output
@@ -244,7 +241,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if (training := self._loop.training) is not None:
-            await_backward(training, self._module)
             training.engine.recorder.totals.pause()
 
     @override
@@ -536,12 +532,6 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     except MisconfigurationException:  # batches are accumulated by a schedule
         return None
     return None if total == float("inf") or total < 0 else int(total)  # of batches without a number it is -1
-
-
-def await_backward(training: Training, module: LightningModule, has_begun: bool = False) -> None:
-    """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
-    is_last = has_begun and training.engine.wrapper.require_backward_grad_sync  # of a step
-    training.engine.source.takes_untold = is_last or not module.automatic_optimization
 
 
 def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:

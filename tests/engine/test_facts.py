@@ -1,12 +1,13 @@
 """Facts of steps: how little is held of one that has ended, and sums over all of them."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe import ExchangeRecord, Totals, mean_stats
+from lightning_sparse.engine.observe import ExchangeRecord, Recorder, Totals, mean_stats
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
 
 
@@ -109,7 +110,26 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     stats = totals.as_stats(has_levels=False)
     assert stats["total_steps"] == 3
     assert stats["exposed_share"] == (0.5 + 0.5) / (2 + 2)
-    assert totals.as_stats(has_levels=False, waited_seconds=0.4)["exposed_share"] == 0.1
+
+
+@pytest.mark.parametrize("has_passed", [False, True])
+def test_a_wait_after_a_step_counts_once_whether_or_not_the_device_has_come_to_the_end_of_the_step(has_passed):
+    recorder = Recorder(torch.device("cpu"), ranks=4)
+    marks = [Event(each) for each in (1.0, 1.5, 2.0, 2.25)]
+    for mark in marks:
+        mark.has_passed = has_passed
+    recorder.totals.resume()
+    with mock.patch.object(recorder.clock, "mark", iter(marks).__next__):
+        recorder.end_backward()
+        recorder.end_exchange()
+        with recorder.waiting():
+            pass
+    recorder.totals.end_step()
+    for mark in marks:
+        mark.has_passed = True
+    share = recorder.totals.as_stats(has_levels=False)["exposed_share"]
+    assert share * recorder.totals._seconds == pytest.approx(0.75)
+    assert mean_stats([recorder.last_step], has_levels=False)["exposed_seconds"] == 0.75
 
 
 def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_not(monkeypatch):

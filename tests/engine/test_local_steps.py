@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors.base import trained_in
-from lightning_sparse.engine.local_steps import RoundLength, Rounds
+from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import Change
@@ -534,32 +534,6 @@ def test_rounds_are_as_long_as_exchanges_are_slow():
         begun, _, (line,) = count(LocalSteps("auto"), 90)
     assert begun == [8, 16, 24, 32, 59, 86]  # 5 % of the time of 27 steps
     assert "rounds of 27 local steps" in line
-
-
-class Mark:
-    """A point in the stream of a device that is late."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def query(self):
-        return False
-
-    def synchronize(self):
-        """Be there."""
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.seconds - self.seconds)
-
-
-def test_waits_for_exchanges_are_those_of_the_device():
-    length = RoundLength(4, torch.device("cpu"), print)
-    marks = iter([Mark(each) for each in (1.0, 1.5, 3.0, 4.0)])
-    with mock.patch.object(length._clock, "mark", marks.__next__):
-        for _ in range(2):
-            with length.waiting(4):
-                pass
-    assert (length.last_wait, length.total_wait) == (1.0, 1.5)
 
 
 @pytest.mark.parametrize("local", [OUTER, LATE])
