@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
+from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
 from lightning_sparse.engine.step.levels import HierarchicalRanks
 from lightning_sparse.functional.elements import as_dtensor, laid_flat, local_tensor, local_tensors
 
@@ -44,8 +44,7 @@ def kept_by(engine: Engine, together: bool = False) -> dict[str, Any]:
     for each in scopes.values():
         each["memory"] = {}
     for kind, tensors in state["memory"].items():
-        scope = RANK if kind in NUMBERS else EVERYWHERE if kind in WHOLE else shared
-        scopes[scope]["memory"][kind] = tensors
+        scopes[RANK if kind in NUMBERS else shared]["memory"][kind] = tensors
     return {**origin_of(engine), "layouts": _layouts_of(engine.module), **scopes}
 
 

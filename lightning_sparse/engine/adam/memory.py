@@ -22,6 +22,7 @@ from lightning_sparse.engine.memory.residual import (
     factors_to,
     in_widened,
     kept_like,
+    widened,
 )
 from lightning_sparse.functional.adam import (
     AdamScalars,
@@ -34,6 +35,7 @@ from lightning_sparse.functional.adam import (
 )
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
+_GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples spread any run of parameters evenly over the steps of an interval
 _LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
 _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
 
@@ -77,13 +79,9 @@ class AdamState:
     moments: Optional[AdamMoments]  # of the coming step; none from a load until then
     second_step: int  # of the optimizer, that the second moment is of
     is_update: bool = False  # the residual, which else is of gradients
-    gradient: Optional[Tensor] = None  # of this rank in this step, where the mean is wanted
     arrived: Optional[LookedUp] = None  # where alone the gradient that arrived last is not zero, if that is known
     is_continued: bool = False  # the gradient has an earlier mean of this step, too, of several backwards
     update_norm: Optional[Tensor] = None  # in this step, if it was watched
-    # Of this step, where a backward has been seen to be one of several: the mean gradient, and of which step the second
-    # moment was before.
-    learned: Optional[tuple[Tensor, int]] = None
 
     @property
     def known(self) -> AdamMoments:
@@ -97,23 +95,17 @@ class AdamState:
         settings = self.known.settings
         return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, settings.eps)
 
-    def learn(self, mean: Tensor, has_pieces: bool) -> None:
-        """Learn the second moment from a mean gradient, of a backward that may be one of several in this step."""
-        step, settings, (_, second, largest, _) = self.known
-        earlier, known = self.learned or (None, self.second_step)
-        share = max(_LEAST_KEPT, settings.beta2 ** (step - known))
+    def learn(self, coming: AdamMoments, mean: Tensor, is_finite: Tensor) -> None:
+        """Have the second moment learn from the mean gradient of the last step, or be as it is, but of that step."""
+        step, settings, (_, second, largest, _) = coming
+        step -= 1
+        share = max(_LEAST_KEPT, settings.beta2 ** (step - self.second_step))
         # Both as torch keeps them: with the bias of their step.
-        old, new = (1 - settings.beta2**number for number in (known, step))
-        mean, weight = mean.to(second.dtype), (1 - share) * new
-        if earlier is None:
-            second.mul_(share * new / old).add_(mean.square(), alpha=weight)
-        else:
-            # The square of the sum in the place of the first one's: (a + b)^2 = a^2 + b (2 a + b).
-            earlier = earlier.to(mean.dtype)
-            second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
-            mean = earlier + mean
-        if has_pieces:
-            self.learned = mean, known
+        old, new = (1 - settings.beta2**number for number in (self.second_step, step))
+        like = mean.new_empty((), dtype=widened(second.dtype))
+        kept = torch.where(is_finite, like.new_full((), share * new / old), like.new_full((), new / old))
+        mean = torch.where(is_finite, mean.to(second.dtype), 0)
+        second.mul_(kept).addcmul_(mean, mean, value=(1 - share) * new)
         if largest is not None:
             torch.maximum(largest, second, out=largest)
         self.second_step = step
@@ -165,11 +157,10 @@ class OwnClips:
             if clipped and factor is not None:
                 torch._foreach_mul_(clipped, factor)
 
-    def measure(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
-        """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
-        self.ratios.clear()
-        of_means = torch.stack(torch._foreach_norm(list(means), dtype=torch.float32)).square_()
-        for name, squared in zip(names, torch.stack((squared_norms, of_means), dim=1).unbind()):
+    def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, are_finite: Tensor) -> None:
+        """Take squared norms of means, and of a rank's own gradients, as an average over the last times."""
+        squares = torch.where(are_finite.unsqueeze(1), torch.stack((of_own, of_means), dim=1), 0)
+        for name, squared in zip(names, squares.unbind()):
             self.squared_norms[name] = squared + self.squared_norms.get(name, 0.0) / 2
 
 
@@ -198,7 +189,10 @@ class AdamMemory(ResidualMemory):
         self._ranks = ranks
         self._share_of = share_of
         self.states: dict[str, AdamState] = {}
-        self._has_pieces = False
+        self._due: dict[str, int] = {}  # from which step on a second moment is to learn again
+        # Those that learn, with the next step, from the one that goes on or has ended: this rank's gradients, as they
+        # travel, when they have come.
+        self._learning: dict[str, Optional[Tensor]] = {}
 
     @override
     def clip_to(self, clips: Sequence[Clip]) -> None:
@@ -261,7 +255,8 @@ class AdamMemory(ResidualMemory):
             del self._residuals[name]  # of an optimizer that has been replaced since: its units are not known
         else:
             self._residuals[name].mul_(self._denominator(state))
-        del self.states[name]
+        for known in (self.states, self._due, self._learning):
+            known.pop(name, None)
 
     @override
     def leave(self) -> None:
@@ -284,17 +279,11 @@ class AdamMemory(ResidualMemory):
         self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
             state.is_continued = given[name].continues_step
-            if state.is_continued:
-                self._has_pieces = True
-            else:
-                state.learned = None
-                if decay := state.known.settings.decay:
-                    gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
-            step = state.known.step
-            is_due = step - state.second_step >= max(self.correction.refresh_steps, int(_GROWTH * step))
-            if state.learned is not None or is_due:
-                # As it travels: for a moment these are the most that a training holds beside the residual.
-                state.gradient = gradient.to(torch.bfloat16)
+            if not state.is_continued and (decay := state.known.settings.decay):
+                gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
+            if name in self._learning:
+                narrow, earlier = gradient.to(torch.bfloat16), self._learning[name]
+                self._learning[name] = narrow if earlier is None else earlier.add_(narrow)
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
         accumulate_updates(gradients, waiting, self._preconditioners(each), [one.scalars for one in each], self._ranks)
@@ -336,32 +325,50 @@ class AdamMemory(ResidualMemory):
         for name in names:
             if name in self.states:
                 self.states[name].arrived = None
+                if not self.states[name].is_continued:
+                    self._learning.pop(name, None)  # and it stays due
 
     @override
-    def after_exchange(
-        self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages
-    ) -> bool:
-        """Average gradients, without residuals, in the few steps in which the second moment learns from them."""
-        local = {name: state.gradient for name, state in self.states.items() if state.gradient is not None}
-        for name in local:
-            self.states[name].gradient = None
-        # The host waits for the device in such a step only, at most every tenth.
-        if not local or not bool(finite):
-            return False
-        for names, used in parts:
-            are_used = [True] * len(names) if used is None else used.tolist()
-            known = [name for name, is_used in zip(names, are_used) if is_used and name in local]
-            for together in _messages(known, local):
-                gradients = {name: local.pop(name) for name in together}
-                means = ranks.mean_gradients(
-                    gradients, [self.states[name].known.tensors.second.numel() for name in together]
-                )
-                if self.clips_gradients:
-                    squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float32)).square_()
-                    self._clips.measure(together, means, ranks.mean_squares(squares))
-                for name, mean in zip(together, means):
-                    self.states[name].learn(mean, self._has_pieces)
-        return True
+    def see_finite(self, finite: Tensor) -> None:
+        held = [each for each in self._learning.values() if each is not None]
+        if held and not (finite.device.type == "cpu" and finite):  # else the device decides, for which nobody waits
+            flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
+            torch._foreach_mul_(held, flag.reciprocal())  # 1, or infinity: zeros are then no number
+
+    @override
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], ranks: Averages) -> None:
+        """Have second moments learn from mean gradients, without residuals, of the step before, a few in each step.
+
+        The coming step's own are known when most of its backward is over: to average them would take time of its own.
+        """
+        coming = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
+        over = [name for name in self._learning if name in coming and not hyperparameters[name].continues_step]
+        gradients = {name: gradient for name in over if (gradient := self._learning.pop(name)) is not None}
+        for name in over:
+            step = coming[name].step - 1
+            self._due[name] = step + max(self.correction.refresh_steps, int(_GROWTH * step))
+        if over:  # also where a rank has nothing of a shard: all measure anew
+            self._clips.ratios.clear()
+        for together in _messages(list(gradients), gradients):
+            self._learn({name: gradients.pop(name) for name in together}, coming, ranks)
+        for number, (name, moments) in enumerate(coming.items()):
+            # The first time in turns, so that each step carries as much.
+            turn = int(number * _GOLDEN % 1 * self.correction.refresh_steps)
+            if moments.step >= self._due.setdefault(name, moments.step + turn):
+                self._learning.setdefault(name, None)
+
+    def _learn(self, gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments], ranks: Averages) -> None:
+        """Learn from gradients that travel in one message."""
+        means = ranks.mean_gradients(gradients, [coming[name].tensors.second.numel() for name in gradients])
+        of_means, of_own = (
+            torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
+            for each in (means, gradients.values())
+        )
+        are_finite = of_means.isfinite()
+        if self.clips_gradients:
+            self._clips.measure(list(gradients), of_means, ranks.mean_squares(of_own), are_finite)
+        for name, mean, is_finite in zip(gradients, means, are_finite.unbind()):
+            self.states[name].learn(coming[name], mean, is_finite)
 
     @override
     def update_norms(self) -> dict[str, Tensor]:
@@ -388,7 +395,6 @@ class AdamMemory(ResidualMemory):
     def state_dict(self) -> MemoryState:
         saved = super().state_dict()
         residuals, states = saved["residual"], self.states
-        learned = {name: state.learned for name, state in states.items() if state.learned is not None}
         updates = {name for name, state in states.items() if state.is_update}
         return {
             **saved,
@@ -396,12 +402,8 @@ class AdamMemory(ResidualMemory):
             "update": {name: tensor for name, tensor in residuals.items() if name in updates},
             "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
             "squared_norms": dict(self._clips.squared_norms),
-            # A step of several backwards may be unfinished; all of it tells that there are such steps.
-            "learned_mean": {name: mean for name, (mean, _) in learned.items()},
-            "learned_since": {
-                name: _saved([learned[name][1] if name in learned else -1])
-                for name in (states if self._has_pieces else ())
-            },
+            "refresh_gradient": {name: each for name, each in self._learning.items() if each is not None},
+            "refresh_due": {name: _saved([step]) for name, step in self._due.items()},
             "second_moment_mean": {name: _saved(mean) for name, mean in self.second_means.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, _saved(self.warm_up)),
         }
@@ -413,10 +415,9 @@ class AdamMemory(ResidualMemory):
         self._clips = replace(self._clips, squared_norms=cloned(state.get("squared_norms", {})), ratios={})
         steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
-        since = state.get("learned_since", {})
-        self._has_pieces = bool(since)
-        for name, mean in state.get("learned_mean", {}).items():
-            self.states[name].learned = mean.clone(), int(since[name])
+        self._due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
+        held = state.get("refresh_gradient", {})
+        self._learning = {name: each.to(torch.bfloat16, copy=True) for name, each in held.items()}
         means = state.get("second_moment_mean", {})
         self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
         self.warm_up = next(

@@ -32,13 +32,14 @@ RATES = "learning_rate"
 # Kinds of what is kept that are a few numbers for each parameter, and how many.
 NUMBERS = {
     RATES: 1,
-    "learned_since": 1,
+    "learned_since": 1,  # of version 0.3.0
+    "refresh_due": 1,
     "second_moment_step": 1,
     "squared_norms": 2,
     "second_moment_mean": 2,
     "warm_up": 2,
 }
-WHOLE = frozenset({"learned_mean"})  # kinds of which each rank keeps all, also where ranks of a node have shares
+_LEARNED = frozenset({"refresh_gradient", "learned_mean"})  # kinds that owe the model nothing; the latter of 0.3.0
 LARGE = 1 << 15  # elements from which on memory of its own costs nothing
 _FEW_RUNS = 16  # that are chosen from one by one, without a copy
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
@@ -46,7 +47,7 @@ _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the resi
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
     """Return the kinds of residual and momentum; the others help to go on to the bit."""
-    return set(kinds) - NUMBERS.keys() - WHOLE
+    return set(kinds) - NUMBERS.keys() - _LEARNED
 
 
 class Hyperparameters(NamedTuple):
@@ -67,7 +68,7 @@ class Clip(NamedTuple):
 
 
 class Averages(Protocol):
-    """Means over ranks that a memory may ask for at the end of a step; on all ranks or on none."""
+    """Means over ranks that a memory may ask for at the beginning of a step; on all ranks or on none."""
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
         """Return the mean of flat bfloat16 gradients, whole, of so many elements each."""
@@ -107,11 +108,11 @@ class Memory:
         """Write means of what was accumulated into flat gradients, as gradients."""
         scatter(gradients, means)
 
-    def after_exchange(
-        self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages
-    ) -> bool:
-        """Average what the memory asks for, of names and whether any rank used each; return whether it did."""
-        return False
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], ranks: Averages) -> None:
+        """Average what the memory has asked for, before a step with these settings compensates its first gradient."""
+
+    def see_finite(self, finite: Tensor) -> None:
+        """Know whether all that arrived in a step is finite, bool ``[]``, before anything is kept."""
 
     def see_unused(self, names: Iterable[str]) -> None:
         """Know that no mean was written to these: no rank has used them."""

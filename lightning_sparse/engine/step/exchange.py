@@ -518,6 +518,8 @@ class SparseBackward(Backward):
         self._means: list[Tensor] = []  # that have arrived before in the same step, the same on all ranks
         self._reduced: list[tuple[Tensor, Tensor]] = []  # gradients, and those means, which were taken out of them
         self._continues_step = False
+        if route.overlaps_backward and route.pipeline.memory.corrects_adam:
+            route.worker.submit(route.pipeline.refresh)
 
     @override
     def _goes_with(self, dtype: torch.dtype) -> bool:

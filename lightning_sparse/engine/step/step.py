@@ -27,8 +27,8 @@ sent (4).
 - first steps are whole, and the optimizer acts as ever, until its second moment is known; then the density falls;
 - from then on the memory puts Adam's update ``g / (root of the second moment)`` in the place of ``g`` (1), so that the
   residual is one of updates; the first moment is moved into the residual once, and is zero from then on;
-- now and then commit exchanges, before any residual changes, the mean of the gradients themselves, in 16 bits, and the
-  second moment learns from it;
+- every step begins with the mean, in 16 bits, of a few of the gradients themselves of the step before, from which their
+  second moments learn; it travels during backward;
 - the mean update is written as the gradient that it stands for (4), for whoever looks at gradients before the step; in
   the optimizer's place this package applies the update and weight decay.
 
@@ -128,14 +128,22 @@ class Pipeline:
         self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any group is exchanged
         self.selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
+        self._has_refreshed = False  # in this step, what the memory learns
 
     def begin_step(self, context: StepContext) -> None:
         """Know what is known of the coming step."""
-        self.context = context
+        self.context, self._has_refreshed = context, False
         self.memory.clip_to(context.clips)
+
+    def refresh(self) -> None:
+        """Have the memory learn, once in a step, before its first group."""
+        if not self._has_refreshed:
+            self._has_refreshed = True
+            self.memory.refresh(self.context.hyperparameters, self.levels)
 
     def measure_norms(self, gradients: Sequence[LocalGradient]) -> None:
         """Tell the memory, which clips by them, norms of this rank's gradients, given in the order of definition."""
+        self.refresh()
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
@@ -156,6 +164,7 @@ class Pipeline:
         step this rank has ``used``, uint8.
         """
         names = [local.name for local in group]
+        self.refresh()
         self.launched.begin_part()
         with self.recorder.group(names):
             are_known = names[0] in self._shares
@@ -219,11 +228,9 @@ class Pipeline:
             return  # every gradient had a sparse layout
         finite = _all_of([*are_finite, *(exchanged.result.finite for exchanged in step)])
         finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
+        self.memory.see_finite(finite)
         means = self._finish_step(step, finite)
         used = [_used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
-        travelled = [(exchanged.names, flags) for exchanged, flags in zip(step, used)]
-        if self.memory.after_exchange(travelled, finite, self.levels):
-            self.recorder.current.is_typical = False  # no plan is made from its times
         with self.recorder.span("commit"):
             for exchanged, mean, flags in self._together(step, means, used):
                 self.launched.begin_part()
