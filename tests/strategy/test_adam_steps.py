@@ -567,7 +567,7 @@ def test_gradients_that_are_learned_from_are_held_as_they_travel():
     moments = AdamMoments(5, settings, tensors)
     memory = AdamMemory(2, AdamCorrection(refresh_steps=1))
     ranks = mock.Mock()
-    ranks.mean_gradients.side_effect = lambda gradients, numels: list(gradients.values())
+    ranks.mean_gradients.side_effect = lambda gradients, numels: torch.cat(list(gradients.values()))
     coming = {"weight": Hyperparameters(0.1, adam=moments)}
     memory.refresh(coming, ranks)
     memory.compensate(["weight"], [gradient], coming)

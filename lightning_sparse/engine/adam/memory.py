@@ -1,10 +1,11 @@
 """Adam before selection: the residual is one of updates; rule and sources stand at ``AdamCorrection``."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -95,21 +96,6 @@ class AdamState:
         settings = self.known.settings
         return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, settings.eps)
 
-    def learn(self, coming: AdamMoments, mean: Tensor, is_finite: Tensor) -> None:
-        """Have the second moment learn from the mean gradient of the last step, or be as it is, but of that step."""
-        step, settings, (_, second, largest, _) = coming
-        step -= 1
-        share = max(_LEAST_KEPT, settings.beta2 ** (step - self.second_step))
-        # Both as torch keeps them: with the bias of their step.
-        old, new = (1 - settings.beta2**number for number in (self.second_step, step))
-        like = mean.new_empty((), dtype=widened(second.dtype))
-        kept = torch.where(is_finite, like.new_full((), share * new / old), like.new_full((), new / old))
-        mean = torch.where(is_finite, mean.to(second.dtype), 0)
-        second.mul_(kept).addcmul_(mean, mean, value=(1 - share) * new)
-        if largest is not None:
-            torch.maximum(largest, second, out=largest)
-        self.second_step = step
-
 
 @dataclass
 class OwnClips:
@@ -157,9 +143,9 @@ class OwnClips:
             if clipped and factor is not None:
                 torch._foreach_mul_(clipped, factor)
 
-    def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, are_finite: Tensor) -> None:
+    def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
         """Take squared norms of means, and of a rank's own gradients, as an average over the last times."""
-        squares = torch.where(are_finite.unsqueeze(1), torch.stack((of_own, of_means), dim=1), 0)
+        squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         for name, squared in zip(names, squares.unbind()):
             self.squared_norms[name] = squared + self.squared_norms.get(name, 0.0) / 2
 
@@ -281,15 +267,23 @@ class AdamMemory(ResidualMemory):
             state.is_continued = given[name].continues_step
             if not state.is_continued and (decay := state.known.settings.decay):
                 gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
-            if name in self._learning:
-                narrow, earlier = gradient.to(torch.bfloat16), self._learning[name]
-                self._learning[name] = narrow if earlier is None else earlier.add_(narrow)
+        if learning := {name: gradient for name, gradient in zip(states, gradients) if name in self._learning}:
+            self._hold(learning)
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
         accumulate_updates(gradients, waiting, self._preconditioners(each), [one.scalars for one in each], self._ranks)
         if self.is_watched:
             for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
                 state.update_norm = norm
+
+    def _hold(self, gradients: Mapping[str, Tensor]) -> None:
+        """Hold gradients that are learned from as they travel, in 16 bits; those of several backwards add up."""
+        numels = [each.numel() for each in gradients.values()]
+        narrow = next(iter(gradients.values())).new_empty(sum(numels), dtype=torch.bfloat16).split(numels)
+        torch._foreach_copy_(narrow, list(gradients.values()))
+        for name, each in zip(gradients, narrow):
+            earlier = self._learning[name]
+            self._learning[name] = each if earlier is None else earlier.add_(each)
 
     def _preconditioners(self, states: Sequence[AdamState]) -> list[Tensor]:
         return [self._shared(state.known.tensors.preconditioner) for state in states]
@@ -349,7 +343,7 @@ class AdamMemory(ResidualMemory):
             self._due[name] = step + max(self.correction.refresh_steps, int(_GROWTH * step))
         if over:  # also where a rank has nothing of a shard: all measure anew
             self._clips.ratios.clear()
-        for together in _messages(list(gradients), gradients):
+        for together in _messages(gradients, coming):
             self._learn({name: gradients.pop(name) for name in together}, coming, ranks)
         for number, (name, moments) in enumerate(coming.items()):
             # The first time in turns, so that each step carries as much.
@@ -358,17 +352,33 @@ class AdamMemory(ResidualMemory):
                 self._learning.setdefault(name, None)
 
     def _learn(self, gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments], ranks: Averages) -> None:
-        """Learn from gradients that travel in one message."""
-        means = ranks.mean_gradients(gradients, [coming[name].tensors.second.numel() for name in gradients])
-        of_means, of_own = (
-            torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
-            for each in (means, gradients.values())
-        )
-        are_finite = of_means.isfinite()
+        """Learn from gradients that travel in one message; those of a step that was not finite teach nothing."""
+        seconds = {name: coming[name].tensors.second for name in gradients}
+        numels = [each.numel() for each in seconds.values()]
+        flat = ranks.mean_gradients(gradients, numels)
+        is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
         if self.clips_gradients:
-            self._clips.measure(list(gradients), of_means, ranks.mean_squares(of_own), are_finite)
-        for name, mean, is_finite in zip(gradients, means, are_finite.unbind()):
-            self.states[name].learn(coming[name], mean, is_finite)
+            of_own, of_means = (
+                torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
+                for each in (gradients.values(), flat.split(numels))
+            )
+            self._clips.measure(list(gradients), of_means, ranks.mean_squares(of_own), is_finite)
+        flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
+        alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
+        for name, mean in zip(seconds, flat.split(numels)):
+            alike[self.states[name].second_step, coming[name].step - 1, coming[name].settings.beta2][name] = mean
+        for (known, step, beta2), some in alike.items():
+            share = max(_LEAST_KEPT, beta2 ** (step - known))
+            # Both as torch keeps them: with the bias of their step.
+            old, new = 1 - beta2**known, 1 - beta2**step
+            kept = torch.where(is_finite, _number(share * new / old, flat), _number(new / old, flat))
+            held = [seconds[name] for name in some]
+            torch._foreach_mul_(held, kept)
+            torch._foreach_addcmul_(held, list(some.values()), list(some.values()), value=(1 - share) * new)
+            for name in some:
+                self.states[name].second_step = step
+                if (largest := coming[name].tensors.largest) is not None:
+                    torch.maximum(largest, seconds[name], out=largest)
 
     @override
     def update_norms(self) -> dict[str, Tensor]:
@@ -436,11 +446,16 @@ def _scaled(means: FlatSelection, found: Mapping[int, LookedUp]) -> FlatSelectio
     return means.replaced(torch.cat(factors, dim=1).view_as(means.values).mul_(means.values), means.indices)
 
 
-def _messages(names: Sequence[str], gradients: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names whose gradients travel in one message: few messages, little memory."""
-    starts = accumulate([gradients[name].numel() for name in names], initial=0)
-    for _, together in groupby(zip(starts, names), key=lambda each: each[0] // _LEARNED_TOGETHER):
+def _messages(gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
+    """Yield the names whose gradients travel in one message: few messages, little memory, and moments of one type."""
+    starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
+    places = [(start // _LEARNED_TOGETHER, coming[name].tensors.second.dtype) for start, name in zip(starts, gradients)]
+    for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
         yield [name for _, name in together]
+
+
+def _number(number: float, like: Tensor) -> Tensor:
+    return torch.full((), number, dtype=widened(like.dtype), device=like.device)
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:

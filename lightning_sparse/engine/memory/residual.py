@@ -70,8 +70,8 @@ class Clip(NamedTuple):
 class Averages(Protocol):
     """Means over ranks that a memory may ask for at the beginning of a step; on all ranks or on none."""
 
-    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
-        """Return the mean of flat bfloat16 gradients, whole, of so many elements each."""
+    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
+        """Return the mean of flat bfloat16 gradients, whole, of so many elements each, end to end."""
 
     def mean_squares(self, squares: Tensor) -> Tensor:
         """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""

@@ -91,12 +91,9 @@ class FlatRanks:
         """Tell which flags, uint8, are set on any rank with whose gradients this one's are averaged in its node."""
         return flags
 
-    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
-        """Return the means over ranks of flat bfloat16 gradients, as whole tensors of so many elements."""
-        flat = torch.cat(list(gradients.values()))
-        flat = self.inter.call(Payload("all_reduce", flat)).div_(self.inter.ranks)
-        means: Sequence[Tensor] = flat.split([gradient.numel() for gradient in gradients.values()])
-        return means
+    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
+        """Return the means over ranks of flat bfloat16 gradients, whole, of so many elements each, end to end."""
+        return self.inter.call(Payload("all_reduce", torch.cat(list(gradients.values())))).div_(self.inter.ranks)
 
     def mean_squares(self, squares: Tensor) -> Tensor:
         """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
@@ -195,11 +192,11 @@ class HierarchicalRanks(DividedRanks):
         self._workspace.release()
 
     @override
-    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
+    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
         shares = super().mean_gradients(gradients, numels)
-        tensors = [share.new_empty(numel) for share, numel in zip(shares, numels)]
-        self._intra.run(self._hand_out(torch.cat(list(shares)), tensors, torch.bfloat16))
-        return tensors
+        flat = shares.new_empty(sum(numels))
+        self._intra.run(self._hand_out(shares, flat.split(numels), torch.bfloat16))
+        return flat
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
         """Return this rank's share of each mean, in at least fp32; it is working memory until :meth:`write_back`."""

@@ -82,7 +82,8 @@ def test_a_step_on_a_device_ends_as_on_a_cpu(system, ranks):
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         if system in ROUNDED:  # sums of up to ten
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=4e-6, msg=name)
+            rtol = 1e-2 if name.startswith("refresh_gradient") else 1e-4  # of 16 bits
+            torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=4e-6, msg=name)
         else:
             assert torch.equal(found[name], tensor), name
 

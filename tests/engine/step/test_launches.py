@@ -68,8 +68,9 @@ BUDGETS = {
     ("topk 0.01, owners", ()): 580,
     ("lags 0.001, 16 groups", ()): 1850,
     # Of large tensors AdamW's elements are looked up one tensor at a time, which saves 15 passes over the model.
-    ("lags 0.001, clipped", ("AdamW",)): 1200,
-    ("topk 0.001, gather", ("AdamW",)): 1200,
+    # A tenth of the tensors is learned from in each step.
+    ("lags 0.001, clipped", ("AdamW",)): 1360,
+    ("topk 0.001, gather", ("AdamW",)): 1250,
     ("omgs 0.001, gather", ()): 205,
     ("dgc 0.001, gather", ()): 410,
     ("sdagc 0.001, gather", ()): 495,
@@ -107,7 +108,7 @@ def test_the_host_waits_for_a_device_only_where_sizes_are_selected(system):
 # Passes over memory: bytes moved by those of the model in fp32. With 64 ranks a 16th of all elements arrives, as int64
 # and fp32; the gradients of a piece are copied together, three times. torch's foreach AdamW makes some 20 by itself.
 @pytest.mark.parametrize(
-    ("is_corrected", "ranks", "most"), [(False, 64, 14), (False, 8, 12.6), (True, 64, 27), (True, 8, 23)]
+    ("is_corrected", "ranks", "most"), [(False, 64, 14), (False, 8, 12.6), (True, 64, 29.1), (True, 8, 25.1)]
 )
 def test_passes_over_memory_are_bounded(is_corrected, ranks, most):
     system = launches.SYSTEMS["topk 0.001, gather"]._replace(is_corrected=is_corrected)
