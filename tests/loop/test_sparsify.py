@@ -318,6 +318,9 @@ def test_an_overflow_is_skipped_and_leaves_what_is_kept(pair, optimizer):
         for step, (before, after) in enumerate(pairwise(notes)):
             assert (after[2] < before[2]) == (step == 4)
             if step == 4:
+                for _, state, _ in (before, after):  # that learns from the step before
+                    for kind in ("second_moment_step", "refresh_due", "refresh_gradient"):
+                        state["memory"].pop(kind, None)
                 assert_same(after[:2], before[:2])
             else:
                 assert not torch.equal(after[0]["matrix"], before[0]["matrix"])

@@ -382,7 +382,7 @@ def test_rows_are_cut_as_dtensor_cuts_them(before, after):
 
 
 CASES = {
-    "clipped, accumulated": ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_steps": 12}),
+    "clipped, accumulated": ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_epochs": 7}),
     "clipped by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "owners": ({"exchange": "owners"}, {}),
     "bfloat16": ({"wire": "bfloat16"}, {"precision": "bf16-true"}),

@@ -15,7 +15,8 @@ class AdamCorrection:
     Adam that is fed with sparse gradients sees one spike where dense training sees a hundred small gradients, and its
     second moment learns the wrong thing. Here every rank divides its own gradient by the root of a second moment that
     is the same on all ranks; of these updates the largest are sent, and the rest is kept. The second moment is learned
-    while everything is sent, in the first steps, and after that from a mean gradient exchanged now and then in 16 bits.
+    while everything is sent, in the first steps, and after that from mean gradients in 16 bits, of a few parameters in
+    each step; they are those of the step before, so that they travel during backward.
 
     The first moment is dropped, and its contents move into the residual, which averages gradients as a momentum does:
     one on top of the other delays them further (measured: see ``examples/benchmarks/README.md``).
@@ -31,8 +32,9 @@ class AdamCorrection:
             elements.
         fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for five
             times the dense steps, and no more than a tenth of a training whose length is known.
-        refresh_steps: least steps between two mean gradients that the second moment learns from; the interval grows to
-            a tenth of the steps made. Each of them takes half of what DDP sends in a step.
+        refresh_steps: least steps between two mean gradients that a parameter's second moment learns from; the interval
+            grows to a tenth of the steps made. Parameters take turns, so that a step sends a tenth of half of what DDP
+            sends, or less.
 
     Raises:
         ValueError: for a number out of range.

@@ -106,7 +106,6 @@ class OwnClips:
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # by clip that has a norm, in this step
     squared_norms: dict[str, Tensor] = field(default_factory=dict)  # of a rank's, as a mean over ranks, and of the mean
-    ratios: dict[frozenset[str], Tensor] = field(default_factory=dict)  # of what is clipped together, as measured last
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
@@ -120,16 +119,10 @@ class OwnClips:
 
     def _ratio(self, names: frozenset[str], like: Tensor) -> Tensor:
         """Return how much longer a rank's own gradient is than the mean."""
+        squares = [each for name, each in self.squared_norms.items() if name in names]
+        own, mean = self.total_of(torch.stack(squares).sum(dim=0) if squares else like.new_zeros(2)).unbind()
         # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
-        independent = like.new_full((), math.sqrt(self.ranks))
-        if not self.squared_norms:
-            return independent
-        if names not in self.ratios:
-            squares = [each for name, each in self.squared_norms.items() if name in names]
-            total = torch.stack(squares).sum(dim=0) if squares else like.new_zeros(2)
-            own, mean = self.total_of(total).unbind()
-            self.ratios[names] = torch.where(mean > 0, (own / mean).sqrt(), independent)
-        return self.ratios[names]
+        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.ranks))
 
     def clip(self, gradients: Mapping[str, Tensor]) -> None:
         """Clip gradients, in place."""
@@ -336,13 +329,15 @@ class AdamMemory(ResidualMemory):
         The coming step's own are known when most of its backward is over: to average them would take time of its own.
         """
         coming = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        over = [name for name in self._learning if name in coming and not hyperparameters[name].continues_step]
-        gradients = {name: gradient for name in over if (gradient := self._learning.pop(name)) is not None}
-        for name in over:
+        gradients = {
+            name: gradient
+            for name, gradient in self._learning.items()
+            if gradient is not None and name in coming and not hyperparameters[name].continues_step
+        }
+        for name in gradients:
             step = coming[name].step - 1
             self._due[name] = step + max(self.correction.refresh_steps, int(_GROWTH * step))
-        if over:  # also where a rank has nothing of a shard: all measure anew
-            self._clips.ratios.clear()
+            del self._learning[name]
         for together in _messages(gradients, coming):
             self._learn({name: gradients.pop(name) for name in together}, coming, ranks)
         for number, (name, moments) in enumerate(coming.items()):
@@ -422,7 +417,7 @@ class AdamMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         updates = state.get("update", {})
         super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
-        self._clips = replace(self._clips, squared_norms=cloned(state.get("squared_norms", {})), ratios={})
+        self._clips = replace(self._clips, squared_norms=cloned(state.get("squared_norms", {})))
         steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
         self._due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}

@@ -138,7 +138,7 @@ def test_exdyna_waits_for_loads_where_it_cuts_anew_and_to_measure_a_threshold():
     assert others == {SIZED, *measuring, *choosing}
 
 
-def test_where_second_moments_learn_from_a_mean_gradient_a_host_waits_once():
+def test_second_moments_learn_from_mean_gradients_without_a_wait():
     seen = waits_of(Way(corrected(refresh_steps=2), ADAM, clips=True))
     assert set(map(len, seen)) == {0}
 
