@@ -82,8 +82,8 @@ def takes_adam(
         first = _first_steps(adam, settings.density, total_steps)
     return (
         f"{names} {first}. Each rank then computes Adam's update of its own gradient and sends the largest part of it;"
-        f" every {adam.refresh_steps} steps, later less often, ranks average the whole gradient of each parameter for its"
-        " second moment, a few parameters in each step."
+        f" every {adam.refresh_steps} steps, later less often, ranks average the whole gradient of a parameter for its"
+        " second moment, of a few parameters in each step."
     )
 
 

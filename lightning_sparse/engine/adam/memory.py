@@ -139,8 +139,9 @@ class OwnClips:
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
         """Take squared norms of means, and of a rank's own gradients, as an average over the last times."""
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
-        for name, squared in zip(names, squares.unbind()):
-            self.squared_norms[name] = squared + self.squared_norms.get(name, 0.0) / 2
+        none = squares.new_zeros(2)
+        halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
+        self.squared_norms.update(zip(names, torch._foreach_add(list(squares.unbind()), halves)))
 
 
 class AdamMemory(ResidualMemory):
