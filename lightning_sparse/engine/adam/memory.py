@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Optional
@@ -144,6 +144,56 @@ class OwnClips:
         self.squared_norms.update(zip(names, torch._foreach_add(list(squares.unbind()), halves)))
 
 
+@dataclass
+class Refreshes:
+    """Whose second moment learns, in turns, and this rank's gradients of it until the next step has begun."""
+
+    least_steps: int
+    due: dict[str, int] = field(default_factory=dict)  # from which step on a parameter's is to learn again
+    gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)  # of those that are due, when they have come
+
+    def ask(self, coming: Mapping[str, AdamMoments]) -> None:
+        """Ask for the gradients of those that are due in the coming step; the first time each has a turn of its own."""
+        for number, (name, moments) in enumerate(coming.items()):
+            turn = int(number * _GOLDEN % 1 * self.least_steps)
+            if moments.step >= self.due.setdefault(name, moments.step + turn):
+                self.gradients.setdefault(name, None)
+
+    def hold(self, gradients: Mapping[str, Tensor]) -> None:
+        """Hold those that were asked for as they travel, in 16 bits; those of several backwards add up."""
+        asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
+        if not asked:
+            return
+        numels = [each.numel() for each in asked.values()]
+        narrow = next(iter(asked.values())).new_empty(sum(numels), dtype=torch.bfloat16).split(numels)
+        torch._foreach_copy_(narrow, list(asked.values()))
+        for name, each in zip(asked, narrow):
+            earlier = self.gradients[name]
+            self.gradients[name] = each if earlier is None else earlier.add_(each)
+
+    def see_finite(self, finite: Tensor) -> None:
+        """Have what is held be no numbers if a step was not finite."""
+        held = [each for each in self.gradients.values() if each is not None]
+        if held and not (finite.device.type == "cpu" and finite):  # else the device decides, for which nobody waits
+            flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
+            torch._foreach_mul_(held, flag.reciprocal())  # 1, or infinity: zeros are then no number
+
+    def taken(self, coming: Mapping[str, AdamMoments], continued: Container[str]) -> dict[str, Tensor]:
+        """Return those of a step that is over, in an order that no resume changes; each is due again in some steps."""
+        taken = {}
+        for name, moments in coming.items():
+            if name not in continued and (gradient := self.gradients.get(name)) is not None:
+                step, taken[name] = moments.step - 1, gradient
+                self.due[name] = step + max(self.least_steps, int(_GROWTH * step))
+                del self.gradients[name]
+        return taken
+
+    def forget(self, name: str) -> None:
+        """Know nothing of a parameter."""
+        self.due.pop(name, None)
+        self.gradients.pop(name, None)
+
+
 class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
@@ -169,10 +219,7 @@ class AdamMemory(ResidualMemory):
         self._ranks = ranks
         self._share_of = share_of
         self.states: dict[str, AdamState] = {}
-        self._due: dict[str, int] = {}  # from which step on a second moment is to learn again
-        # Those that learn, with the next step, from the one that goes on or has ended: this rank's gradients, as they
-        # travel, when they have come.
-        self._learning: dict[str, Optional[Tensor]] = {}
+        self._refreshes = Refreshes(correction.refresh_steps)
 
     @override
     def clip_to(self, clips: Sequence[Clip]) -> None:
@@ -235,8 +282,8 @@ class AdamMemory(ResidualMemory):
             del self._residuals[name]  # of an optimizer that has been replaced since: its units are not known
         else:
             self._residuals[name].mul_(self._denominator(state))
-        for known in (self.states, self._due, self._learning):
-            known.pop(name, None)
+        del self.states[name]
+        self._refreshes.forget(name)
 
     @override
     def leave(self) -> None:
@@ -261,23 +308,13 @@ class AdamMemory(ResidualMemory):
             state.is_continued = given[name].continues_step
             if not state.is_continued and (decay := state.known.settings.decay):
                 gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
-        if learning := {name: gradient for name, gradient in zip(states, gradients) if name in self._learning}:
-            self._hold(learning)
+        self._refreshes.hold(dict(zip(states, gradients)))
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
         accumulate_updates(gradients, waiting, self._preconditioners(each), [one.scalars for one in each], self._ranks)
         if self.is_watched:
             for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
                 state.update_norm = norm
-
-    def _hold(self, gradients: Mapping[str, Tensor]) -> None:
-        """Hold gradients that are learned from as they travel, in 16 bits; those of several backwards add up."""
-        numels = [each.numel() for each in gradients.values()]
-        narrow = next(iter(gradients.values())).new_empty(sum(numels), dtype=torch.bfloat16).split(numels)
-        torch._foreach_copy_(narrow, list(gradients.values()))
-        for name, each in zip(gradients, narrow):
-            earlier = self._learning[name]
-            self._learning[name] = each if earlier is None else earlier.add_(each)
 
     def _preconditioners(self, states: Sequence[AdamState]) -> list[Tensor]:
         return [self._shared(state.known.tensors.preconditioner) for state in states]
@@ -314,14 +351,11 @@ class AdamMemory(ResidualMemory):
             if name in self.states:
                 self.states[name].arrived = None
                 if not self.states[name].is_continued:
-                    self._learning.pop(name, None)  # and it stays due
+                    self._refreshes.gradients.pop(name, None)  # and it stays due
 
     @override
     def see_finite(self, finite: Tensor) -> None:
-        held = [each for each in self._learning.values() if each is not None]
-        if held and not (finite.device.type == "cpu" and finite):  # else the device decides, for which nobody waits
-            flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # 1, or infinity: zeros are then no number
+        self._refreshes.see_finite(finite)
 
     @override
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], ranks: Averages) -> None:
@@ -330,22 +364,11 @@ class AdamMemory(ResidualMemory):
         The coming step's own are known when most of its backward is over: to average them would take time of its own.
         """
         coming = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        gradients = {
-            name: gradient
-            for name, gradient in self._learning.items()
-            if gradient is not None and name in coming and not hyperparameters[name].continues_step
-        }
-        for name in gradients:
-            step = coming[name].step - 1
-            self._due[name] = step + max(self.correction.refresh_steps, int(_GROWTH * step))
-            del self._learning[name]
+        continued = {name for name in coming if hyperparameters[name].continues_step}
+        gradients = self._refreshes.taken(coming, continued)
         for together in _messages(gradients, coming):
             self._learn({name: gradients.pop(name) for name in together}, coming, ranks)
-        for number, (name, moments) in enumerate(coming.items()):
-            # The first time in turns, so that each step carries as much.
-            turn = int(number * _GOLDEN % 1 * self.correction.refresh_steps)
-            if moments.step >= self._due.setdefault(name, moments.step + turn):
-                self._learning.setdefault(name, None)
+        self._refreshes.ask(coming)
 
     def _learn(self, gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments], ranks: Averages) -> None:
         """Learn from gradients that travel in one message; those of a step that was not finite teach nothing."""
@@ -364,17 +387,9 @@ class AdamMemory(ResidualMemory):
         for name, mean in zip(seconds, flat.split(numels)):
             alike[self.states[name].second_step, coming[name].step - 1, coming[name].settings.beta2][name] = mean
         for (known, step, beta2), some in alike.items():
-            share = max(_LEAST_KEPT, beta2 ** (step - known))
-            # Both as torch keeps them: with the bias of their step.
-            old, new = 1 - beta2**known, 1 - beta2**step
-            kept = torch.where(is_finite, _number(share * new / old, flat), _number(new / old, flat))
-            held = [seconds[name] for name in some]
-            torch._foreach_mul_(held, kept)
-            torch._foreach_addcmul_(held, list(some.values()), list(some.values()), value=(1 - share) * new)
+            _teach([coming[name].tensors for name in some], list(some.values()), is_finite, beta2, known, step)
             for name in some:
                 self.states[name].second_step = step
-                if (largest := coming[name].tensors.largest) is not None:
-                    torch.maximum(largest, seconds[name], out=largest)
 
     @override
     def update_norms(self) -> dict[str, Tensor]:
@@ -408,8 +423,8 @@ class AdamMemory(ResidualMemory):
             "update": {name: tensor for name, tensor in residuals.items() if name in updates},
             "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
             "squared_norms": dict(self._clips.squared_norms),
-            "refresh_gradient": {name: each for name, each in self._learning.items() if each is not None},
-            "refresh_due": {name: _saved([step]) for name, step in self._due.items()},
+            "refresh_gradient": {name: each for name, each in self._refreshes.gradients.items() if each is not None},
+            "refresh_due": {name: _saved([step]) for name, step in self._refreshes.due.items()},
             "second_moment_mean": {name: _saved(mean) for name, mean in self.second_means.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, _saved(self.warm_up)),
         }
@@ -421,14 +436,33 @@ class AdamMemory(ResidualMemory):
         self._clips = replace(self._clips, squared_norms=cloned(state.get("squared_norms", {})))
         steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
-        self._due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
-        held = state.get("refresh_gradient", {})
-        self._learning = {name: each.to(torch.bfloat16, copy=True) for name, each in held.items()}
+        due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
+        held = {name: each.to(torch.bfloat16, copy=True) for name, each in state.get("refresh_gradient", {}).items()}
+        self._refreshes = Refreshes(self.correction.refresh_steps, due, {**held})
         means = state.get("second_moment_mean", {})
         self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
         self.warm_up = next(
             (WarmUp(int(dense), int(fall)) for _, (dense, fall) in _as_numbers(state.get("warm_up", {}))), None
         )
+
+
+def _teach(
+    tensors: Sequence[AdamTensors], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
+) -> None:
+    """Move second moments on from a step, by mean gradients of a later one if they are finite."""
+    share = max(_LEAST_KEPT, beta2 ** (step - known))
+    # Both as torch keeps them: with the bias of their step.
+    old, new = 1 - beta2**known, 1 - beta2**step
+    taught, kept = (
+        torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
+        for each in (share * new / old, new / old)
+    )
+    seconds = [each.second for each in tensors]
+    torch._foreach_mul_(seconds, torch.where(is_finite, taught, kept))
+    torch._foreach_addcmul_(seconds, list(means), list(means), value=(1 - share) * new)
+    for each in tensors:
+        if each.largest is not None:
+            torch.maximum(each.largest, each.second, out=each.largest)
 
 
 def _scaled(means: FlatSelection, found: Mapping[int, LookedUp]) -> FlatSelection:
@@ -448,10 +482,6 @@ def _messages(gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments]
     places = [(start // _LEARNED_TOGETHER, coming[name].tensors.second.dtype) for start, name in zip(starts, gradients)]
     for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
         yield [name for _, name in together]
-
-
-def _number(number: float, like: Tensor) -> Tensor:
-    return torch.full((), number, dtype=widened(like.dtype), device=like.device)
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:
