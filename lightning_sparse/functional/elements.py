@@ -63,9 +63,24 @@ def as_dtensor(held: Tensor, like: Any) -> Tensor:
 
 def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
     """Return a tensor flat, in the order of its memory or that of ``like``, as DDP lays its gradient."""
-    if like is not None and tensor.stride() != like.stride():
+    if like is not None and not lies_as(tensor, like):
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def lies_as(tensor: Tensor, like: Tensor) -> bool:
+    """Tell whether a tensor lies in memory as another one of its shape does; strides along a size of 1 say nothing.
+
+    They alone differ between 1x1 convolutions' parameters and gradients, which backward makes in channels_last.
+    """
+    own, others = tensor.stride(), like.stride()
+    return own == others or all(one == other for size, one, other in zip(tensor.shape, own, others) if size > 1)
+
+
+def laid_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor with the strides of another one if it lies as that: lists of unequal ones torch copies singly."""
+    is_same = tensor.stride() == like.stride() or not lies_as(tensor, like)
+    return tensor if is_same else tensor.as_strided(tensor.shape, like.stride())
 
 
 def copy_elements(source: Tensor, out: Tensor) -> Tensor:

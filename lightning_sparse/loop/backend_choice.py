@@ -125,7 +125,7 @@ class BackendChoice(SharedOnCopy):
         """End an optimizer's step; on every rank."""
         self._is_at_border = True
         if self._is_comparing and self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize()
+            torch.get_device_module(self._device).synchronize(self._device)  # the caller's may be another
         border, self._border = self._border, perf_counter()
         self._course.send(self._border - border)
 

@@ -462,7 +462,8 @@ def _unscaling_changes(scaler: Any, device: torch.device) -> int:
     """Return how many changes of a gradient torch counts where a scaler unscales it; devices differ."""
     if scaler is None or not scaler.is_enabled():
         return 0
-    gradient, factor, found = torch.ones(1, device=device), torch.ones(1, device=device), torch.zeros(1, device=device)
+    # In the one type that torch takes, whatever the default type.
+    gradient, factor, found = (torch.full((1,), each, dtype=torch.float32, device=device) for each in (1.0, 1.0, 0.0))
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
     return gradient._version
 

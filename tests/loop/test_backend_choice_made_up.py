@@ -41,11 +41,11 @@ class MadeUpEngine:
         return {"density": self._density, "exposed_seconds": self._exposed}
 
 
-def live(theirs, ours, steps, density=0.01, exposed=0.0):
+def live(theirs, ours, steps, density=0.01, exposed=0.0, device="cpu"):
     """Live through steps that take so many seconds; return which were plain, and what was said."""
     engine, said, were_plain = MadeUpEngine(density, exposed), list[str](), list[bool]()
     with mock.patch.object(backend_choice, "perf_counter", return_value=0.0) as clock:
-        choice = BackendChoice(engine, torch.device("cpu"), said.append)
+        choice = BackendChoice(engine, torch.device(device), said.append)
         for step in range(steps):
             were_plain.append(choice.wants_dense)
             clock.return_value += (theirs if choice.wants_dense else ours)(step)
@@ -106,6 +106,14 @@ def test_a_network_that_gets_slow_is_left_within_49_steps():
         assert said[-1].endswith("chosen: compression, which saves 88.0%.")
     assert max(taken) == 49, taken
     assert min(taken) == 30, taken
+
+
+def test_timed_steps_end_when_the_models_device_has_done_them_whichever_is_the_callers():
+    device, module = torch.device("cuda", 1), mock.Mock()
+    with mock.patch.object(torch, "get_device_module", return_value=module):
+        live(lambda step: 0.1, lambda step: 0.04, 200, device=device)
+    assert module.synchronize.call_args_list == [mock.call(device)] * module.synchronize.call_count
+    assert module.synchronize.called
 
 
 class WorseOnceLookedAt:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, sparsify
 from lightning_sparse.testing.wrapping import Edges, batch
+from tests.helpers import racing
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fit
 from tests.helpers.resuming import Numbered
@@ -147,3 +148,13 @@ def test_a_plain_loop_that_clips_what_has_arrived_is_told_once(pair, change, arg
 @pytest.mark.parametrize(("change", "arguments"), NOWHERE.values(), ids=NOWHERE)
 def test_whoever_clips_otherwise_is_told_nothing(pair, change, arguments):
     assert pair.run(partial(train, change=change, **arguments)) == [0, 0]
+
+
+def test_a_scaler_is_followed_under_another_default_type():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with racing.played():
+            way = racing.Way({"optimizer_correction": CORRECTION}, torch.optim.AdamW, scales=True)
+            assert len(list(racing.train(way, DENSE + 2))) == DENSE + 2
+    finally:
+        torch.set_default_dtype(torch.float32)

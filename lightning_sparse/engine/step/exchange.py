@@ -22,7 +22,7 @@ from lightning_sparse.engine.observe import Mark, shown
 from lightning_sparse.engine.step.shards import BareModel, named_module, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.functional.elements import laid_flat, local_tensor
+from lightning_sparse.functional.elements import laid_as, laid_flat, lies_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
 Wrapper = Union[DistributedDataParallel, BareModel]
@@ -377,7 +377,7 @@ class Backward(ABC):
 
     def _taken_from(self, parameter: Tensor) -> Tensor:
         gradient = self._held_gradient(parameter)
-        if not self._route.is_sharded and (gradient.stride() != parameter.stride() or _shares_memory(parameter)):
+        if not self._route.is_sharded and (not lies_as(gradient, parameter) or _shares_memory(parameter)):
             copy = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             self._copied.append((gradient, copy))
             gradient = copy
@@ -560,7 +560,7 @@ class SparseBackward(Backward):
         small = [each for each in members if each.numel < _SMALL and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
             return super()._gradients_of(members)
-        sources = [self._held_gradient(each.parameter) for each in small]
+        sources = [laid_as(self._held_gradient(each.parameter), each.parameter) for each in small]
         names = tuple([each.name for each in small])
         package = self._route.packages[names] = self._known.get(names) or _Package.of(small, sources[0])
         self._packed.append((sources, package.views))

@@ -13,6 +13,12 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.wire.base import Payload
 
+_CAPTURED = (
+    "gradients are exchanged while a graph of the device is captured, which would repeat what the host has decided for"
+    " that one step, such as densities and the number of Adam's step: capture forward and backward of parts of a model"
+    " (torch.cuda.make_graphed_callables, torch.compile(mode='reduce-overhead')), and not the exchange and the step"
+)
+
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
 _Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]  # as submitted; events of inputs
@@ -88,6 +94,8 @@ class ExchangeWorker:
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
         # Its many small kernels would wait behind those of backward, which fill a device.
         self._stream = self._device_module.Stream(device, priority=-1) if self._device_module else None
+        # Of devices that have graphs of what is launched.
+        self._is_captured = getattr(self._device_module, "is_current_stream_capturing", lambda: False)
         self._updated: set[Any] = set()
         self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
         # A daemon, because a collective that waits for a dead peer cannot be stopped before its timeout, and must not
@@ -105,6 +113,8 @@ class ExchangeWorker:
 
         After an error a task is skipped, unless it is to run ``always``.
         """
+        if self._is_captured():
+            raise RuntimeError(_CAPTURED)
         self.wait_for_caller()
         ready = [stream.record_event() for stream in self._updated]
         self._updated.clear()

@@ -191,6 +191,16 @@ def test_whatever_a_task_raises_is_raised_by_all_that_wait_and_ends_no_thread():
         assert worker.close()
 
 
+def test_an_exchange_that_a_graph_would_repeat_is_refused_before_it_begins():
+    with played() as device:
+        device.is_current_stream_capturing = lambda: True
+        worker, done = ExchangeWorker(CUDA), []
+        with pytest.raises(RuntimeError, match="make_graphed_callables"):
+            worker.submit(partial(done.append, "exchanged"))
+        assert worker.close()
+    assert (done, device.races) == ([], [])
+
+
 def test_small_kernels_of_the_exchange_come_before_those_of_backward():
     with played() as device:
         assert ExchangeWorker(CUDA).close()
