@@ -34,6 +34,7 @@ _CURE = (
     " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
 )
 _CORRECTED = "have Adam's updates made before selection (optimizer_correction='auto', and a density below 1), or "
+_MIXED = "have Adam and AdamW train all of the model, whose updates are made before selection if they are alone, or "
 _SHOWN = 5  # names in a message
 _ALIKE = (
     "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
@@ -73,8 +74,9 @@ class OptimizerView:
         self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # groups, theirs, for the update
         self._handles: list[Any] = []
         if feedback.momentum is not None:
+            cure = _CORRECTED if all(map(is_correctable, optimizers)) else _MIXED
             for optimizer in optimizers:
-                _check(optimizer, feedback, parameters.values())
+                _check(optimizer, feedback, parameters.values(), cure)
         if self.takes_momentum:
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(after_closure(self._take)))
@@ -523,7 +525,7 @@ def all_handled(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return list(chain.from_iterable(map(handled, optimizers)))
 
 
-def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor]) -> None:
+def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor], of_adam: str) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(handled(optimizer)):  # Lightning's stand-in
         raise ValueError(
@@ -534,7 +536,7 @@ def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[T
         corrects = feedback.momentum == FROM_OPTIMIZER and is_correctable(optimizer)
         raise ValueError(
             f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD;"
-            f" {name} works on the gradients themselves, not on velocities: {_CORRECTED * corrects}{_CURE}"
+            f" {name} works on the gradients themselves, not on velocities: {of_adam * corrects}{_CURE}"
         )
     for group in optimizer.param_groups:
         if group["dampening"]:

@@ -282,6 +282,14 @@ def test_momentum_without_an_optimizer_is_refused_by_what_is_missing():
         OptimizerView({"weight": nn.Parameter(torch.zeros(2))}, [stand_in], DGC().feedback)
 
 
+def test_adam_beside_sgd_is_refused_with_what_would_help():
+    matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    optimizers = [torch.optim.AdamW([matrix]), torch.optim.SGD([vector], 0.1)]
+    with pytest.raises(ValueError, match=r"AdamW works .*train all of the model") as refusal:
+        OptimizerView({"matrix": matrix, "vector": vector}, optimizers, DGC().feedback)
+    assert "optimizer_correction" not in str(refusal.value)  # 'auto' is what there is
+
+
 def test_of_one_process_it_is_warned_of_as_well(pools):
     (warned,) = pools[1].run(warned_of, "lags", 0.01, WithOptimizer(torch.optim.RMSprop, lr=0.01))
     assert ["RMSprop" in line for line in warned] == [True]
