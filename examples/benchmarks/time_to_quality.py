@@ -5,7 +5,7 @@ the table has the loss beside the time. Trainings are those of ``quality.py``, i
 
 * ``--task large``: a GPT of 10.7 million parameters, the characters of the Bible, 300 steps. Gradients, optimizers and
   messages are real; forward and backward wait until they have taken as long as on an A100 (``paced.py``), and
-  everything, the network included, is 32 times as slow, so that processors can follow. Networks go by r: the seconds of
+  everything, the network included, is 64 times as slow, so that processors can follow. Networks go by r: the seconds of
   DDP's exchange over those of a step without it.
 * ``--task gpt``: one of 0.36 million, 800 steps that take as long as they take, over slow and far networks.
 
@@ -65,7 +65,7 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "large": Study(300, {f"r = {r:g}": (_rate_for(r), "100us") for r in (1, 3, 10, 30)}, "gpt_characters", 32),
+    "large": Study(300, {f"r = {r:g}": (_rate_for(r), "100us") for r in (1, 3, 10, 30)}, "gpt_characters", 64),
     "gpt": Study(800, {"100 Mbit/s, 10 ms": ("100mbit", "10ms"), "20 Mbit/s, 50 ms": ("20mbit", "50ms")}),
 }
 
