@@ -6,6 +6,8 @@ from typing import ClassVar, Optional
 
 from typing_extensions import override
 
+from lightning_sparse.compressors.base import is_whole
+
 UNPLANNED_ELEMENTS = 1 << 23  # of a group, where nothing has been measured
 
 
@@ -51,13 +53,15 @@ class FixedSize(Schedule):
             of fewer messages.
 
     Raises:
-        ValueError: if ``min_elements`` is not positive.
+        ValueError: if ``min_elements`` is no whole number, or not positive.
     """
 
     def __init__(self, min_elements: int = UNPLANNED_ELEMENTS) -> None:
-        if min_elements < 1:
-            raise ValueError(f"min_elements={min_elements} must be at least 1; 1 exchanges layer by layer")
-        self.min_elements = min_elements
+        if not is_whole(min_elements, 1):
+            raise ValueError(
+                f"min_elements={min_elements!r} must be a whole number, at least 1; 1 exchanges layer by layer"
+            )
+        self.min_elements = int(min_elements)
 
     @override
     def closes_group(self, newest: str, numel: int) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, debug
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sparse.engine.adam import memory
 from tests.helpers.devices import DEVICE
 
 # Lightning's own with this torch, and what is true of tests: few workers, few batches, several ranks on one data set.
@@ -175,6 +176,11 @@ def sgd_shared_out(parameters, **arguments):
         warnings.simplefilter("ignore")  # torch's own module calls what torch has deprecated
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, **arguments)
+
+
+def learning_in_turns(learns=True):
+    """Have second moments of small models be learned in turns, as those of large ones are; or leave that as it is."""
+    return mock.patch.object(memory, "_LEAST_ELEMENTS", 1 if learns else memory._LEAST_ELEMENTS)
 
 
 def expect(*more):

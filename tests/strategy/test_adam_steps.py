@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors import DGC
-from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
+from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors, Refreshes
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
@@ -23,7 +23,7 @@ from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, param
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import NotingLogger, assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
-from tests.helpers.trainers import WithOptimizer
+from tests.helpers.trainers import WithOptimizer, learning_in_turns
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=REFRESH)
@@ -36,7 +36,7 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
     The gradient of step ``poisoned`` is not finite on rank 1; that step of the optimizer is left out.
     """
     torch.manual_seed(0)
-    with sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
+    with learning_in_turns(), sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
         optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
         parameters = dict(ddp.module.named_parameters())
         feedback = engine._settings.feedback
@@ -533,7 +533,10 @@ def test_a_method_that_cannot_be_corrected_refuses_to_be(compressor):
         SparseDDPStrategy(optimizer_correction="adam")
 
 
-@pytest.mark.parametrize("given", [{"dense_steps": 1}, {"fall_steps": -1}, {"refresh_steps": 0}, {"dense_steps": 0.5}])
+@pytest.mark.parametrize(
+    "given",
+    [{"dense_steps": 1}, {"fall_steps": -1}, {"refresh_steps": 0}, {"dense_steps": 0.5}, {"refresh_steps": True}],
+)
 def test_numbers_out_of_range_are_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         AdamCorrection(**given)
@@ -558,13 +561,23 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
         # Of a mean over ranks and parameters.
         assert min(each[tag] for tag in tags) < 1.1 * each["sparse/update_error"]
         assert max(each[tag] for tag in tags) > 0.9 * each["sparse/update_error"]
-    assert [each["sparse/second_moment_age"] for each in told[2:]] == [2] * 8  # some learn in each step
+    # Of so small a model all learn in one step.
+    assert [each["sparse/second_moment_age"] for each in told[2:]] == [2, 1] * 4
+
+
+@pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])
+def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turns):
+    tensors = AdamTensors(*4 * [torch.empty(2, device="meta")])
+    moments = AdamMoments(100, AdamSettings(0.9, 0.999, 1e-8, 0.0), tensors, round(20_000 * million))
+    refreshes = Refreshes(10)
+    refreshes.ask(dict.fromkeys(map(str, range(50)), moments))
+    assert sorted(set(refreshes.due.values())) == list(range(100, 110, 10 // turns))
 
 
 def test_gradients_that_are_learned_from_are_held_as_they_travel():
     first, second, weight, gradient = torch.ones(4, 1000).unbind()
     settings, tensors = AdamSettings(0.9, 0.999, 1e-8, 0.0), AdamTensors(first, second, None, weight)
-    moments = AdamMoments(5, settings, tensors)
+    moments = AdamMoments(5, settings, tensors, 1000)
     memory = AdamMemory(2, AdamCorrection(refresh_steps=1))
     ranks = mock.Mock()
     ranks.mean_gradients.side_effect = lambda gradients, numels: torch.cat(list(gradients.values()))

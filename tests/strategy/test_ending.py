@@ -51,8 +51,8 @@ def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair, mo
         assert stats["total_steps"] == 32
         assert stats["total_dense_bytes"] == 32 * DENSE
         assert stats["total_compression_ratio"] == stats["total_dense_bytes"] / stats["total_wire_bytes"]
-        if module is StoppingAdam:  # whose warm-up the last step knows nothing of
-            assert stats["total_compression_ratio"] < 0.8 * stats["compression_ratio"]
+        if module is StoppingAdam:  # whose dense steps count
+            assert stats["total_wire_bytes"] > 10 * DENSE
         assert 0 < stats["exposed_share"] < 1
         assert stats == seen
     stats, line = answers[0].total, closing_of(answers[0].said)

@@ -1,8 +1,9 @@
 """What the user chooses of the correction of Adam, and how long it sends more than later."""
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple, Optional
+
+from lightning_sparse.compressors.base import is_whole
 
 LEAST_DENSE_STEPS, MOST_DENSE_STEPS = 10, 100
 _FALL = 5  # steps of the fall for each dense one
@@ -15,8 +16,8 @@ class AdamCorrection:
     Adam that is fed with sparse gradients sees one spike where dense training sees a hundred small gradients, and its
     second moment learns the wrong thing. Here every rank divides its own gradient by the root of a second moment that
     is the same on all ranks; of these updates the largest are sent, and the rest is kept. The second moment is learned
-    while everything is sent, in the first steps, and after that from mean gradients in 16 bits, of a few parameters in
-    each step; they are those of the step before, so that they travel during backward.
+    while everything is sent, in the first steps, and after that from mean gradients in 16 bits, of parameters in
+    turns; they are those of the step before, so that they travel during backward.
 
     The first moment is dropped, and its contents move into the residual, which averages gradients as a momentum does:
     one on top of the other delays them further (measured: see ``examples/benchmarks/README.md``).
@@ -33,8 +34,8 @@ class AdamCorrection:
         fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for five
             times the dense steps, and no more than a tenth of a training whose length is known.
         refresh_steps: least steps between two mean gradients that a parameter's second moment learns from; the interval
-            grows to a tenth of the steps made. Parameters take turns, so that a step sends a tenth of half of what DDP
-            sends, or less.
+            grows to a tenth of the steps made. Parameters take turns, so that of a model of 5 million or more a step
+            sends a tenth of half of what DDP sends, or less; smaller ones take fewer turns.
 
     Raises:
         ValueError: for a number out of range.
@@ -55,7 +56,7 @@ class AdamCorrection:
             given = getattr(self, name)
             if given is None:
                 continue
-            if not isinstance(given, Integral) or given < least:
+            if not is_whole(given, least):
                 raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
             object.__setattr__(self, name, int(given))  # of numpy's, too
 

@@ -37,6 +37,7 @@ from lightning_sparse.functional.adam import (
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples spread any run of parameters evenly over the steps of an interval
+_LEAST_ELEMENTS = 1 << 19  # of a turn, a message of 1 MiB: small models have fewer turns, as each costs round trips
 _LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
 _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
 
@@ -71,6 +72,7 @@ class AdamMoments(NamedTuple):
     step: int  # the coming one, from 1
     settings: AdamSettings
     tensors: AdamTensors
+    numel: int  # of the whole parameter, where a rank holds a shard
 
 
 @dataclass
@@ -154,8 +156,10 @@ class Refreshes:
 
     def ask(self, coming: Mapping[str, AdamMoments]) -> None:
         """Ask for the gradients of those that are due in the coming step; the first time each has a turn of its own."""
+        numel = sum(each.numel for each in coming.values())
+        turns = min(self.least_steps, max(1, numel // _LEAST_ELEMENTS))
         for number, (name, moments) in enumerate(coming.items()):
-            turn = int(number * _GOLDEN % 1 * self.least_steps)
+            turn = int(number * _GOLDEN % 1 * turns) * (self.least_steps // turns)
             if moments.step >= self.due.setdefault(name, moments.step + turn):
                 self.gradients.setdefault(name, None)
 

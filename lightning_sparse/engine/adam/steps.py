@@ -284,7 +284,7 @@ class AdamSteps:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                moments = self._present[parameter] = AdamMoments(count + 1, settings, tensors)
+                moments = self._present[parameter] = AdamMoments(count + 1, settings, tensors, parameter.numel())
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
         clips = () if is_dense else self.clips.coming(self.counts.names)
         return StepContext(None, hyperparameters, whole, _warm_up_progress(warm_up, self.counts.most), clips)
