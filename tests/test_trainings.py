@@ -149,6 +149,8 @@ def findings(training, ranks):
     for name, each in training.variants().items():
         if name in ranks[0]:
             yield from (f"{name}: {found}" for found in unlike(each, [outcomes[name] for outcomes in ranks]))
+            if each.moves_something and any(_stood_still(outcomes[name]) for outcomes in ranks):
+                yield f"{name}: nothing was trained"
     for rank, outcomes in enumerate(ranks):
         where = f"on rank {rank}"
         if "all" in outcomes and training.is_reproducible:
@@ -159,6 +161,12 @@ def findings(training, ranks):
             yield from (f"resumed {where}: {found}" for found in compare(saved, outcomes["resumed"]))
         if "ddp" in outcomes:
             yield from (f"whole {where}: {found}" for found in far(training, outcomes["whole"], outcomes["ddp"]))
+
+
+def _stood_still(outcome):
+    return bool(outcome.start) and all(
+        outcome.start[name] == outcome.end[name] for name in ("first.weight", "head.weight")
+    )
 
 
 def moved(training, before, outcomes):

@@ -123,7 +123,7 @@ class Rounds(Replicas):
         self._begun = 0  # step at which the last exchange did
         self._step = 0
         self._steps_of: dict[int, int] = {}
-        self._has_begun = False
+        self.has_begun = self._has_steps = False
         self._is_stale = False  # whether a step has been made since the last exchange began
         self.is_shared = True  # this rank's model is that of all: before rounds begin, and where one was ended early
         self._is_resumed = False
@@ -138,7 +138,7 @@ class Rounds(Replicas):
     def synchronous_left(self) -> int:
         """Steps of DDP that are still to be made before rounds begin."""
         left = self.local.synchronous_steps - max(self._steps_of.values(), default=0)
-        return 0 if self._has_begun else max(0, left)
+        return 0 if self.has_begun else max(0, left)
 
     @property
     def is_synchronous(self) -> bool:
@@ -154,18 +154,25 @@ class Rounds(Replicas):
 
     @override
     def begin_round(self) -> None:
-        if self._has_begun:
+        if self.has_begun:
             return
-        self._has_begun, self._steps_of = True, {}
+        self.has_begun, self._has_steps, self._steps_of = True, False, {}
         self.meeting.begin_exchange()
         self.meeting.begin_epoch(self._step)
         self.adopt()
+
+    @override
+    def begin_steps(self) -> None:
+        self.begin_round()
+        if not self._has_steps:
+            self._has_steps = True
+            self.shared.adopt(all_of_it=False)
 
     def leave(self) -> None:
         """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
         self._worker.drain()
         self.shared.take_back(own=False)
-        self._has_begun, self._pending, self.is_shared = False, None, True
+        self.has_begun, self._pending, self.is_shared = False, None, True
 
     @override
     def adopt(self) -> None:
@@ -181,7 +188,7 @@ class Rounds(Replicas):
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         self._is_resumed = False
-        if not self._has_begun:
+        if not self.has_begun:
             return
         self._is_stale, self.is_shared = True, False
         if self._steps_of[optimizer] <= self._step:
@@ -203,9 +210,10 @@ class Rounds(Replicas):
     @override
     def synchronize(self) -> None:
         """End the round early, and go on from the shared model; all ranks must call."""
-        if not self._has_begun:
+        if not self.has_begun:
             return
         self.shared.take_back()  # inside of shared_model() there is no change of this rank's to be seen
+        self.begin_steps()
         has_moved = self._has_moved()
         self._apply_until(math.inf)
         status = self.meeting.status(self._step, self.shared.resting(), has_moved)
@@ -221,9 +229,9 @@ class Rounds(Replicas):
 
     @override
     def meet(self, place: str) -> bool:
-        if not self._has_begun and (self._steps_of or self.is_synchronous):
+        if not self.has_begun and (self._steps_of or self.is_synchronous):
             return True
-        self.begin_round()  # a rank may have had no batch yet
+        self.begin_steps()  # a rank may have had no batch yet
         own = MEETING_POINTS.index(place)
         while True:
             if self._pending is not None:
@@ -294,7 +302,7 @@ class Rounds(Replicas):
     @override
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        if not self._has_begun:
+        if not self.has_begun:
             yield
             return
         self._worker.drain()  # an exchange that is on its way ends first: the same model on all ranks
@@ -312,7 +320,8 @@ class Rounds(Replicas):
         late = self._pending
         pending = None if late is None else {name: getattr(late, name) for name in ("names", "due", "corrections")}
         rounds = {
-            "has_begun": self._has_begun,
+            "has_begun": self.has_begun,
+            "has_steps": self._has_steps,
             "step": self._step,
             "every": self._length.steps if self._length.times is None else None,
             "origin": self._origin,
@@ -321,7 +330,7 @@ class Rounds(Replicas):
             "is_stale": self._is_stale,
             "pending": pending,
         }
-        return {"rounds": {**rounds, **self.meeting.state(), **self.shared.state(self._has_begun, together)}}
+        return {"rounds": {**rounds, **self.meeting.state(), **self.shared.state(self.has_begun, together)}}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -330,7 +339,8 @@ class Rounds(Replicas):
             return
         state = state["rounds"]
         self.shared.load(state)
-        self._has_begun = self._is_resumed = state["has_begun"]
+        self.has_begun = self._is_resumed = state["has_begun"]
+        self._has_steps = state.get("has_steps", True)  # version 0.3.0 does not tell
         self._step, self._origin, self._begun = (int(state[step]) for step in ("step", "origin", "begun"))
         self._steps_of, self._is_stale = dict(state["steps_of"]), bool(state["is_stale"])
         self._length.begin(None if state["every"] is None else int(state["every"]))
@@ -340,4 +350,4 @@ class Rounds(Replicas):
             corrections = [each.to(self.shared.device) for each in saved["corrections"]]
             self._pending = Change(saved["names"], [], corrections, saved["due"])
             self._pending.done.set()
-        self.is_shared = not (self._has_begun and (self._is_stale or self.steps_since_ended or self._pending))
+        self.is_shared = not (self.has_begun and (self._is_stale or self.steps_since_ended or self._pending))

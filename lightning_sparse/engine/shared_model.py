@@ -165,13 +165,15 @@ class SharedModel:
         moved = [tensor.ne(round_to(self._shared[name], tensor.dtype)).any() for name, tensor in trained]
         return bool(moved) and bool(torch.stack(moved).any())
 
-    def adopt(self) -> None:
-        """Share the model that there is now, averaged over ranks; all must call."""
-        self._worker.run(self._averager.average)
+    def adopt(self, all_of_it: bool = True) -> None:
+        """Share the model that there is now, averaged over ranks, or only what of it is trained; all must call."""
+        adopted = {name: each for name, each in averaged(self._named()).items() if all_of_it or name in self.trained}
+        self._worker.run(lambda: self._averager.average(adopted))
         self._away = None
         for name, tensor in self._tensors().items():
-            shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
-            shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
+            if name in adopted:
+                shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
+                shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
     def change(self, is_late: bool) -> Change:
         """Return shared tensors minus this rank's, to be exchanged while these go on changing if it ``is_late``.

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from numbers import Integral
 from typing import Any, Optional
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.refusals import lacking, refuse
@@ -32,8 +32,18 @@ _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 _ON_NCCL = "and NCCL may wait for ever where ranks launch on two communicators in different orders"
 
 
-def check_parameters(model: Module) -> None:
-    """Refuse a model of which a parameter that is trained is not real floating point."""
+_SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # to ask for the classes would import both
+_WRAPPERS = _SHARDING | {"DistributedDataParallel", "DataParallel"}
+
+
+def check_model(model: Module) -> None:
+    """Refuse a model that others train, too, or of which a parameter that is trained is not real floating point."""
+    if wrappers := [name or "itself" for name, each in model.named_modules() if _exchanges(each)]:
+        raise ValueError(
+            f"model={type(model).__name__} holds wrappers that exchange themselves, {listed(wrappers)}: give a model"
+            " without any (a loop of one's own may give one that is a DistributedDataParallel itself); for shards call"
+            " fully_shard"
+        )
     refused = [
         f"{name} ({parameter.dtype})"
         for name, parameter in model.named_parameters()
@@ -44,6 +54,12 @@ def check_parameters(model: Module) -> None:
             f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
             " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
         )
+
+
+def _exchanges(module: Module) -> bool:
+    bases = {base.__name__ for base in type(module).__mro__}
+    is_frozen = not any(each.requires_grad for each in module.parameters())  # such as a teacher
+    return not (_SHARDING if is_frozen else _WRAPPERS).isdisjoint(bases)
 
 
 def check_rounds(local: Optional[LocalSteps], model: Module) -> None:
@@ -149,21 +165,10 @@ def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[
         )
 
 
-_WRAPPERS = frozenset(  # to ask for all classes would import FSDP, and DeepSpeed
-    {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"}
-)
-
-
 def check_bare(model: Module) -> None:
     """Refuse a model that does not lie whole on one device, or has nothing to train."""
-    check_parameters(model)
+    check_model(model)
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
-    bases = {name or "itself": {base.__name__ for base in type(each).__mro__} for name, each in model.named_modules()}
-    if wrappers := [name for name, each in bases.items() if not _WRAPPERS.isdisjoint(each)]:
-        raise ValueError(
-            f"{given} holds wrappers that exchange gradients themselves, {listed(wrappers)}: give a model without any,"
-            " or each DistributedDataParallel by itself; for shards call fully_shard"
-        )
     if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
         raise ValueError(
             f"{given} holds parts of {listed(cut)}, cut by something else than fully_shard, such as tensor parallelism:"
@@ -179,7 +184,7 @@ def check_bare(model: Module) -> None:
 
 def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
     """Refuse a model that others have a hook in, or that is wrapped for a part of all ranks."""
-    check_parameters(ddp.module)
+    check_model(ddp.module)
     check_reducer(ddp)
     if ddp._comm_hooks or isinstance(ddp.reducer, SilentReducer):
         raise RuntimeError(
@@ -199,7 +204,7 @@ def check_shards(
     module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any, rank: int, world: int
 ) -> int:
     """Check a sharded model on all ranks alike; return how many hold a replica."""
-    check_parameters(module)
+    check_model(module)
     meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
     count = next((mesh.size() for mesh in meshes), 1)
     first = rank // count * count
@@ -291,7 +296,7 @@ def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
     """Check what a loop of one's own tells of itself."""
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
-    if not (total_steps is None or (isinstance(total_steps, Integral) and int(total_steps) >= 1)):
+    if not (total_steps is None or is_whole(total_steps, 1)):
         raise ValueError(
             f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
         )

@@ -36,6 +36,7 @@ from lightning_sparse.loop.optimizers import (
     all_handled,
     before_step_of_training,
     can_correct,
+    chain_of,
     handled,
     warn_of_adaptive,
 )
@@ -206,6 +207,7 @@ class Training:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
         self.unfinished = UnfinishedStep()
+        self.before_step: Callable[[], None] = lambda: self.replicas.begin_steps()
         self.after_step: Callable[[], None] = lambda: None
         self._given, self._log = given, log
         self._has_warned_of_validations = False
@@ -226,8 +228,9 @@ class Training:
         """See what the optimizers are to do, and hear of each step."""
         parameters, engine = dict(self.engine.module.named_parameters()), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
-        look = before_step_of_training(after_closure(self._check_averaged))  # before an update is applied
-        hooks = [each.register_step_pre_hook(look) for each in optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
+        look = before_step_of_training(self._before_step)
+        stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
+        hooks = [each.register_step_pre_hook(look) for each in stepping if hasattr(each, "_optimizer_step_pre_hooks")]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
         if self.engine.rounds is not None:
             self.engine.rounds.shared.handled = partial(all_handled, optimizers)
@@ -396,11 +399,19 @@ class Training:
         if self.engine.source.is_open:
             raise RuntimeError(_BROKEN)
 
-    def _check_averaged(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
+        has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
+        if has_begun and any(each.grad is not None for each in handled(optimizer)):  # else a closure makes them
+            self.before_step()  # a closure may begin with weights that were moved for it, as SAM's
+        return after_closure(self._before_update)(optimizer, *step)
+
+    def _before_update(self, optimizer: Optimizer) -> None:
         if self.engine.source.holds_own(handled(optimizer)):
             raise RuntimeError(_OWN)
+        self.before_step()
 
     def _end_step(self, optimizer: Optimizer) -> None:
+        self.before_step()  # of a first one that a scaler has left out
         self.unfinished.end(optimizer)
         if self.view.adam is not None:
             self.view.adam.clips.end_step(optimizer)

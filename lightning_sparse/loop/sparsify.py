@@ -377,9 +377,8 @@ class FollowedModel:
             # Before FSDP's own, which puts whole parameters there.
             hooks.append(called.register_forward_pre_hook(forward, prepend=True))
         if rounds is not None:
-            begin = before_step_of_training(partial(self._begin_rounds, training))
-            hooks += [each.register_step_pre_hook(begin) for each in training.optimizers]
             hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
+            training.before_step = partial(self._begin_rounds, training)
             training.after_step = partial(self._end_step, training)
         return hooks
 
@@ -469,12 +468,12 @@ class FollowedModel:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
         self.take_up()
 
-    def _begin_rounds(self, training: Training, *step: Any) -> None:
+    def _begin_rounds(self, training: Training) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
         self._begin_training()
         if training.unfinished.is_begun:  # by a backward of parts of the model, whose forward nobody hears of
             training.turn()
-        training.replicas.begin_round()
+        training.replicas.begin_steps()
 
     def _end_step(self, training: Training) -> None:
         """Begin rounds after synchronous steps, though not between the steps of two optimizers by one backward."""

@@ -17,7 +17,7 @@ from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.jobs.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_settings
-from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
+from lightning_sparse.loop.checks import check_model, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoints import Checkpointer
@@ -94,7 +94,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
         module = self._module
-        check_parameters(module)
+        check_model(module)
         check_rounds(self.settings.local_steps, module)
         if not module.automatic_optimization:
             raise ValueError(

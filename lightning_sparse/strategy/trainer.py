@@ -34,7 +34,7 @@ from lightning_sparse.jobs.lightning import (
 from lightning_sparse.jobs.position import POSITION, Position, Reader
 from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
-from lightning_sparse.loop.checks import check_parameters, check_rounds
+from lightning_sparse.loop.checks import check_model, check_rounds
 from lightning_sparse.loop.kept import EVERYWHERE, RANK
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Given, Loop, Training
@@ -418,7 +418,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        check_parameters(model)
+        check_model(model)
         check_rounds(self.settings.local_steps, model)
         return wrap(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
 

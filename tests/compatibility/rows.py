@@ -143,6 +143,12 @@ ROWS = (
     Feature("`overfit_batches=2`", checks.same_batches, lambda folder: {"overfit_batches": 2, "max_epochs": 3}),
     Feature("`fast_dev_run=True`", checks.one_batch, lambda folder: {"fast_dev_run": True}),
     Feature(
+        "manual optimization with `static_graph=True`",
+        checks.one_step_a_batch,
+        module=modules.ByHand,
+        strategy={"static_graph": True},
+    ),
+    Feature(
         "`Tuner.lr_find`",
         checks.found_rate,
         lambda folder: {"default_root_dir": folder, "enable_checkpointing": True, "max_epochs": 4},

@@ -474,7 +474,7 @@ class Numbers:
     def has_moved(self):
         return False
 
-    def nothing(self, *arguments):
+    def nothing(self, *arguments, **named):
         return ()
 
     adopt = check_followed = unify_rest = exchange = resting = take_back = nothing

@@ -43,7 +43,7 @@ from lightning_sparse.schedule import Auto
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands
-from tests.helpers.trainers import expect, forget_groups, make_trainer
+from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer
 
 WIDTH = 6
 _EXPECTED_WARNINGS = (
@@ -201,6 +201,9 @@ class Training:
         # Gradients with a sparse layout are not for other optimizers, nor for clipping.
         is_dense = self.optimizer not in ("sgd", "momentum") or self.clips is not None or self.falls == "cycle"
         yield "rows" in self.parts and is_dense
+        # Where ranks make one step together, each would have its own start, as with DDP; those of an island until then.
+        is_in_step = self.local is None or self.local.synchronous_steps or (self.are_islands and self.accumulates > 1)
+        yield "starting" in self.parts and is_in_step
         yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
@@ -228,6 +231,13 @@ class Training:
         """Whether the third optimizer has its turn with a layer that may not be used: its loss has no gradient."""
         is_seldom = any("used" in part for part in self.parts) and "normalized" not in self.parts
         return "toggled" in self.by_hand and self.optimizers == 3 and is_seldom and not self.shares
+
+    @property
+    def moves_something(self):
+        """Whether steps are made, and the end is what they have led to."""
+        skips_steps = self.skips is not None and self.accumulates > 1
+        # An average is of steps that Lightning counts, of which there may be few.
+        return not (skips_steps or (self.averages and (self.steps_bare or self.accumulates > 1)))
 
     @property
     def is_reproducible(self):
@@ -306,7 +316,7 @@ class Training:
         adds_up = self.accumulates > 1 and ("by turns" in self.by_hand or skips_zeros)
         # What goes backward in the turn of another optimizer, and is dropped, has gone into velocities.
         drops = self.has_momentum and self.by_hand == "by turns" and self.optimizers > 1
-        is_ours = "thawing" in self.parts or self.adds is not None
+        is_ours = self.adds is not None or not {"thawing", "starting"}.isdisjoint(self.parts)
         if not is_exact(self.subject) or is_ours or adds_up or drops:
             return False
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
@@ -522,7 +532,7 @@ def move_memory(trainer, pl_module, *rest):
 
 _PARAMETERS = ("frozen", "thawing", "tied", "never used", "used by a rank", "used by turns")
 _BUFFERS = ("running mean", "mask", "normalized", "counter", "flag", "phase", "alias")
-PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dead", "rows")
+PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dead", "rows", "starting")
 
 
 class Drawn(LightningModule):
@@ -569,6 +579,9 @@ class Drawn(LightningModule):
             self.middle.requires_grad_(False)
         if "dead" in parts:  # whose second half has a gradient of zero for good
             self.dead = nn.Parameter(torch.zeros(8))
+        if "starting" in parts:  # which its first forward writes
+            self.offset = nn.Parameter(torch.zeros(8))
+            self.register_buffer("has_started", torch.zeros((), dtype=torch.bool))
         self._build_buffers(parts)
 
     def _build_buffers(self, parts):
@@ -607,6 +620,7 @@ class Drawn(LightningModule):
         """Return the error of each element."""
         parts = self.drawn.parts
         hidden = torch.tanh(self.norm(self.first(rows)))
+        hidden = self._started(hidden)
         error = self._distance(hidden, rows)
         if "rows" in parts:
             hidden = hidden + self.rows_of((torch.arange(5, device=rows.device) + batch_index + self.global_rank) % 10)
@@ -629,6 +643,16 @@ class Drawn(LightningModule):
         if "dead" in parts:
             hidden = hidden + self.dead * (torch.arange(8, device=rows.device) < 4)
         return (self.head(hidden) * self.scale - rows).square() + 0.1 * error
+
+    def _started(self, hidden):
+        """Add an offset, if there is one, that the first forward writes."""
+        if "starting" not in self.drawn.parts:
+            return hidden
+        if self.training and not self.has_started:
+            with torch.no_grad():
+                self.offset.copy_(-hidden.mean(dim=0))
+                self.has_started.fill_(True)
+        return hidden + self.offset
 
     def _distance(self, hidden, rows):
         """Return how far what two copies of the first layer say, which only follow it, is from what it says."""
@@ -742,7 +766,7 @@ class Drawn(LightningModule):
         for number, child in enumerate(children):
             owned = set(chain.from_iterable(layers))  # of layers that are tied
             layers[number % drawn.optimizers] += [each for each in child.parameters() if each not in owned]
-        layers[0] += [self.dead] if "dead" in drawn.parts else []
+        layers[0] += [getattr(self, name) for name in ("dead", "offset") if hasattr(self, name)]
         for number, mine in enumerate(layers):
             if number == 0 or drawn.shares:
                 mine.append(self.scale)
@@ -965,6 +989,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
     ]  # rows follow from them
     with ExitStack() as patched:
         patched.enter_context(changing_hands())
+        patched.enter_context(learning_in_turns(training.seed % 2 == 1))
         if "exchanges dawdle" in training.may_not_matter:
             patched.enter_context(mock.patch.object(engine_module, "ExchangeWorker", Sluggish))
         if training.strategy == "switching":
@@ -1089,7 +1114,8 @@ def drawn(seed):
     if refusals(training):
         training = training.but(optimizer="momentum", strategy="topk", has_tensor_rates=False)
     if not training.is_possible:
-        training = training.but(fewer=0, stops=None)
+        parts = tuple(part for part in training.parts if part != "starting" or training.local)
+        training = training.but(fewer=0, stops=None, parts=parts)
     assert training.is_possible
     assert not refusals(training)
     return training
@@ -1148,7 +1174,7 @@ def drawn_freely(seed):
     local = _local(chance, strategy) if is_local else None
     optimizers = pick([1, 1, 2, 2, 3])
     by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
-    parts = tuple(part for part in PARTS if part != "rows" and seldom(0.15))
+    parts = tuple(part for part in PARTS if part not in ("rows", "starting") and seldom(0.15))
     unused = [part for part in parts if "used" in part]
     parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
     precision = pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"])
@@ -1222,7 +1248,7 @@ def _with_more(training, chance):
         "renews": chance.randrange(training.epochs * training.batches),
         "adds": chance.randrange(training.epochs * training.batches),
         "has_tensor_rates": True,
-        "parts": (*training.parts, "rows"),
+        "parts": (*training.parts, chance.choice(("rows", "starting")) if training.local else "rows"),
         "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
         "sets_up": True,
         "thaws_within": True,

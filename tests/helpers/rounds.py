@@ -1,5 +1,6 @@
 """Rounds of local steps, models for them, and the workers of a slow reference."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -42,9 +43,11 @@ class Local(Numbered):
 class Overflowing(Local):
     """A model whose gradients overflow on one rank, in one step."""
 
+    overflows_in: Container[int] = (1,)
+
     def training_step(self, batch, batch_index):
         loss = super().training_step(batch, batch_index)
-        return loss * (float("inf") if self.global_rank == 1 and batch_index == 1 else 1.0)
+        return loss * (float("inf") if self.global_rank == 1 and batch_index in self.overflows_in else 1.0)
 
     def on_train_end(self):
         self.notes = self.trainer.precision_plugin.scaler.get_scale()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import AdamCorrection, LocalSteps, sparsify
 from lightning_sparse.compressors import DGC
@@ -27,6 +28,7 @@ from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import tensors_of
 from tests.helpers.fits import refuse
+from tests.helpers.trainers import Small, run_fit, weights
 
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 CORRECTED = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)}
@@ -261,6 +263,74 @@ def sharded_as_fsdp1(module):
 
 def cut_otherwise(module):
     return distribute_module(module, init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
+
+
+def wrap_twice(rank):
+    model = DistributedDataParallel(DistributedDataParallel(nn.Linear(4, 4).to(DEVICE)))
+    sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), **SPARSE)
+
+
+def fit_a_wrapper_inside(rank):
+    module = Small()
+    module.network = DistributedDataParallel(module.network.to(DEVICE))
+    run_fit(rank, "sparse_topk", module)
+
+
+@pytest.mark.parametrize("give", [wrap_twice, fit_a_wrapper_inside])
+def test_a_wrapper_inside_of_ddp_or_of_a_lightning_module_is_refused(pair, give):
+    for refusal in pair.run(refuse, give):
+        assert refusal.startswith("ValueError: model=")
+        assert "holds wrappers that exchange themselves" in refusal
+
+
+def fit_beside_a_frozen_one(rank):
+    module = Small()
+    module.teacher = DataParallel(nn.Linear(4, 4).requires_grad_(False))
+    before = weights(module)
+    run_fit(rank, "sparse_topk", module, limit_train_batches=2, limit_val_batches=0)
+    return before, weights(module)
+
+
+def test_a_wrapper_of_what_is_frozen_may_be_inside(pair):
+    (before, one), (_, other) = pair.run(fit_beside_a_frozen_one)
+    assert_same(one, other)
+    assert differences(before, one)
+
+
+class Checkpointed(nn.Module):
+    """Two layers, of which the second is checkpointed, or not for ``None``."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        keeps = use_reentrant is None
+        self.through = self.second if keeps else partial(checkpoint, self.second, use_reentrant=use_reentrant)
+
+    def forward(self, inputs):
+        return self.through(torch.tanh(self.first(inputs)))
+
+
+def train_checkpointed(rank, use_reentrant):
+    model = Checkpointed(use_reentrant).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sparsify(model, optimizer, **SPARSE):
+        for step in range(3):
+            model(torch.full((2, 4), 1.0 + rank + step, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach() for each in model.parameters()]
+
+
+def test_a_checkpoint_that_enters_backward_again_is_refused_with_the_cure(pair):
+    for refusal in pair.run(refuse, train_checkpointed, True):
+        assert refusal.startswith("RuntimeError")
+        assert "use_reentrant=False" in refusal
+
+
+def test_a_checkpoint_that_does_not_is_as_none(pair):
+    expected, ends = (pair.run(train_checkpointed, use_reentrant) for use_reentrant in (None, False))
+    assert_same(ends, expected)
 
 
 def give_a_wrapper_inside(rank, wrap):

@@ -692,6 +692,7 @@ def test_steps_are_left_to_ddp_where_that_is_faster(pair, optimizer):
         ({"local_steps": 4, "optimizer_correction": CORRECTION}, "ValueError: optimizer_correction=AdamCorrection"),
         ({"scaler": 65536.0}, "TypeError: scaler=65536.0"),
         ({"total_steps": 0}, "ValueError: total_steps=0"),
+        ({"total_steps": True}, "ValueError: total_steps=True"),
         ({"optimizer_correction": CORRECTION}, "ValueError: optimizer_correction=AdamCorrection(...)"),
         ({"compressor": DGC(momentum=0.9)}, "ValueError: momentum=0.9"),
     ],

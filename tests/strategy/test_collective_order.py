@@ -338,18 +338,28 @@ def test_a_queue_is_stuck_where_orders_differ(recordings, where):
     assert stuck_at(recordings) == where
 
 
+class Cut(nn.Linear):
+    """A layer that FSDP has cut, as it is known by."""
+
+    def set_requires_gradient_sync(self, *arguments):
+        """Do nothing."""
+
+
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("overlap", [0, 2])
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.SyncBatchNorm(2)], ids=["BatchNorm", "SyncBatchNorm"])
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(2), nn.SyncBatchNorm(2), Cut(2, 2)], ids=["", "SyncBatchNorm", "FSDP"]
+)
 @pytest.mark.parametrize("overlaps_backward", [True, False])
 def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overlaps_backward, layer, overlap, backend):
     local = LocalSteps(5, outer_lr=0.5, overlap_steps=overlap)
     given = Settings.of("topk", 0.1, overlaps_backward=overlaps_backward, local_steps=local or 1)
     kept, said = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend)
-    is_nccl, syncs = backend == "nccl", isinstance(layer, nn.SyncBatchNorm)
-    assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and syncs))
+    is_nccl, meets = backend == "nccl", isinstance(layer, (nn.SyncBatchNorm, Cut))
+    assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and meets))
     assert kept.local_steps == replace(local, overlap_steps=0 if is_nccl else overlap)
-    assert len(said) == (kept.overlaps_backward != overlaps_backward) + (kept.local_steps != local)
+    is_told = kept.overlaps_backward != overlaps_backward and not isinstance(layer, Cut)  # of shards a page tells
+    assert len(said) == is_told + (kept.local_steps != local)
     assert (given.overlaps_backward, given.local_steps) == (overlaps_backward, local)
 
 

@@ -107,6 +107,47 @@ def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair, tm
         assert_same(resumed.end, first.end)
 
 
+class FromData(Numbered):
+    """A model that writes a layer in its first forward, by this rank's rows, as ActNorm does, and learns nothing."""
+
+    notes = None
+
+    def __init__(self, save_after=None, path=""):
+        super().__init__(save_after, path)
+        self.register_buffer("has_started", torch.tensor(False))
+
+    def training_step(self, batch, batch_index):
+        if not self.has_started:
+            self.has_started.fill_(True)
+            self.notes = self.rows(batch_index).flatten()[:64].clone()
+            self.network[0].bias.data.copy_(self.notes)
+        return super().training_step(batch, batch_index)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "late"])
+@pytest.mark.parametrize("accumulates", [1, 3])
+def test_what_the_first_forward_writes_is_where_rounds_begin(pair, kind, accumulates):
+    answers = fits(pair, FromData, ROUNDS[kind], accumulate_grad_batches=accumulates)
+    mean = sum(each.notes for each in answers) / 2
+    for each in answers:
+        assert differences({"": mean}, {"": each.notes})
+        torch.testing.assert_close(each.end["network.0.bias"], mean, rtol=0, atol=1e-6)
+
+
+def test_islands_begin_with_what_the_first_forward_writes(pools):
+    answers = fits(pools[4], FromData, {**ROUNDS["diloco"], "levels": 2}, node_ranks=2)
+    mean = sum(each.notes for each in answers) / 4
+    for each in answers:
+        torch.testing.assert_close(each.end["network.0.bias"], mean, rtol=0, atol=1e-6)
+
+
+def test_a_save_before_the_first_step_has_what_each_rank_has_written(pair, tmp_path):
+    assert_goes_on(pair, tmp_path, ROUNDS["diloco"], FromData, 1, accumulate_grad_batches=3)
+
+
 class Starting(Local):
     """A model that notes what it starts with."""
 
@@ -364,13 +405,23 @@ def test_any_loop_trains_one_model(pair, kind, module, arguments, more):
     assert first.total["total_wire_bytes"] > 0
 
 
-def test_ranks_may_skip_different_steps(pair, tmp_path):
+class OverflowingFirst(Overflowing):
+    """In all steps of the first round; a scheduler would warn of it."""
+
+    overflows_in = range(4)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("module", [Overflowing, OverflowingFirst])
+def test_ranks_may_skip_different_steps(pair, tmp_path, module):
     path = str(tmp_path / "middle.ckpt")
-    first, second = fits(pair, partial(Overflowing, 6, path), ROUNDS["diloco"], plugins=scaling())
+    first, second = fits(pair, partial(module, 6, path), ROUNDS["diloco"], plugins=scaling())
     assert_same(first.end, second.end)
     assert all(tensor.isfinite().all() for tensor in first.end.values())
     assert first.notes > second.notes
-    for resumed, expected in zip(fits(pair, Overflowing, ROUNDS["diloco"], path, plugins=scaling()), (first, second)):
+    for resumed, expected in zip(fits(pair, module, ROUNDS["diloco"], path, plugins=scaling()), (first, second)):
         assert resumed.notes == expected.notes
         assert_same(resumed.batches, expected.batches[6:])
 

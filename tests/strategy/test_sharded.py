@@ -17,6 +17,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_sparse import (
@@ -29,6 +30,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.refusals import refuse as refuse_reasons
+from lightning_sparse.engine.step.shards import shard_of
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.checks import of_the_shards
 from lightning_sparse.strategy.checkpoints.shards import cut_anew
@@ -525,9 +527,9 @@ def test_data_are_divided_between_all_ranks(pools, sizes):
 
 
 def test_one_replica_is_said_to_have_nobody_to_exchange_with(pools):
-    for answer in fits(pools[4].first(2), Sharded, {**SPARSE, "replicas": "nodes"}, limit_train_batches=3):
-        assert answer["stats"] == {}
-    assert any("one replica" in line for line in answer["said"]) or answer["said"] == []
+    answers = fits(pools[4].first(2), Sharded, {**SPARSE, "replicas": "nodes"}, limit_train_batches=3)
+    assert [answer["stats"] for answer in answers] == [{}, {}]
+    assert ["one replica" in "".join(answer["said"]) for answer in answers] == [True, False]
 
 
 class Idle(Sharded):
@@ -1082,6 +1084,17 @@ def alone(rank):
 
 def test_fabric_with_one_replica_exchanges_nothing(pools):
     assert pools[4].first(2).run(alone) == [{}, {}]
+
+
+def whole_gradient(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    shard_of(parameter, parameter.full_tensor())
+
+
+def test_a_gradient_that_is_not_cut_as_its_parameter_is_refused(pools):
+    for refusal in pools[4].first(2).run(refuse, whole_gradient):
+        assert refusal.startswith("RuntimeError: a gradient is not sharded as its parameter is")
 
 
 class Slow(Sharded):
