@@ -236,8 +236,7 @@ class Training:
     def moves_something(self):
         """Whether steps are made, and the end is what they have led to."""
         skips_steps = self.skips is not None and self.accumulates > 1
-        # An average is of steps that Lightning counts, of which there may be few.
-        return not (skips_steps or (self.averages and (self.steps_bare or self.accumulates > 1)))
+        return not (skips_steps or self.averages)  # of steps that Lightning counts, of which there may be few
 
     @property
     def is_reproducible(self):
