@@ -30,8 +30,6 @@ from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 _ON_NCCL = "and NCCL may wait for ever where ranks launch on two communicators in different orders"
-
-
 _SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # to ask for the classes would import both
 _WRAPPERS = _SHARDING | {"DistributedDataParallel", "DataParallel"}
 
@@ -58,8 +56,10 @@ def check_model(model: Module) -> None:
 
 def _exchanges(module: Module) -> bool:
     bases = {base.__name__ for base in type(module).__mro__}
-    is_frozen = not any(each.requires_grad for each in module.parameters())  # such as a teacher
-    return not (_SHARDING if is_frozen else _WRAPPERS).isdisjoint(bases)
+    if _WRAPPERS.isdisjoint(bases):  # first, as parameters of each module would be gone through again in those above it
+        return False
+    is_trained = any(each.requires_grad for each in module.parameters())  # not such as a teacher
+    return is_trained or not _SHARDING.isdisjoint(bases)
 
 
 def check_rounds(local: Optional[LocalSteps], model: Module) -> None:
