@@ -149,7 +149,9 @@ def findings(training, ranks):
     for name, each in training.variants().items():
         if name in ranks[0]:
             yield from (f"{name}: {found}" for found in unlike(each, [outcomes[name] for outcomes in ranks]))
-            if each.moves_something and any(_stood_still(outcomes[name]) for outcomes in ranks):
+            # What was resumed is held to the bits of what went on, and may have had nothing left to do.
+            asks = each.moves_something and name != "resumed"
+            if asks and any(_stood_still(outcomes[name]) for outcomes in ranks):
                 yield f"{name}: nothing was trained"
     for rank, outcomes in enumerate(ranks):
         where = f"on rank {rank}"
@@ -164,9 +166,8 @@ def findings(training, ranks):
 
 
 def _stood_still(outcome):
-    return bool(outcome.start) and all(
-        outcome.start[name] == outcome.end[name] for name in ("first.weight", "head.weight")
-    )
+    trained = [name for name in outcome.start if name.rpartition(".")[2] in ("weight", "bias", "scale")]
+    return bool(trained) and all(outcome.start[name] == outcome.end[name] for name in trained)
 
 
 def moved(training, before, outcomes):

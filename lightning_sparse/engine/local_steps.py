@@ -161,8 +161,11 @@ class Rounds(Replicas):
         self.meeting.begin_epoch(self._step)
         self.adopt()
 
-    @override
     def begin_steps(self) -> None:
+        """Begin the first local step, with what the first forward has written, as where layers start from their data.
+
+        All ranks must call, before an update of theirs.
+        """
         self.begin_round()
         if not self._has_steps:
             self._has_steps = True

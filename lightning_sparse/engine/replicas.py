@@ -29,12 +29,6 @@ class Replicas(SharedOnCopy):
     def begin_round(self) -> None:
         """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
 
-    def begin_steps(self) -> None:
-        """Begin the first local step, with what the first forward has written, as where layers start from their data.
-
-        All ranks must call, before an update of theirs.
-        """
-
     def adopt(self) -> None:
         """Go on from the model that there is now, as the one of all ranks; all must call."""
         self.synchronize()

@@ -207,7 +207,7 @@ class Training:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
         self.unfinished = UnfinishedStep()
-        self.before_step: Callable[[], None] = lambda: self.replicas.begin_steps()
+        self.before_step: Callable[[], None] = self.begin_steps
         self.after_step: Callable[[], None] = lambda: None
         self._given, self._log = given, log
         self._has_warned_of_validations = False
@@ -323,6 +323,11 @@ class Training:
     def is_in_round(self) -> bool:
         """Whether exchanges are left to rounds of local steps."""
         return self.settings.local_steps is not None and not self.is_dense
+
+    def begin_steps(self) -> None:
+        """Begin local steps, if exchanges are left to rounds; all ranks must call, before an update of theirs."""
+        if (rounds := self.engine.rounds) is not None and not self.is_dense:
+            rounds.begin_steps()
 
     def begin_batch(self, adopts: bool = False, forgets: bool = False) -> None:
         """Begin a batch, before its forward.

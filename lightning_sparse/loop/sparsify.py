@@ -473,7 +473,7 @@ class FollowedModel:
         self._begin_training()
         if training.unfinished.is_begun:  # by a backward of parts of the model, whose forward nobody hears of
             training.turn()
-        training.replicas.begin_steps()
+        training.begin_steps()
 
     def _end_step(self, training: Training) -> None:
         """Begin rounds after synchronous steps, though not between the steps of two optimizers by one backward."""
