@@ -1,4 +1,7 @@
-"""Signals: noted where they come, told to all ranks while batches run, and answered on all of them at one batch."""
+"""Signals: noted where they come, told to all ranks while batches run, and answered on all of them at one batch.
+
+Beside them travels how many exchanges a rank has made: one that leaves out a backward would hold up others for good.
+"""
 
 import signal
 import threading
@@ -13,6 +16,12 @@ import torch.distributed as dist
 from lightning_sparse.engine.collectives import SharedOnCopy, backend_of
 from lightning_sparse.jobs.lightning import SIGTERMException, Trainer
 
+_COUNTED = 128  # what is told beside a signal fits in a byte with it
+_BEHIND = (
+    "before the last batch {behind}: it has left out a backward, for which others would wait in vain. Have all ranks go"
+    " backward equally often: where a batch is left out, from 0 * next(self.parameters()).sum()"
+)
+
 
 class Signals(SharedOnCopy):
     """Tell every rank whether any of them has been signalled, without a wait in every batch.
@@ -24,7 +33,9 @@ class Signals(SharedOnCopy):
 
     def __init__(self, number: signal.Signals) -> None:
         self.is_noted = False  # this rank has been signalled
+        self.exchanges: Callable[[], int] = lambda: 0  # of gradients, that this rank has made
         self.replaced: Any = None  # handler that the signal had
+        self.behind: Optional[str] = None  # which rank had made fewer exchanges than another, as they have told
         self._number: Optional[signal.Signals] = None
         self._group: Any = None
         self._is_connected = False
@@ -59,7 +70,7 @@ class Signals(SharedOnCopy):
 
     def send(self) -> None:
         """Send to all ranks whether this one has been signalled."""
-        self._noted.fill_(self.is_noted)
+        self._noted.fill_(self.is_noted + 2 * (self.exchanges() % _COUNTED))
         if self._group is not None:  # to all at once: an all-reduce goes around a ring, twice
             self._work = dist.all_to_all_single(self._host, self._noted, group=self._group, async_op=True)
             return
@@ -70,7 +81,10 @@ class Signals(SharedOnCopy):
                 self._host.copy_(self._noted, non_blocking=True)
 
     def heard(self) -> bool:
-        """Return whether any rank had been signalled when it last told; ``False`` once it has been asked."""
+        """Return whether any rank had been signalled when it last told; ``False`` once it has been asked.
+
+        It also learns which rank was ``behind`` then.
+        """
         if not self._is_connected:  # one process hears of itself
             return self.is_noted
         if self._work is None:
@@ -82,7 +96,13 @@ class Signals(SharedOnCopy):
             if self._group is None:
                 self._host.copy_(self._noted)
         self._work = None
-        return bool(self._host.any())
+        told = self._host.tolist()
+        # From rank 0's, as what is counted begins anew.
+        ahead = [(each // 2 - told[0] // 2 + _COUNTED // 2) % _COUNTED for each in told]
+        if (fewer := max(ahead) - min(ahead)) > 0:
+            last, first = ahead.index(min(ahead)), ahead.index(max(ahead))
+            self.behind = f"rank {last} had made {fewer} fewer exchanges than rank {first}"
+        return any(each % 2 for each in told)
 
     def close(self) -> None:
         """Give the handler and the process group back."""
@@ -103,16 +123,23 @@ class Termination:
     what is queued (its issue 21487). Its handler exchanges something too, wherever the other ranks are.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, exchanges: Callable[[], int]) -> None:
         self._trainer = trainer
         self._signals = Signals(signal.SIGTERM)
+        self._signals.exchanges = exchanges
         self._signals.connect(trainer, self._end)
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree  # type: ignore[method-assign]
 
     def _agree(self) -> None:
-        """End training if any rank had been signalled at the last batch; at the start of a batch, on all ranks."""
+        """End training if any rank had been signalled at the last batch; at the start of a batch, on all ranks.
+
+        Raises:
+            RuntimeError: if by then ranks had not made equally many exchanges.
+        """
         if self._heard():
             self._end()
+        if self._signals.behind is not None:
+            raise RuntimeError(_BEHIND.format(behind=self._signals.behind))
         self._signals.tell()
 
     def _end(self) -> None:

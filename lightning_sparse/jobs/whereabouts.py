@@ -21,6 +21,10 @@ _UNEQUAL = (
     "ranks have different numbers of batches, or one of them stopped by itself. Give Trainer(limit_train_batches=...)"
     " as many as the shortest has, use a DistributedSampler, or train with local_steps=..., which needs no equal ones."
 )
+_FEWER = (
+    "it has left out a backward, or another call that all ranks have to make. Have all go backward equally often: where"
+    " a batch is left out, from 0 * next(self.parameters()).sum()."
+)
 
 
 def leave_end_of_epoch(trainer: Trainer) -> None:
@@ -72,6 +76,9 @@ def _known_of_others(trainer: Trainer) -> str:
     sentences = [f"rank {rank} {line}." for rank, _, _, line in known]
     if any(batches != _FAILED for _, _, batches, _ in known):
         sentences.append(f"This rank is in its batch {begun}: {_UNEQUAL}")
+    if not known and (fewer := [each for each in left if each[1] == math.inf and each[2] == begun]):
+        rank, _, _, line = fewer[0]
+        sentences.append(f"rank {rank} {line}, as many as this rank has begun: {_FEWER}")
     return " ".join(sentences)
 
 

@@ -177,8 +177,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Tell the loop, and users, of the steps that begin now."""
         trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
-        self._termination = Termination(trainer) if self.world_size > 1 else None
-        if (training := self._loop.training) is None:
+        training = self._loop.training
+        exchanges = partial(getattr, None if training is None else training.engine.source, "exchanges", 0)
+        self._termination = Termination(trainer, exchanges) if self.world_size > 1 else None
+        if training is None:
             return
         training.unfinished.put_back(self.optimizers)
         if self._meetings is not None:

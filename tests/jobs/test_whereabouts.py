@@ -15,7 +15,7 @@ from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.jobs.signals import Signals
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import strike
-from tests.helpers.trainers import Quiet, Rows, Small, make_trainer
+from tests.helpers.trainers import Quiet, Rows, Small, make_trainer, run_fit
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
 BUFFERS = "_distributed_broadcast_coalesced"
@@ -148,6 +148,62 @@ def test_a_rank_that_has_finished_is_told_from_one_that_died(forked, shorter):
     assert f"rank {shorter} has finished its training, after 20 batches. This rank is in its batch 21: ranks" in message
     assert "limit_train_batches" in message
     assert "has died" not in message
+
+
+class Skipping(Small):
+    """Steps by hand; rank 1 leaves out a batch."""
+
+    automatic_optimization = False
+
+    def __init__(self, skipped):
+        super().__init__()
+        self.skipped = skipped
+
+    def training_step(self, batch, batch_index):
+        if (self.global_rank, batch_index) != (1, self.skipped):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.network(batch).square().mean())
+            self.optimizers().step()
+
+
+def fit_skipping(rank, skipped):
+    strategy = SparseDDPStrategy("topk", 0.1, timeout=timedelta(seconds=4))
+    return end_of(make_trainer(rank, strategy, limit_train_batches=6, limit_val_batches=0), Skipping(skipped))
+
+
+def skip(forked, batch):
+    ends = forked[2].run(fit_skipping, batch)
+    forked[2].stop()
+    assert "from 0 * next(self.parameters()).sum()" in ends[0][1]
+    assert "has died" not in ends[0][1]
+    return ends
+
+
+class Cured(Small):
+    def training_step(self, batch, batch_index):
+        loss = super().training_step(batch, batch_index)
+        return 0 * next(self.parameters()).sum() if (self.global_rank, batch_index) == (1, 2) else loss
+
+
+def fit_cured(rank):
+    return run_fit(rank, SparseDDPStrategy("topk", 0.1), Cured(), limit_train_batches=6).global_step
+
+
+def test_a_rank_may_leave_out_a_batch_by_a_loss_of_zero(forked):
+    assert forked[2].run(fit_cured) == [6, 6]
+
+
+def test_a_rank_that_leaves_out_a_backward_is_told_soon(forked):
+    (kind, message), (other, reason) = skip(forked, 2)
+    assert (other, kind) == ("RuntimeError", "ExchangeError")
+    assert "rank 1 had made 1 fewer exchanges than rank 0: it has left out a backward" in reason
+    assert f"rank 1 has failed with RuntimeError: {reason}" in message
+
+
+def test_a_rank_that_leaves_out_its_last_backward_is_told_from_one_that_died(forked):
+    (kind, message), end = skip(forked, 5)
+    assert (kind, end) == ("ExchangeError", ("nothing", ""))
+    assert "rank 1 has finished its training, after 6 batches, as many as this rank has begun: it has left" in message
 
 
 @pytest.mark.exhaustive
