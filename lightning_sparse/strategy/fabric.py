@@ -49,6 +49,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         self._waiting: dict[Module, Any] = {}  # models without an optimizer so far, and what tells of their use
         self._handles: dict[Module, Sparsifier] = {}
         self._epoch: Optional[int] = None
+        self._told: set[str] = set()
 
     def handle(self, model: Optional[Module] = None) -> Optional[Sparsifier]:
         """Return what :func:`~lightning_sparse.sparsify` would have for a model; ``None`` where none is trained yet.
@@ -237,6 +238,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         with self.shared_model():
             kept = {key: of for key, handle in handles.items() if (of := handle.state()) is not None}
             self._checkpointer.save(kept, name, state, path, storage_options, write_file)
+        self._tell_of_others(handles, state, "saved")
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, Sparsifier]:
         """Return, by key, the exchanges of models that come with an optimizer."""
@@ -258,11 +260,24 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
     ) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, strict, weights_only)
         handles = self._trained_in(state) if isinstance(state, dict) else {}
+        if isinstance(state, dict) and KEY in rest:
+            self._tell_of_others(handles, state, "restored")
         if handles:
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
             self._checkpointer.restore_models(partial(self._restore_models, handles))
         return rest
+
+    def _tell_of_others(self, handles: Mapping[str, Sparsifier], state: Mapping[str, Any], done: str) -> None:
+        """Tell once of models of which only the weights are saved, or restored, though they are trained."""
+        models = {key: each for key, each in state.items() if isinstance(each, Module) and key not in handles}
+        others = [key for key, each in models.items() if each in self._handles]
+        if others and done not in self._told:
+            self._told.add(done)
+            self._log(
+                f"what ranks keep of {', '.join(map(repr, others))} for later steps is not {done}, as no optimizer of"
+                " it is at the top level of the state: to go on with training, give the optimizer beside the model."
+            )
 
     def _restore_models(self, handles: Mapping[str, Sparsifier], kept: Mapping[str, Any]) -> Sequence[str]:
         """Give each model what this rank had kept of it; return what is of no use."""

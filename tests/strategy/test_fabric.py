@@ -194,6 +194,31 @@ def save_or_load(rank, path, is_saved):
         return {} if engine is None else copy.deepcopy(engine.state_dict()["memory"]["residual"])
 
 
+def save_and_load(rank, path, optimizers):
+    """Save a training and load it, with its optimizer at the top level or not; return what is told of that."""
+    with launched(rank, sparse(density=0.05)) as fabric:
+        model, optimizer = set_up(fabric, "SGD")
+        teacher = fabric.setup_module(torch.nn.Linear(2, 2))  # which is not trained
+        train(fabric, model, optimizer, range(2), {})
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        told = []
+        fabric.strategy._log = told.append
+        state = {"model": model, "teacher": teacher, **({"optimizer": optimizer} if optimizers else {})}
+        for _ in range(2):
+            fabric.save(path + ".other", state)
+            fabric.load(path, {"model": model, **({"optimizer": optimizer} if optimizers else {})})
+        return told
+
+
+@pytest.mark.parametrize("optimizers", [True, False])
+def test_what_is_left_out_of_a_state_is_told_once(pair, tmp_path, optimizers):
+    path = str(tmp_path / "file.ckpt")
+    for told in pair.run(save_and_load, path, optimizers):
+        left_out = [line for line in told if "what ranks keep of 'model'" in line]
+        assert len(left_out) == (0 if optimizers else 2)
+        assert optimizers or ("is not saved" in left_out[0] and "is not restored" in left_out[1])
+
+
 def test_other_numbers_of_ranks_go_on_with_the_mean(pools, tmp_path):
     path = str(tmp_path / "three.ckpt")
     saved = pools[3].run(save_or_load, path, True)
