@@ -150,8 +150,10 @@ class SharedModel:
 
     def check_followed(self) -> None:
         """Refuse to end a round without what is trained by now, or with what the model no longer has."""
-        present = {name: each.requires_grad and local_tensor(each).numel() > 0 for name, each in self._named()}
-        new = [name for name, is_trained in present.items() if is_trained and name not in self.trained]
+        present = dict(self._named())
+        could_be = {name for name, each in present.items() if each.requires_grad and local_tensor(each).numel() > 0}
+        handled = set(self.handled()).intersection(present.values())
+        new = sorted(name for name in could_be - self.trained if not handled or present[name] in handled)
         gone = sorted(self.trained - present.keys())
         if new or gone:
             raise RuntimeError(_OTHERS.format(new=new, gone=gone))

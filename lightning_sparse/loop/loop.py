@@ -333,9 +333,10 @@ class Training:
         """Begin a batch, before its forward.
 
         Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
-        ``forgets`` that: where models are toggled within a step, it is frozen for a moment.
+        ``forgets`` that: where models are toggled within a step, it is frozen for a moment. Rounds forget nothing, as
+        they would end with it; what rests they leave out.
         """
-        self.track_model(forgets, between=True)
+        self.track_model(forgets and not self.is_in_round, between=True)
         self.turn()
         if self.replicas.are_apart:
             self.replicas.begin_round()

@@ -292,7 +292,7 @@ class UnfinishedStep:
         begun, used = (
             [parameters[each] for each in kept.get(of, ()) if each in parameters] for of in ("begun", "used")
         )
-        engine.arrived.restore_means(fitted_gradients(kept.get("arrived", {}), parameters), begun)
+        engine.arrived.restore_means(fitted_gradients(kept.get("arrived", {}), parameters), self._restored, begun)
         engine.memory.restore_undecayed(kept.get("undecayed", ()))
         engine.source.use(used)
 
@@ -317,6 +317,8 @@ class TrainedParameters:
         self._timeout = timeout
         self._handled: list[int] = []  # identities of the parameters that optimizers train
         self.parameters: dict[str, Tensor] = {}
+        self._left: set[Tensor] = set()  # that were exchanged, and are not now
+        self._returned: set[Tensor] = set()  # that are exchanged again: such as networks that are frozen by turns
         self._know(self._present(forgets=True))
 
     def know(self, names: Collection[str]) -> None:
@@ -338,11 +340,15 @@ class TrainedParameters:
             self.exchange(engine, True)
 
     def _know(self, parameters: dict[str, Tensor]) -> None:
-        self.parameters = parameters
         self._all = list(self._module.parameters())
+        before, now = set(self.parameters.values()), set(parameters.values())
+        self._returned = (self._returned | (now - before) & self._left) & set(self._all)
+        self._left = (self._left | before) & set(self._all) - now
+        self.parameters = parameters
         self._named = dict([*self._module.named_parameters(), *self._module.named_buffers()])
         known = set(parameters.values())
         self._are_known = [parameter in known for parameter in self._all]
+        self._may_leave = [parameter in known and parameter not in self._returned for parameter in self._all]
 
     @property
     def known_names(self) -> set[str]:
@@ -351,15 +357,16 @@ class TrainedParameters:
         return {name for name, each in self._named.items() if present.get(name, each) is each}
 
     def _present(self, forgets: bool) -> dict[str, Tensor]:
-        """Return what is trained now; also what is frozen, unless it ``forgets`` that."""
-        kept = set() if forgets else set(self.parameters.values())
+        """Return what is trained now; also what is frozen, unless it ``forgets`` that and has not returned once."""
+        known = set(self.parameters.values())
+        kept = known & self._returned if forgets else known
         named = self._module.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad or parameter in kept}
 
     def have_changed(self, optimizers: Sequence[Optimizer], forgets: bool = True) -> bool:
         """Tell whether others are trained now; on a few hundred parameters it takes some ten microseconds.
 
-        What is frozen counts if it ``forgets`` that.
+        What is frozen counts if it ``forgets`` that, but not once it has been trained again.
         """
         present = list(map(id, all_handled(optimizers)))
         if present != self._handled:
@@ -367,7 +374,7 @@ class TrainedParameters:
                 return True  # until they are known: a caller may raise, and whoever trains may go on
             self._handled = present
         are_trained = [parameter.requires_grad for parameter in self._all]
-        return are_trained != self._are_known and (forgets or any(map(gt, are_trained, self._are_known)))
+        return any(map(gt, are_trained, self._are_known)) or (forgets and any(map(gt, self._may_leave, are_trained)))
 
     def has_new(self) -> bool:
         """Tell whether the model has parameters that it did not have before."""
@@ -376,7 +383,7 @@ class TrainedParameters:
     def agree(self, forgets: bool, keeps: bool, rank: int) -> str:
         """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike.
 
-        What is frozen stays known unless all ranks ``forget`` it, and none ``keeps`` it.
+        What is frozen stays known unless all ranks ``forget`` it, and none ``keeps`` it, or it has returned before.
         """
         present = self._present(forgets)
         changes = self._changes(present)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import time
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -98,6 +99,34 @@ def test_it_is_the_training_of_a_wrapped_one_to_the_bit(pair, kind, settings):
     bare, wrapped = (pair.run(train_in_a_form, form, kind, settings) for form in ("bare", "wrapped"))
     assert bare[0][0]["seen"].tolist() != bare[1][0]["seen"].tolist()  # until the next step's first forward
     assert_same(bare, wrapped)
+
+
+def train_with_hooks(rank, is_late):
+    """Train with hooks that halve gradients, and take a while, registered before the exchange's or after them."""
+    model, module = built(rank, "bare")
+
+    def halve(parameter):
+        time.sleep(0.01)
+        parameter.grad.mul_(0.5)
+
+    def register():
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    if not is_late:
+        register()
+    with sparsify(model, optimizer, schedule="layerwise", **SPARSE):
+        if is_late:
+            register()
+        train(rank, model, optimizer, range(3))
+    return weights(module)
+
+
+def test_hooks_of_users_come_before_the_exchange_in_a_loop_of_ones_own(pair):
+    (late, other), (early, _) = (pair.run(train_with_hooks, is_late) for is_late in (True, False))
+    assert_same(late, other)
+    assert_same(late, early)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -1,5 +1,6 @@
 """Rounds of local steps in a Trainer: any optimizer, any loop, and what is validated, saved and resumed."""
 
+import copy
 import warnings
 from functools import partial
 from itertools import pairwise
@@ -49,6 +50,31 @@ class Teaching(Local):
     def on_before_zero_grad(self, *args):
         for followed, teacher in zip(self.network[0].parameters(), self.teacher.parameters()):
             teacher.data = 0.5 * (teacher.data + followed.data)
+
+
+class LateAverage(Local):
+    """A copy of the network that begins in the second epoch, and that no optimizer has."""
+
+    def on_train_batch_start(self, *batch):
+        if self.current_epoch == 1 and not hasattr(self, "average"):
+            self.average = copy.deepcopy(self.network)
+
+    def on_train_batch_end(self, *batch):
+        super().on_train_batch_end(*batch)
+        if hasattr(self, "average"):
+            with torch.no_grad():
+                for mine, trained in zip(self.average.parameters(), self.network.parameters()):
+                    mine.lerp_(trained, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "late"])
+def test_an_average_that_begins_late_is_no_part_of_rounds(pair, kind):
+    averaged, plain = (fits(pair, module, ROUNDS[kind]) for module in (LateAverage, Local))
+    for one, other in zip(averaged, plain):
+        assert {name: each for name, each in one.end.items() if "average" not in name}.keys() == other.end.keys()
+        for name, each in other.end.items():
+            assert torch.equal(one.end[name], each), name
+    assert any("average" in name for name in averaged[0].end)
 
 
 class TeachingOnOne(Teaching):

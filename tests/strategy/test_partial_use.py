@@ -240,6 +240,39 @@ class FreezingAdam(Freezing):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
 
 
+class ByTurns(Parts):
+    """Both layers step in each batch, the other one frozen meanwhile; the first one is left so, as in many a GAN."""
+
+    def __init__(self, leaves):
+        super().__init__()
+        self.leaves = leaves
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_index):
+        for optimizer, trained in zip(self.optimizers(), (self.backbone, self.head)):
+            self.requires_grad_(False)
+            trained.requires_grad_(True)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_index))
+            optimizer.step()
+        self.backbone.requires_grad_(not self.leaves)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.backbone, self.head)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"compressor": "dense", "local_steps": 4}, settings_of("topk")], ids=["rounds", "each step"]
+)
+def test_what_is_left_frozen_between_batches_costs_nothing(pair, settings):
+    left, trained = (fits(pair, partial(ByTurns, leaves), settings)[0] for leaves in (True, False))
+    assert_same(left.batches, trained.batches)
+    sent = [[each.get("total_wire_bytes", 0.0) for each in fitted.stats] for fitted in (left, trained)]
+    assert sent[0] == sent[1]
+    # Once forgotten and once trained again, it stays known.
+    assert len([line for line in left.said if "other parameters are trained" in line]) <= 2
+
+
 SOON = settings_of("topk", timeout=timedelta(seconds=3))
 BACKBONE = "frozen: 'backbone.weight', 'backbone.bias'"
 

@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import threading
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -30,7 +32,7 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.densities import falling_density
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.names import systems
-from lightning_sparse.testing.tensors import assert_same
+from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import assert_goes_on, fit, fits, one_model, refusals, refuse
 from tests.helpers.resuming import Numbered
@@ -55,6 +57,38 @@ def test_every_system_is_registered_trains_and_ends_as_one_model(pair, system, s
     for name in system.variants():
         assert StrategyRegistry[name]["description"] == system.description
         assert isinstance(StrategyRegistry.get(name), SparseDDPStrategy)
+
+
+class Halving(Numbered):
+    """The user's own hooks halve gradients as they are there, and take a while; they are registered at some time."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+        self.hook_at("__init__")
+
+    def hook_at(self, when):
+        def halve(parameter):
+            time.sleep(0.01)
+            parameter.grad.mul_(0.5)
+
+        for parameter in self.parameters() if when == self.when else ():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+    def on_train_start(self):
+        self.hook_at("on_train_start")
+
+    def on_train_epoch_start(self):
+        self.hook_at("on_train_epoch_start" if self.current_epoch == 0 else "")
+
+
+@pytest.mark.parametrize("when", ["on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("local", [{}, {"local_steps": 2}], ids=["each step", "rounds"])
+def test_hooks_of_users_come_before_the_exchange_whenever_they_are_registered(pair, when, local):
+    settings = {"density": 0.1, "schedule": "layerwise", **local}
+    late, early, none = (fits(pair, partial(Halving, at), settings)[0] for at in (when, "__init__", "never"))
+    assert_same(late.end, early.end)
+    assert differences(late.end, none.end)
 
 
 class MixedTypes(Small):

@@ -140,11 +140,18 @@ class ArrivedGradients:
         copies = {parameter: copy for parameter, copy in self._copies.items() if parameter.grad is not None}
         return {**copies, **{parameter: each for parameter, each in self._written.items() if parameter.grad is each}}
 
-    def restore_means(self, arrived: Mapping[Parameter, Tensor], begun: Iterable[Tensor]) -> None:
-        """Go on from what :meth:`state` returned, and from ``begun``."""
-        self._written.clear()
+    def restore_means(
+        self, arrived: Mapping[Parameter, Tensor], gradients: Mapping[Parameter, Tensor], begun: Iterable[Tensor]
+    ) -> None:
+        """Go on from what :meth:`state` returned, from ``begun``, and from gradients that are put in their place."""
         self.begun = set(begun)
-        self._copies = {parameter: tensor.clone() for parameter, tensor in arrived.items()}
+        # What is set to zero in place is a mean no more: a copy of before would be subtracted all the same.
+        self._written = {
+            parameter: gradients[parameter]
+            for parameter, mean in arrived.items()
+            if parameter in gradients and torch.equal(*map(local_tensor, (gradients[parameter], mean)))
+        }
+        self._copies = {each: mean.clone() for each, mean in arrived.items() if each not in self._written}
 
     def take(self, parameter: Tensor) -> Optional[Tensor]:
         """Return the mean that a gradient holds, ``None`` for none, and forget it."""
@@ -769,6 +776,10 @@ class Exchange(SharedOnCopy):
 
     def _attend(self) -> None:
         self._heard_graph = _graph_number()
+        for parameter, (member, handle) in self._hooked.items():
+            if next(reversed(parameter._post_accumulate_grad_hooks), None) != handle.id:  # others change it before
+                handle.remove()
+                self._hooked[parameter] = member, _hook(parameter, partial(self._ready, member))
         if self._route.is_sharded:  # FSDP adds to gradients without a word to their parameters
             self._route.arrived.keep()
         elif self._route.arrived.has_means:

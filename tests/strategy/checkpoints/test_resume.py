@@ -352,6 +352,27 @@ def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(
         assert differences(one.notes[4], other.notes[0]) == []
 
 
+class Zeroing(Numbered):
+    """The gradients of one optimizer wait for its next step at a save, and are set to zero in place before it."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad(set_to_none=False)
+            self.manual_backward(super().training_step(batch, batch_index))  # both layers'
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.network[layer].parameters(), lr=0.1) for layer in (0, 2)]
+
+
+def test_gradients_that_are_set_to_zero_in_place_after_a_resume_are_gone(pair, tmp_path):
+    assert_goes_on(pair, tmp_path, TOPK, Zeroing)
+
+
 class Flickering(Heads):
     """The layer that nobody needs is frozen, and unfrozen between two batches of one step."""
 
