@@ -255,6 +255,7 @@ class Training:
         self._attend()
         self.steps.handles += warn_of_adaptive(self.settings, optimizers, warn_user)
         if before is not None and self.view.adam is not None:
+            self.view.adam.see_other_states()
             self.view.adam.warm_up.go_on(before.warm_up)
 
     def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True, is_trial: bool = False) -> None:
@@ -384,7 +385,7 @@ class Training:
             adam = self.view.adam
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
         if self.settings.local_steps is None:
-            context = self.view.coming_step(self.is_dense, continued)
+            context = self.view.coming_step(self.is_dense, continued, self.engine.arrived.begun)
             scale = _scale_of(self._given.scaler, self.device)
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
 

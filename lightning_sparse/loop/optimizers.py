@@ -94,9 +94,17 @@ class OptimizerView:
         if self.adam is not None:
             self.adam.counts.names = self._names
 
-    def coming_step(self, is_dense: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
-        """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
-        coming = StepContext() if self.adam is None else self.adam.coming(is_dense, continued)
+    def coming_step(
+        self,
+        is_dense: bool = False,
+        continued: AbstractSet[Tensor] = frozenset(),
+        begun: AbstractSet[Tensor] = frozenset(),
+    ) -> StepContext:
+        """Return what the exchange has to know of the coming step.
+
+        Those in ``begun`` have had one before in it, and gradients of those in ``continued`` hold what that brought.
+        """
+        coming = StepContext() if self.adam is None else self.adam.coming(is_dense, continued, begun)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:

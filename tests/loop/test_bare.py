@@ -101,6 +101,59 @@ def test_it_is_the_training_of_a_wrapped_one_to_the_bit(pair, kind, settings):
     assert_same(bare, wrapped)
 
 
+def drop_on_one_rank(rank, first):
+    """Have rank 0 drop its gradients between two backwards of a step that AdamW learns from the step before in."""
+    model, _ = built(rank, "bare")
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    with sparsify(model, optimizer, **SPARSE, **CORRECTED):
+        train(rank, model, optimizer, range(first))
+        model(batch(rank, 1)).backward()
+        if rank == 0:
+            optimizer.zero_grad()
+        model(batch(rank, 2)).backward()
+
+
+@pytest.mark.parametrize("first", [4, 5, 6, 7])
+def test_gradients_that_one_rank_drops_are_an_error_on_all_whatever_adam_learns(pair, first):
+    for message in pair.run(refuse, drop_on_one_rank, first):
+        assert "between two exchanges of one optimizer step gradients were changed on some ranks" in message
+
+
+def load_of_another_step(rank, is_later):
+    """Load what AdamW kept at an earlier step, or may keep at a later one; return its second moments from then on."""
+    model, _ = built(rank, "bare")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    notes = []
+
+    def note(step=0):
+        states = optimizer.state.values()
+        seconds = [each["exp_avg_sq"] / (1 - 0.999 ** float(each["step"])) for each in states if each["step"] > 1]
+        notes.append(torch.cat([each.flatten() for each in seconds]))
+
+    with sparsify(model, optimizer, **SPARSE, **CORRECTED):
+        train(rank, model, optimizer, range(5))
+        state = copy.deepcopy(optimizer.state_dict())
+        if not is_later:
+            train(rank, model, optimizer, range(5, 20))
+        for each in state["state"].values() if is_later else ():
+            each["exp_avg_sq"] *= (1 - 0.999 ** (each["step"] + 400)) / (1 - 0.999 ** each["step"])
+            each["step"] += 400
+        optimizer.load_state_dict(state)
+        note()
+        train(rank, model, optimizer, range(20, 26), after=note)
+    return notes
+
+
+@pytest.mark.parametrize("is_later", [True, False])
+def test_second_moments_of_another_step_are_taken_for_that_steps(pair, is_later):
+    ours, others = pair.run(load_of_another_step, is_later)
+    assert_same(ours, others)
+    assert not torch.equal(ours[-1], ours[0])
+    for each in ours[1:]:
+        assert (each >= 0).all()
+        assert 0.3 < each.sum() / ours[0].sum() < 3
+
+
 def train_with_hooks(rank, is_late):
     """Train with hooks that halve gradients, and take a while, registered before the exchange's or after them."""
     model, module = built(rank, "bare")

@@ -568,7 +568,7 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
 @pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])
 def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turns):
     tensors = AdamTensors(*4 * [torch.empty(2, device="meta")])
-    moments = AdamMoments(100, AdamSettings(0.9, 0.999, 1e-8, 0.0), tensors, round(20_000 * million))
+    moments = AdamMoments(100, AdamSettings(0.9, 0.999, 1e-8, 0.0), tensors, round(20_000 * million), is_begun=False)
     refreshes = Refreshes(10)
     refreshes.ask(dict.fromkeys(map(str, range(50)), moments))
     assert sorted(set(refreshes.due.values())) == list(range(100, 110, 10 // turns))
@@ -577,7 +577,7 @@ def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turn
 def test_gradients_that_are_learned_from_are_held_as_they_travel():
     first, second, weight, gradient = torch.ones(4, 1000).unbind()
     settings, tensors = AdamSettings(0.9, 0.999, 1e-8, 0.0), AdamTensors(first, second, None, weight)
-    moments = AdamMoments(5, settings, tensors, 1000)
+    moments = AdamMoments(5, settings, tensors, 1000, is_begun=False)
     memory = AdamMemory(2, AdamCorrection(refresh_steps=1))
     ranks = mock.Mock()
     ranks.mean_gradients.side_effect = lambda gradients, numels: torch.cat(list(gradients.values()))
@@ -622,6 +622,23 @@ def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(pair, kind, ar
         seconds.append(answers[0].optimizers[0][0]["exp_avg_sq"])
     torch.testing.assert_close(*seconds, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(*came, rtol=1e-2, atol=2e-2)
+
+
+class GoingBack(NumberedAdam):
+    """Another AdamW, with what the first one kept some batches ago, takes over between two batches."""
+
+    def on_train_batch_start(self, batch, batch_index):
+        if self.current_epoch == 0 and batch_index == 4:
+            self.earlier = copy.deepcopy(self.trainer.optimizers[0].state_dict())
+        if self.current_epoch == 1 and batch_index == 3:
+            other = torch.optim.AdamW(self.parameters())
+            other.load_state_dict(self.earlier)
+            self.trainer.optimizers = [other]
+
+
+def test_an_optimizer_with_an_earlier_state_goes_on_from_that(pair):
+    ours = one_model(fits(pair, GoingBack, SOON))
+    assert all((each["exp_avg_sq"] >= 0).all() and each["step"] == 7 for each in ours.optimizers[0])
 
 
 class Turns(NumberedAdam):

@@ -73,6 +73,7 @@ class AdamMoments(NamedTuple):
     settings: AdamSettings
     tensors: AdamTensors
     numel: int  # of the whole parameter, where a rank holds a shard
+    is_begun: bool  # the coming step has had an exchange, on all ranks alike, whatever became of the gradient
 
 
 @dataclass
@@ -91,6 +92,16 @@ class AdamState:
         """The moments, in a step that has them."""
         assert self.moments is not None
         return self.moments
+
+    def take_other(self, second: Tensor, step: int) -> bool:
+        """Go on from the optimizer's second moment, of some step, if it was put in the known one's place; tell if so.
+
+        One that was loaded together with this state is of the step that stands in it.
+        """
+        known = second if self.moments is None else self.moments.tensors.second
+        is_other = known.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        self.second_step = step if is_other else self.second_step
+        return is_other
 
     @property
     def scalars(self) -> AdamScalars:
@@ -163,8 +174,8 @@ class Refreshes:
             if moments.step >= self.due.setdefault(name, moments.step + turn):
                 self.gradients.setdefault(name, None)
 
-    def hold(self, gradients: Mapping[str, Tensor]) -> None:
-        """Hold those that were asked for as they travel, in 16 bits; those of several backwards add up."""
+    def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
+        """Hold those that were asked for as they travel, in 16 bits; ``continued`` ones of several backwards add up."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -173,7 +184,7 @@ class Refreshes:
         torch._foreach_copy_(narrow, list(asked.values()))
         for name, each in zip(asked, narrow):
             earlier = self.gradients[name]
-            self.gradients[name] = each if earlier is None else earlier.add_(each)
+            self.gradients[name] = earlier.add_(each) if earlier is not None and name in continued else each
 
     def see_finite(self, finite: Tensor) -> None:
         """Have what is held be no numbers if a step was not finite."""
@@ -182,11 +193,11 @@ class Refreshes:
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
             torch._foreach_mul_(held, flag.reciprocal())  # 1, or infinity: zeros are then no number
 
-    def taken(self, coming: Mapping[str, AdamMoments], continued: Container[str]) -> dict[str, Tensor]:
+    def taken(self, coming: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
         """Return those of a step that is over, in an order that no resume changes; each is due again in some steps."""
         taken = {}
         for name, moments in coming.items():
-            if name not in continued and (gradient := self.gradients.get(name)) is not None:
+            if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
                 step, taken[name] = moments.step - 1, gradient
                 self.due[name] = step + max(self.least_steps, int(_GROWTH * step))
                 del self.gradients[name]
@@ -223,7 +234,7 @@ class AdamMemory(ResidualMemory):
         self._ranks = ranks
         self._share_of = share_of
         self.states: dict[str, AdamState] = {}
-        self._refreshes = Refreshes(correction.refresh_steps)
+        self.refreshes = Refreshes(correction.refresh_steps)
 
     @override
     def clip_to(self, clips: Sequence[Clip]) -> None:
@@ -287,7 +298,7 @@ class AdamMemory(ResidualMemory):
         else:
             self._residuals[name].mul_(self._denominator(state))
         del self.states[name]
-        self._refreshes.forget(name)
+        self.refreshes.forget(name)
 
     @override
     def leave(self) -> None:
@@ -312,7 +323,7 @@ class AdamMemory(ResidualMemory):
             state.is_continued = given[name].continues_step
             if not state.is_continued and (decay := state.known.settings.decay):
                 gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
-        self._refreshes.hold(dict(zip(states, gradients)))
+        self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
         accumulate_updates(gradients, waiting, self._preconditioners(each), [one.scalars for one in each], self._ranks)
@@ -355,11 +366,11 @@ class AdamMemory(ResidualMemory):
             if name in self.states:
                 self.states[name].arrived = None
                 if not self.states[name].is_continued:
-                    self._refreshes.gradients.pop(name, None)  # and it stays due
+                    self.refreshes.gradients.pop(name, None)  # and it stays due
 
     @override
     def see_finite(self, finite: Tensor) -> None:
-        self._refreshes.see_finite(finite)
+        self.refreshes.see_finite(finite)
 
     @override
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], ranks: Averages) -> None:
@@ -368,11 +379,10 @@ class AdamMemory(ResidualMemory):
         The coming step's own are known when most of its backward is over: to average them would take time of its own.
         """
         coming = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        continued = {name for name in coming if hyperparameters[name].continues_step}
-        gradients = self._refreshes.taken(coming, continued)
+        gradients = self.refreshes.taken(coming)
         for together in _messages(gradients, coming):
             self._learn({name: gradients.pop(name) for name in together}, coming, ranks)
-        self._refreshes.ask(coming)
+        self.refreshes.ask(coming)
 
     def _learn(self, gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments], ranks: Averages) -> None:
         """Learn from gradients that travel in one message; those of a step that was not finite teach nothing."""
@@ -427,8 +437,8 @@ class AdamMemory(ResidualMemory):
             "update": {name: tensor for name, tensor in residuals.items() if name in updates},
             "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
             "squared_norms": dict(self._clips.squared_norms),
-            "refresh_gradient": {name: each for name, each in self._refreshes.gradients.items() if each is not None},
-            "refresh_due": {name: _saved([step]) for name, step in self._refreshes.due.items()},
+            "refresh_gradient": {name: each for name, each in self.refreshes.gradients.items() if each is not None},
+            "refresh_due": {name: _saved([step]) for name, step in self.refreshes.due.items()},
             "second_moment_mean": {name: _saved(mean) for name, mean in self.second_means.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, _saved(self.warm_up)),
         }
@@ -442,7 +452,7 @@ class AdamMemory(ResidualMemory):
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
         due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
         held = {name: each.to(torch.bfloat16, copy=True) for name, each in state.get("refresh_gradient", {}).items()}
-        self._refreshes = Refreshes(self.correction.refresh_steps, due, {**held})
+        self.refreshes = Refreshes(self.correction.refresh_steps, due, {**held})
         means = state.get("second_moment_mean", {})
         self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
         self.warm_up = next(

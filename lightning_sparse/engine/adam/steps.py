@@ -262,10 +262,24 @@ class AdamSteps:
             self._handles.append(optimizer.register_step_pre_hook(after_closure(self._step)))
             self._handles.append(optimizer.register_step_post_hook(self.counts.forget))
             self._handles.append(optimizer.register_step_post_hook(self._show))
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self.counts.forget))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self.see_other_states))
 
-    def coming(self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
-        """Return what is known of the coming step; of those in ``continued`` it has had an exchange before."""
+    def see_other_states(self, *event: Any) -> None:
+        """Go on from what the optimizers keep by now, as somebody has loaded that, or has given other optimizers."""
+        self.counts.forget()
+        for optimizer, _, members in self.counts.groups():
+            for parameter, name, count in members:
+                second, state = optimizer.state[parameter].get("exp_avg_sq"), self._memory.states.get(name)
+                if count and second is not None and state is not None and state.take_other(local_tensor(second), count):
+                    self._memory.refreshes.forget(name)
+
+    def coming(
+        self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset(), begun: AbstractSet[Tensor] = frozenset()
+    ) -> StepContext:
+        """Return what is known of the coming step.
+
+        Of those in ``begun`` it has had an exchange before, and gradients of those in ``continued`` hold what came.
+        """
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.known
@@ -284,7 +298,8 @@ class AdamSteps:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                moments = self._present[parameter] = AdamMoments(count + 1, settings, tensors, parameter.numel())
+                moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
+                self._present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
         clips = () if is_dense else self.clips.coming(self.counts.names)
         return StepContext(None, hyperparameters, whole, _warm_up_progress(warm_up, self.counts.most), clips)
