@@ -17,6 +17,7 @@ from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.exchange import Exchange
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel
 from lightning_sparse.engine.step.worker import ExchangeWorker, LaunchQueue
 from tests.helpers import racing
@@ -85,10 +86,10 @@ def test_memory_that_is_given_back_before_another_stream_has_read_it_is_seen():
 
 
 class OwnStreams:
-    """Hooks by which each gradient is written on a stream of its own, as those of a graph that was kept may be."""
+    """Have each gradient written and taken on a stream of its own, as those of a graph that was kept may be."""
 
     def __init__(self, device):
-        self._device, self._entered = device, []
+        self._device, self._entered, self._take = device, [], Exchange._ready
 
     def begin(self, parameter):
         stream = self._device.Stream()
@@ -97,7 +98,8 @@ class OwnStreams:
         self._entered[-1].__enter__()
         parameter.grad.mul_(2.0)
 
-    def end(self, parameter):
+    def take(self, source, member, parameter):
+        self._take(source, member, parameter)
         self._entered.pop().__exit__(None, None, None)
 
 
@@ -117,9 +119,8 @@ def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(i
         for parameter in net.parameters():
             parameter.register_post_accumulate_grad_hook(streams.begin)
         settings = Settings.of(compressor, schedule="single", warmup_epochs=0)
-        engine = Engine((ShardedModel if is_sharded else BareModel)(net), settings, node_ranks=1 + is_sharded)
-        for parameter in net.parameters():
-            parameter.register_post_accumulate_grad_hook(streams.end)
+        with mock.patch.object(Exchange, "_ready", lambda *of_one: streams.take(*of_one)):
+            engine = Engine((ShardedModel if is_sharded else BareModel)(net), settings, node_ranks=1 + is_sharded)
         for _ in range(3):  # the first only tells the order
             engine.source.expect()
             net(torch.randn(4, 64, device=CUDA), False).backward()
