@@ -232,8 +232,9 @@ class Training:
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
         hooks = [each.register_step_pre_hook(look) for each in stepping if hasattr(each, "_optimizer_step_pre_hooks")]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
+        self.engine.arrived.handled = partial(all_handled, optimizers)
         if self.engine.rounds is not None:
-            self.engine.rounds.shared.handled = partial(all_handled, optimizers)
+            self.engine.rounds.shared.handled = self.engine.arrived.handled
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
             self.view.adam.clips.ask(self._given.clipping, parameters.values())

@@ -9,6 +9,7 @@ import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -117,6 +118,30 @@ def drop_on_one_rank(rank, first):
 def test_gradients_that_one_rank_drops_are_an_error_on_all_whatever_adam_learns(pair, first):
     for message in pair.run(refuse, drop_on_one_rank, first):
         assert "between two exchanges of one optimizer step gradients were changed on some ranks" in message
+
+
+def overflow_beside_what_nobody_owns(rank):
+    """Leave out a step that is not finite, beside a layer that no optimizer has; return residuals after each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
+    optimizer = OPTIMIZERS["SGD"](model[2].parameters())
+    residuals = []
+    with sparsify(model, optimizer, **SPARSE) as handle:
+        for step in range(6):
+            scale = float("inf") if (rank, step) == (1, 2) else 1.0
+            (model(batch(rank, step)).square().mean() * scale).backward()
+            if all(each.grad.isfinite().all() for each in model[2].parameters()):
+                optimizer.step()
+            optimizer.zero_grad()
+            residuals.append(handle.engine.state_dict()["memory"]["residual"]["2.weight"].clone())
+    return residuals, weights(model)
+
+
+def test_what_no_optimizer_has_does_not_stay_infinite(pair):
+    (residuals, one), (_, other) = pair.run(overflow_beside_what_nobody_owns)
+    assert_same(one, other)
+    assert torch.equal(residuals[2], residuals[1])
+    assert all(not torch.equal(*each) for each in pairwise(residuals[2:]))
 
 
 def load_of_another_step(rank, is_later):

@@ -582,12 +582,16 @@ def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, average
 
 
 class Renaming(Numbered):
-    """A model whose parameters get other names in its second epoch, and one of whose layers is frozen then."""
+    """A model whose parameters get other names in its second epoch, and one of whose layers is frozen until then."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.network[2].requires_grad_(False)
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             prune.identity(self.network[0], "weight")
-            self.network[2].requires_grad_(False)
+            self.network[2].requires_grad_(True)
 
 
 @pytest.mark.parametrize("kind", ["diloco", "sparse", "late", "gradients"])

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -101,6 +101,17 @@ class ArrivedGradients:
         self._written: dict[Tensor, Tensor] = {}  # gradients that are means, as nothing has been added since
         self._copies: dict[Tensor, Tensor] = {}  # of means to which something has been added
         self._handles: dict[Tensor, Any] = {}
+        self.handled: Callable[[], Collection[Tensor]] = tuple  # parameters that optimizers train
+
+    def drop_infinities(self) -> None:
+        """Set to zero what is no finite number in means that no optimizer will ever set to zero.
+
+        Nobody steps by them. Left there, they would be in all later sums, and no step would be finite any more.
+        """
+        handled = set(self.handled() if self._written else ())
+        for parameter, gradient in self._written.items() if handled else ():
+            if parameter not in handled and parameter.grad is gradient:
+                local_tensor(gradient).nan_to_num_(0, 0, 0)
 
     @property
     def has_means(self) -> bool:
@@ -780,6 +791,7 @@ class Exchange(SharedOnCopy):
             if next(reversed(parameter._post_accumulate_grad_hooks), None) != handle.id:  # others change it before
                 handle.remove()
                 self._hooked[parameter] = member, _hook(parameter, partial(self._ready, member))
+        self._route.arrived.drop_infinities()
         if self._route.is_sharded:  # FSDP adds to gradients without a word to their parameters
             self._route.arrived.keep()
         elif self._route.arrived.has_means:
