@@ -287,6 +287,8 @@ class SharedModel:
         present = (name for name, _ in self.module.named_parameters())
         if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
             self.track(names)  # others may be frozen here until training goes on
+            # What a first forward has given another shape, and is each rank's own, has that shape from the start here.
+            self._shared = {name: each for name, each in self._shared.items() if name in state["local"]}
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")

@@ -380,7 +380,9 @@ class Training:
             if self.engine.rounds is None:  # else a model is made one, between two backwards
                 self.turn()
             self.unfinished.add_backward(self.optimizers, False)
-        continued = self.engine.arrived.state().keys()
+            if self.view.adam is not None or self.settings.feedback.momentum is not None:
+                self.steps.see_weights(self.engine.module)
+        continued = self.engine.arrived.continued
         self.engine.recorder.continues_step = bool(continued)
         if self.is_dense:
             adam = self.view.adam

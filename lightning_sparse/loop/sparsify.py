@@ -299,8 +299,8 @@ class Sparsifier(Loop):
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
 
         Tensors, numbers and words, for ``torch.save``; tensors are not copied: copy what you hold beyond the next
-        backward. Empty on one process. All ranks must call: with local steps they compare what training has written
-        without an optimizer.
+        backward, or hold while you enter ``shared_model()``. Empty on one process. All ranks must call: with local
+        steps they compare what training has written without an optimizer.
         """
         if self._followed.is_closed:
             raise RuntimeError(CLOSED)

@@ -41,9 +41,10 @@ CHANGED = (
 UNCOUNTED_BATCHES = 8  # in a row, more than hooks change weights in while a step accumulates
 UNCOUNTED = (
     f"{UNCOUNTED_BATCHES} batches in a row have changed the weights, and no optimizer that is known has made a step."
-    " Steps are counted, to exchange after so many of them: let the step() of an optimizer that configure_optimizers"
-    " returns, or that sparsify was given, make the updates; or end each round yourself, in a plain loop by"
-    " handle.synchronize()"
+    " Steps are counted, to exchange after so many of them, and momentum and Adam's updates are made for the optimizers"
+    " that are known: let the step() of an optimizer that configure_optimizers returns, or that sparsify was given,"
+    " make the updates (a new one needs handle.close() and sparsify once more); or end each round yourself, in a plain"
+    " loop by handle.synchronize()"
 )
 
 

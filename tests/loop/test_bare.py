@@ -125,7 +125,7 @@ def overflow_beside_what_nobody_owns(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
     optimizer = OPTIMIZERS["SGD"](model[2].parameters())
-    residuals = []
+    residuals, sent = [], []
     with sparsify(model, optimizer, **SPARSE) as handle:
         for step in range(6):
             scale = float("inf") if (rank, step) == (1, 2) else 1.0
@@ -134,14 +134,35 @@ def overflow_beside_what_nobody_owns(rank):
                 optimizer.step()
             optimizer.zero_grad()
             residuals.append(handle.engine.state_dict()["memory"]["residual"]["2.weight"].clone())
-    return residuals, weights(model)
+            sent.append(handle.stats()["wire_bytes"])
+    return residuals, sent, weights(model)
 
 
 def test_what_no_optimizer_has_does_not_stay_infinite(pair):
-    (residuals, one), (_, other) = pair.run(overflow_beside_what_nobody_owns)
+    (residuals, sent, one), (_, _, other) = pair.run(overflow_beside_what_nobody_owns)
     assert_same(one, other)
+    assert max(sent) < 1.5 * min(sent)  # those of a step, not of all so far
     assert torch.equal(residuals[2], residuals[1])
     assert all(not torch.equal(*each) for each in pairwise(residuals[2:]))
+
+
+def renew_the_optimizer(rank, kind):
+    """Make a new optimizer in mid-training; return how often that is warned of."""
+    model, _ = built(rank, "bare")
+    settings = {"SGD": {"compressor": DGC()}, "AdamW": CORRECTED, "plain": {}}[kind]
+    build = OPTIMIZERS.get(kind, partial(torch.optim.SGD, lr=0.01))
+    optimizer = build(model.parameters())
+    with warnings.catch_warnings(record=True) as told, sparsify(model, optimizer, **SPARSE, **settings):
+        warnings.simplefilter("always")
+        train(rank, model, optimizer, range(10))
+        train(rank, model, build(model.parameters()), range(10, 22))
+    return [str(each.message) for each in told if "no optimizer that is known has made a step" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "plain"])
+def test_a_new_optimizer_that_nobody_has_told_of_is_warned_of(pair, kind):
+    told, others = pair.run(renew_the_optimizer, kind)
+    assert (len(told), others) == (int(kind != "plain"), [])  # where what it does was taken over
 
 
 def load_of_another_step(rank, is_later):

@@ -52,6 +52,28 @@ class Teaching(Local):
             teacher.data = 0.5 * (teacher.data + followed.data)
 
 
+class Observing(Local):
+    """A buffer without an element that the first forward gives as many as rows have, as observers of ranges do."""
+
+    def __init__(self, save_after=None, path=""):
+        super().__init__(save_after, path)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def rows(self, batch_index):
+        rows = super().rows(batch_index)
+        seen = rows.abs().amax(dim=0)
+        self.largest = seen if not self.largest.numel() else 0.9 * self.largest + 0.1 * seen
+        return rows - 0.01 * self.largest
+
+    def on_load_checkpoint(self, checkpoint):
+        self.largest = torch.zeros(32)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "late"])
+def test_a_buffer_that_took_its_shape_in_training_goes_on_to_the_bit(pair, tmp_path, kind):
+    assert_goes_on(pair, tmp_path, ROUNDS[kind], Observing, 3)
+
+
 class LateAverage(Local):
     """A copy of the network that begins in the second epoch, and that no optimizer has."""
 

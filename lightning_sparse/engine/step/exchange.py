@@ -151,6 +151,12 @@ class ArrivedGradients:
         copies = {parameter: copy for parameter, copy in self._copies.items() if parameter.grad is not None}
         return {**copies, **{parameter: each for parameter, each in self._written.items() if parameter.grad is each}}
 
+    @property
+    def continued(self) -> set[Tensor]:
+        """Parameters whose gradients hold a mean of the step; that of what no optimizer has is of any step before."""
+        held = set(self.state())
+        return held & handled if held and (handled := set(self.handled())) else held
+
     def restore_means(
         self, arrived: Mapping[Parameter, Tensor], gradients: Mapping[Parameter, Tensor], begun: Iterable[Tensor]
     ) -> None:
