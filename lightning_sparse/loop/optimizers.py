@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module, Parameter
-from torch.optim import ASGD, SGD, Optimizer
+from torch.optim import ASGD, SGD, Optimizer, SparseAdam
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
@@ -448,7 +448,8 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
     """Warn of those that learn from sparse gradients; return hooks on those of which only what they keep will tell."""
     hooks = []
     for optimizer in optimizers if settings.is_sparse else ():
-        if settings.adam is not None and is_correctable(optimizer):
+        takes_whole = isinstance(chain_of(optimizer)[-1], SparseAdam)  # gradients of a sparse layout, and no others
+        if takes_whole or (settings.adam is not None and is_correctable(optimizer)):
             continue
         if is_adaptive(optimizer):
             warn(warning_for(optimizer))
