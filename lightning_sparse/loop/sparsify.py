@@ -380,6 +380,9 @@ class FollowedModel:
             hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
             training.before_step = partial(self._begin_rounds, training)
             training.after_step = partial(self._end_step, training)
+            # An optimizer may look into its own state before it calls the closure that goes forward, as LBFGS does.
+            look = before_step_of_training(lambda *step: self.take_up())
+            hooks += [each.register_step_pre_hook(look) for each in training.optimizers]
         return hooks
 
     @contextmanager

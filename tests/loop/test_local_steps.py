@@ -5,6 +5,7 @@ import io
 import re
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -414,6 +415,42 @@ def go_on(rank, kind, save_at, is_anew, inside=False):
 def test_it_goes_on_to_the_bit_whatever_has_changed(pair, kind, loaded):
     for expected, resumed in pair.run(go_on, kind, *loaded):
         assert_same(resumed, expected)
+
+
+def close_step(rank, ddp, optimizer, step):
+    optimizer.zero_grad()
+    loss = ddp(rows_of(rank, step).to(DEVICE))["loss"]
+    loss.backward()
+    return loss
+
+
+def close_around(rank, save_at):
+    """Train with LBFGS, which looks into its state before its closure goes forward; go on from a save, too."""
+    ends, saved = [], None
+    for first in (0, save_at):
+        ddp, _ = wrapped()
+        optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=3)
+        with sparsify(ddp, optimizer, **SPARSE) as handle:
+            if first:
+                with handle.shared_model():
+                    ddp.module.load_state_dict(saved["model"])
+                    optimizer.load_state_dict(saved["optimizer"])
+                    handle.load_state_dict(saved["kept"])
+            for step in range(first, 3 * EVERY):
+                if step == save_at and not first:
+                    with handle.shared_model():
+                        parts = {"model": ddp.module, "optimizer": optimizer, "kept": handle}
+                        saved = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+                optimizer.step(partial(close_step, rank, ddp, optimizer, step))
+            handle.synchronize()
+            ends.append(tensors_of(ddp.module))
+    return ends
+
+
+@pytest.mark.parametrize("save_at", [EVERY, EVERY + 1])
+def test_a_closure_goes_on_to_the_bit(pair, save_at):
+    for whole, resumed in pair.run(close_around, save_at):
+        assert_same(whole, resumed)
 
 
 def evaluate_at_once(rank, settings, steps, ends_round):
