@@ -70,10 +70,12 @@ class Signals(SharedOnCopy):
 
     def send(self) -> None:
         """Send to all ranks whether this one has been signalled."""
-        self._noted.fill_(self.is_noted + 2 * (self.exchanges() % _COUNTED))
+        told = self.is_noted + 2 * (self.exchanges() % _COUNTED)
         if self._group is not None:  # to all at once: an all-reduce goes around a ring, twice
+            self._noted.fill_(told)
             self._work = dist.all_to_all_single(self._host, self._noted, group=self._group, async_op=True)
             return
+        self._noted.zero_().narrow(0, dist.get_rank(), 1).fill_(told)  # each in a place of its own
         self._work = dist.all_reduce(self._noted, op=dist.ReduceOp.MAX, async_op=True)
         if self._streams is not None:
             with self._streams.stream(self._stream):  # or whoever asks would wait for the whole step

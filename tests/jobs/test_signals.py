@@ -155,3 +155,28 @@ def heard_by(rank, device):
 
 def test_news_are_the_hosts_whatever_the_default_device(pair):
     assert pair.run(heard_by, "meta") == [True, True]
+
+
+def told_of_exchanges(rank, backend, made):
+    """Tell of a signal to rank 1, and of exchanges made; return what is heard, and who is behind."""
+    signals = Signals(signal.SIGTERM)
+    signals.exchanges = lambda: made[rank]
+    try:
+        with mock.patch("lightning_sparse.jobs.signals.backend_of", return_value=backend):
+            signals.connect(mock.Mock(strategy=mock.Mock(root_device=DEVICE, rounds=None, _timeout=None)), list)
+            signals.is_noted = rank == 1
+            signals.send()
+            return signals.heard(), signals.behind
+    finally:
+        signals.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "another"])
+@pytest.mark.parametrize(
+    ("made", "behind"),
+    [((7, 7), None), ((128, 127), "rank 1 had made 1 fewer exchanges than rank 0"), ((255, 257), "rank 0 had made 2")],
+)
+def test_ranks_hear_who_has_made_fewer_exchanges_beside_signals(pair, backend, made, behind):
+    for heard, found in pair.run(told_of_exchanges, backend, made):
+        assert heard
+        assert found is behind if behind is None else behind in found

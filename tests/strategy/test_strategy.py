@@ -91,6 +91,38 @@ def test_hooks_of_users_come_before_the_exchange_whenever_they_are_registered(pa
     assert differences(late.end, none.end)
 
 
+class OwnOptimizer(Numbered):
+    """The last layer has an optimizer that Lightning knows nothing of, and a batch whose loss is infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = torch.optim.SGD(self.network[2].parameters(), lr=0.1)
+        self.notes = []
+
+    def training_step(self, batch, batch_index):
+        loss = super().training_step(batch, batch_index) * (float("inf") if self.trainer.global_step == 2 else 1.0)
+        for optimizer in (self.optimizers(), self.own):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.notes.append([bool(layer.weight.grad.isfinite().all()) for layer in (self.network[0], self.network[2])])
+        self.optimizers().step()
+        if all(self.notes[-1]):
+            self.own.step()
+        else:
+            self.network[0].weight.data.nan_to_num_(0, 0, 0)
+            self.network[0].bias.data.nan_to_num_(0, 0, 0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.network[0].parameters(), lr=0.1)
+
+
+def test_what_is_not_finite_is_seen_before_a_step_whoever_makes_it(pair):
+    for fitted in fits(pair, OwnOptimizer, {"density": 0.1}):
+        assert [all(finite) for finite in fitted.notes] == [True, True, False, *9 * [True]]
+        assert fitted.notes[2] == [False, False]
+
+
 class MixedTypes(Small):
     """A model with parameters of three types."""
 

@@ -772,6 +772,7 @@ class Exchange(SharedOnCopy):
             raise RuntimeError(_FAILED)
         self._is_due = self._exchanges
         self._record_start()
+        self._route.arrived.drop_infinities()
         self._attend()
 
     @property
@@ -784,6 +785,8 @@ class Exchange(SharedOnCopy):
             return
         if _graph_number() != self._heard_graph:  # else it has come to another output before
             self._record_start()
+            if is_in_backward():  # before it users look for what is not finite, and step
+                self._route.arrived.drop_infinities()
         self._attend()
 
     def _record_start(self) -> None:
@@ -794,10 +797,9 @@ class Exchange(SharedOnCopy):
     def _attend(self) -> None:
         self._heard_graph = _graph_number()
         for parameter, (member, handle) in self._hooked.items():
-            if next(reversed(parameter._post_accumulate_grad_hooks), None) != handle.id:  # others change it before
+            if next(reversed(parameter._post_accumulate_grad_hooks or ()), None) != handle.id:  # others act before
                 handle.remove()
                 self._hooked[parameter] = member, _hook(parameter, partial(self._ready, member))
-        self._route.arrived.drop_infinities()
         if self._route.is_sharded:  # FSDP adds to gradients without a word to their parameters
             self._route.arrived.keep()
         elif self._route.arrived.has_means:
