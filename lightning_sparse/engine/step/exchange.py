@@ -110,7 +110,7 @@ class ArrivedGradients:
         """
         handled = set(self.handled() if self._written else ())
         for parameter, gradient in self._written.items() if handled else ():
-            if parameter not in handled and parameter.grad is gradient:
+            if parameter not in handled and parameter.grad is gradient and gradient.layout is torch.strided:
                 local_tensor(gradient).nan_to_num_(0, 0, 0)
 
     @property
@@ -166,7 +166,7 @@ class ArrivedGradients:
         self._written = {
             parameter: gradients[parameter]
             for parameter, mean in arrived.items()
-            if parameter in gradients and torch.equal(*map(local_tensor, (gradients[parameter], mean)))
+            if parameter in gradients and _are_equal(gradients[parameter], mean)
         }
         self._copies = {each: mean.clone() for each, mean in arrived.items() if each not in self._written}
 
@@ -876,6 +876,12 @@ def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
         return parameter.requires_grad_().register_post_accumulate_grad_hook(act)
     finally:
         parameter.requires_grad_(is_trained)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two gradients are the same; torch compares none of a sparse layout."""
+    are_dense = one.layout is torch.strided and other.layout is torch.strided
+    return are_dense and torch.equal(local_tensor(one), local_tensor(other))
 
 
 def _makes_sparse_layout(module: Module) -> bool:
