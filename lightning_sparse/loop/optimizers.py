@@ -354,9 +354,8 @@ class TrainedParameters:
         self._left = (self._left | before) & set(self._all) - now
         self.parameters = parameters
         self._named = dict([*self._module.named_parameters(), *self._module.named_buffers()])
-        known = set(parameters.values())
-        self._are_known = [parameter in known for parameter in self._all]
-        self._may_leave = [parameter in known and parameter not in self._returned for parameter in self._all]
+        self._are_known = [parameter in now for parameter in self._all]
+        self._may_leave = [parameter in now and parameter not in self._returned for parameter in self._all]
 
     @property
     def known_names(self) -> set[str]:
