@@ -5,6 +5,7 @@ make a whole: on another number of ranks their means over ranks, or nodes, go on
 loop refuses. What is kept ``EVERYWHERE`` is the same on all ranks, or passed on as it is.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightning_sparse.functional.elements import as_dtensor, laid_flat, local_te
 
 VERSION = 6  # of this form, and of checkpoints
 SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
+_GROUPS = "groups"  # in the state of an optimizer beside the numbers of its parameters
+_OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # in a group, by torch
 # What a state has to have in common with where it is loaded.
 _ALIKE = {
     "version": "go on with the release of lightning-sparse that saved it, on as many processes, or leave it out to"
@@ -190,15 +193,33 @@ def fitted_gradients(gradients: Mapping[str, Tensor], parameters: Mapping[str, P
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return what this rank holds of the states of optimizers."""
-    return [_mapped(lambda tensor, _: local_tensor(tensor), each.state_dict()["state"]) for each in optimizers]
+    """Return what this rank holds of the states of optimizers: of each parameter, and of groups, in their order."""
+    states = []
+    for each in optimizers:
+        whole = each.state_dict()
+        groups = [{name: group[name] for name in _learned_names(each, group)} for group in whole["param_groups"]]
+        states.append({**_mapped(lambda tensor, _: local_tensor(tensor), whole["state"]), _GROUPS: groups})
+    return states
 
 
 def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
     """Have optimizers go on from what :func:`states_of` returned."""
     for optimizer, state in zip(optimizers, states):
         present = optimizer.state_dict()
-        optimizer.load_state_dict({**present, "state": _mapped(as_dtensor, state, present["state"])})
+        of_parameters = {number: each for number, each in state.items() if number != _GROUPS}
+        learned = state.get(_GROUPS, [{}] * len(present["param_groups"]))  # 0.3.0 kept none
+        groups = [{**group, **own} for group, own in zip(present["param_groups"], learned)]
+        state = _mapped(as_dtensor, of_parameters, present["state"])
+        optimizer.load_state_dict({**present, "state": state, "param_groups": groups})
+
+
+def _learned_names(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
+    """Return what an optimizer keeps in a group for itself, such as the distance that Prodigy learns, of a rank's own.
+
+    What users and schedulers set there, which a constructor names, is for the file of the model.
+    """
+    given = inspect.signature(type(optimizer).__init__).parameters
+    return group.keys() - given.keys() - _OF_THE_MODEL
 
 
 def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:

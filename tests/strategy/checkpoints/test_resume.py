@@ -89,6 +89,30 @@ class Sparse(Numbered):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Measuring(torch.optim.SGD):
+    """Multiplies the learning rate by what it learns in a group, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.param_groups[0]["distance"] = 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        group = self.param_groups[0]
+        group["distance"] += float(sum(each.grad.norm() for each in group["params"]))
+        for each in group["params"]:
+            each -= group["lr"] * group["distance"] * each.grad
+        return loss
+
+
+class Learning(Numbered):
+    """A model whose learning rate each rank learns from gradients of its own."""
+
+    def configure_optimizers(self):
+        return Measuring(self.parameters(), lr=0.01)
+
+
 class Thawing(Numbered):
     """A model of which a part is frozen in the first epoch, and when a training begins."""
 
@@ -134,6 +158,7 @@ EXACT = {
     "the same, bf16": (Thawing, {**TOPK, "local_steps": 3}, {"precision": "bf16-true"}),
     "within a step of a round, thawed": (Thawing, {**TOPK, "local_steps": 2}, IN_PAIRS),
     "within a step, thawed": (Thawing, TOPK, IN_PAIRS),
+    "within a round, a rate that is learned": (Learning, {**TOPK, "local_steps": 3}, {}),
     "within a round, before it thaws": (Thawing, {"compressor": "exdyna", "density": 0.05, "local_steps": 3}, {}),
 }
 
