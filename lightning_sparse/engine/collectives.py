@@ -19,7 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import DistError
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
-from torch.nn import Module, functional
+from torch.nn import Module, Parameter, functional
 from typing_extensions import Self
 
 from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
@@ -254,6 +254,12 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
 def ignored_by(module: Module) -> frozenset[str]:
     """Return the names of what users have told DDP to leave alone."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def attended(module: Module) -> dict[str, Parameter]:
+    """Return the parameters that DDP was not told to leave alone, by name."""
+    ignored = ignored_by(module)
+    return {name: each for name, each in module.named_parameters() if name not in ignored}
 
 
 def align(module: Module, known: Iterable[str] = ()) -> None:

@@ -12,12 +12,27 @@ from lightning_sparse.functional.elements import batches_alike, pieces
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``."""
+    return norm_of_all(norms_of(tensors))
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of each tensor, in fp32."""
     if tensors[0].device.type == "cpu":
-        norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float().norm()
+        norms: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float()
+        if not norms.isinf().any():
+            return norms
+    # fp32 squares overflow above a norm of 1.8e19; on a device the host would have to wait to know.
+    wide: Tensor = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64))
+    return wide.float()
+
+
+def norm_of_all(norms: Tensor) -> Tensor:
+    """Return the norm of what has these ones laid end to end, in fp32, ``[]``."""
+    if norms.device.type == "cpu":
+        norm: Tensor = norms.norm()
         if not norm.isinf():
             return norm
-    # fp32 squares overflow above a norm of 1.8e19; on a device the host would have to wait to know.
-    wide: Tensor = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).norm()
+    wide: Tensor = norms.norm(dtype=torch.float64)
     return wide.float()
 
 

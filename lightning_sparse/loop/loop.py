@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import align, backend_of
+from lightning_sparse.engine.collectives import align, attended, backend_of
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper, after_closure
@@ -226,7 +226,7 @@ class Training:
 
     def _attend(self) -> None:
         """See what the optimizers are to do, and hear of each step."""
-        parameters, engine = dict(self.engine.module.named_parameters()), self.engine
+        parameters, engine = attended(self.engine.module), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
         look = before_step_of_training(self._before_step)
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
@@ -294,7 +294,7 @@ class Training:
             return
         if has_new:
             align(module, known)
-        self.view.know(dict(module.named_parameters()))
+        self.view.know(attended(module))
         trained.exchange(self.engine, between or not self.is_in_round)
         self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
 

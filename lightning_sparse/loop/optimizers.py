@@ -35,14 +35,20 @@ _CURE = (
 )
 _CORRECTED = "have Adam's updates made before selection (optimizer_correction='auto', and a density below 1), or "
 _MIXED = "have Adam and AdamW train all of the model, whose updates are made before selection if they are alone, or "
+_TWO_NORMS = (
+    "parameters of {names} are to be clipped by one norm: of Adam's what has arrived are updates, of others gradients."
+    " Clip those of each optimizer by themselves, as by clip(norm=1.0, optimizer=optimizer), or leave Adam uncorrected"
+    " (optimizer_correction=None)"
+)
 _SHOWN = 5  # names in a message
 _ALIKE = (
     "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
     " own data or on its clock"
 )
 _NO_OPTIMIZER = Hyperparameters(float("nan"))  # when one begins to handle a parameter, that is no change of rate
-# By the names of what they are given: moments, an average of squares, or a small number that keeps a quotient finite.
-_SIGNS_OF_A_SECOND_MOMENT = frozenset({"betas", "beta2", "alpha", "rho", "eps"})
+# By the names of what they are given: moments, an average of squares, a small number that keeps a quotient finite,
+# steps that follow signs (Rprop), or how many gradients a curvature is learned from (LBFGS).
+_SIGNS_OF_LEARNING = frozenset({"betas", "beta2", "alpha", "rho", "eps", "etas", "history_size"})
 _LINEAR = (SGD, ASGD)
 _SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"})
 
@@ -92,7 +98,7 @@ class OptimizerView:
         """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self.adam is not None:
-            self.adam.counts.names = self._names
+            self.adam.counts.know(self._names)
 
     def coming_step(
         self,
@@ -125,6 +131,14 @@ class OptimizerView:
                 if parameter in self._names
             )
         return found
+
+    def check_one_norm(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse to clip parameters by one norm of which some have updates in the place of gradients, and some not."""
+        given = set(parameters)
+        clipped = [each for each in self._optimizers if not given.isdisjoint(handled(each))]
+        kinds = {self.adam is not None and is_correctable(each) for each in clipped}
+        if len(kinds) > 1:
+            raise ValueError(_TWO_NORMS.format(names=listed([type(each).__name__ for each in clipped])))
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -434,13 +448,13 @@ def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[s
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer divides by something that it learns from the gradients, or takes their sign.
+    """Return whether an optimizer learns something from gradients, or from their signs, but their mean.
 
     Told by its class for those of torch that do not, and for all others, of any library, by the names of their
     settings, or of those of an optimizer inside.
     """
     *_, optimizer = chain_of(optimizer)
-    return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
+    return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_LEARNING.isdisjoint(optimizer.defaults)
 
 
 def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> list[Any]:

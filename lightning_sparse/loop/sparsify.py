@@ -224,8 +224,13 @@ class Sparsifier(Loop):
             norm: largest norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
             value: largest magnitude of an element; ``None`` for no limit.
             optimizer: whose gradients are clipped, together; ``None`` for all of the model together.
+
+        Raises:
+            ValueError: for one norm of several optimizers of which some are corrected, and some are not.
         """
         parameters = [*self._model.module.parameters()] if optimizer is None else handled(optimizer)
+        if norm is not None and self.training is not None:
+            self.training.view.check_one_norm(parameters)
         with self.clipped_before(Clipping(norm=norm, value=value), parameters):
             trained = [each for each in parameters if each.grad is not None]
             if value is not None and trained:

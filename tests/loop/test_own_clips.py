@@ -84,7 +84,8 @@ def those_of_sgd_clipped(ddp, handle):
 
 
 def clipped_by_handle(ddp, handle):
-    handle.clip(norm=1.0)
+    for optimizer in handle.optimizers:
+        handle.clip(norm=1.0, optimizer=optimizer)
 
 
 def train(rank, change, has_sgd=False, has_scaler=False, has_closure=False, **ddp_arguments):
@@ -148,6 +149,60 @@ def test_a_plain_loop_that_clips_what_has_arrived_is_told_once(pair, change, arg
 @pytest.mark.parametrize(("change", "arguments"), NOWHERE.values(), ids=NOWHERE)
 def test_whoever_clips_otherwise_is_told_nothing(pair, change, arguments):
     assert pair.run(partial(train, change=change, **arguments)) == [0, 0]
+
+
+class Two(nn.Module):
+    """Two vectors, of which the first has gradients that mostly cancel over two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(400)) for _ in range(2))
+
+    def forward(self, rank, names):
+        cancelling = torch.tensor([2.0, -2.0]).repeat(200) * (1 if rank == 0 else -1)
+        losses = {"first": (self.first * (0.1 + cancelling)).sum(), "second": 0.1 * self.second.sum()}
+        return sum(losses[name] for name in names)
+
+
+def clip_factors(rank, turns):
+    """Clip to a norm of one, in steps that use other parameters; return factors by what was used last."""
+    model, found = Two(), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    with sparsify(model, optimizer, **SETTINGS) as handle:
+        for step in range(24):
+            optimizer.zero_grad()
+            model(rank, names := turns[step * len(turns) // 24] if step < 23 else turns[-1]).backward()
+            handle.clip(norm=1.0)
+            optimizer.step()
+            factor = handle.engine.memory.statistics().get("local_clip_factor")
+            found[names] = None if factor is None else float(factor)
+    return found
+
+
+@pytest.mark.parametrize(
+    "turns", [(("first", "second"), ("second",)), (("first",), ("second",))], ids=["one rests", "in turns"]
+)
+def test_a_norm_is_that_of_the_mean_of_what_a_step_uses(pair, turns):
+    # Means have norms of two each, which is far from what ranks' own have.
+    norms = {1: 2.0, 2: 8**0.5}
+    for found in pair.run(clip_factors, turns):
+        assert found == {names: pytest.approx(1 / norms[len(names)], rel=0.05) for names in turns}
+
+
+def clip_both(rank):
+    model = Two()
+    optimizers = [torch.optim.AdamW([model.first]), torch.optim.SGD([model.second], lr=0.1)]
+    with sparsify(model, optimizers, **SETTINGS) as handle:
+        model(rank, ("first", "second")).backward()
+        handle.clip(value=1.0)
+        for optimizer in optimizers:
+            handle.clip(norm=1.0, optimizer=optimizer)
+        with pytest.raises(ValueError, match=r"'AdamW', 'SGD' .* by one norm.*optimizer=optimizer"):
+            handle.clip(norm=1.0)
+
+
+def test_updates_and_gradients_have_no_norm_together(pair):
+    pair.run(clip_both)
 
 
 def test_a_scaler_is_followed_under_another_default_type():

@@ -166,6 +166,44 @@ def test_against_a_slow_reference(pools, name, node_ranks):
     assert_close_to(expected, [history for history, _, _ in outcomes])
 
 
+def train_switched(rank, switch):
+    """Train with amsgrad, and ``switch`` it after some steps."""
+    arguments = {"amsgrad": True, "betas": (0.9, 0.5)}
+    history, training = [], corrected_steps(rank, torch.optim.AdamW, {"density": 0.3}, arguments, STEPS)
+    for step, (ddp, _, optimizer, _) in enumerate(training):
+        history.append(parameters_of(ddp))
+        if step == DENSE + 2:
+            switch(optimizer)
+    return history
+
+
+def leave_on(optimizer):
+    pass
+
+
+def switch_off(optimizer, forgets=False):
+    optimizer.param_groups[0]["amsgrad"] = False
+    for state in optimizer.state.values() if forgets else ():
+        del state["max_exp_avg_sq"]
+
+
+def test_amsgrad_that_is_switched_off_is_off(pair):
+    off, forgotten, on = (
+        pair.run(train_switched, switch)[0] for switch in (switch_off, partial(switch_off, forgets=True), leave_on)
+    )
+    assert_same(off, forgotten)
+    with pytest.raises(AssertionError):
+        assert_same(off, on)
+
+
+def test_padding_of_shares_divides_nothing_by_zero(pools):
+    none, least = (
+        pools[4].run(train, torch.optim.AdamW, {"density": 0.1, "node_ranks": 2}, {"eps": eps}, STEPS)[0][0]
+        for eps in (0.0, 1e-30)
+    )
+    assert_same(none, least)
+
+
 def train_in_doubles(rank, *settings):
     torch.set_default_dtype(torch.float64)
     try:
@@ -804,3 +842,21 @@ def test_a_gradient_of_zero_silences_no_rank(pair):
         one_model(answers)
         for each in answers:  # soon they count alike again, as much as if nothing had been
             assert each.notes[9:] == pytest.approx(usual[0].notes[9:], rel=0.3)
+
+
+class Ignoring(NumberedAdam):
+    """A model of which DDP is told to leave a part alone, which an optimizer trains all the same."""
+
+    def __init__(self, *save):
+        super().__init__(*save)
+        self.alone = nn.Linear(32, 1)
+        self._ddp_params_and_buffers_to_ignore = {"alone.weight", "alone.bias"}
+
+    def training_step(self, batch, batch_index):
+        return super().training_step(batch, batch_index) + self.alone(self.rows(batch_index)).square().mean()
+
+
+def test_what_ddp_is_told_to_leave_alone_each_rank_trains_by_itself(pair):
+    one, other = (each.end for each in fits(pair, Ignoring, SOON))
+    apart = {name for name in one if not torch.equal(one[name], other[name])}
+    assert apart == {"alone.weight", "alone.bias"}

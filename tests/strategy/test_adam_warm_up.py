@@ -164,6 +164,19 @@ class TwoKinds(Small):
             optimizer.step()
 
 
+class Replaced(Small):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 4:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_without_an_adam_any_more_nothing_is_waited_for(pair):
+    assert densities(pair, Replaced, limit_train_batches=8, max_epochs=1)[5:] == [pytest.approx(DENSITY, rel=0.2)] * 3
+
+
 def test_beside_an_optimizer_that_is_not_corrected(pair):
     found = densities(pair, TwoKinds, limit_train_batches=16)
     assert found[:10] == [1.0] * 10

@@ -255,6 +255,8 @@ WARNED = {
     "Adagrad": ("topk", 0.01, torch.optim.Adagrad, True),
     "NAdam": ("exdyna", 0.01, torch.optim.NAdam, True),
     "Adafactor": ("topk", 0.5, torch.optim.Adafactor, True),
+    "Rprop": ("topk", 0.01, torch.optim.Rprop, True),
+    "LBFGS": ("topk", 0.01, torch.optim.LBFGS, True),
     "Muon": ("topk", 0.01, MuonOfMatrices, True),
     "Muon in four bits": ("qsgd", None, MuonOfMatrices, False),
     "AdamW": ("lags", 0.01, torch.optim.AdamW, False),

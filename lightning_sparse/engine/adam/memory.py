@@ -34,11 +34,13 @@ from lightning_sparse.functional.adam import (
     look_up,
     to_gradients,
 )
+from lightning_sparse.functional.reductions import norm_of_all
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples spread any run of parameters evenly over the steps of an interval
 _LEAST_ELEMENTS = 1 << 19  # of a turn, a message of 1 MiB: small models have fewer turns, as each costs round trips
 _LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
+_LEAST_EPS = torch.finfo(torch.float32).tiny  # with which zeros, such as padding of shares, have updates of zero
 _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
 
 
@@ -107,7 +109,7 @@ class AdamState:
     def scalars(self) -> AdamScalars:
         """The numbers of the coming step, where the second moment may be that of an earlier one."""
         settings = self.known.settings
-        return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, settings.eps)
+        return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, max(settings.eps, _LEAST_EPS))
 
 
 @dataclass
@@ -119,21 +121,30 @@ class OwnClips:
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # by clip that has a norm, in this step
     squared_norms: dict[str, Tensor] = field(default_factory=dict)  # of a rank's, as a mean over ranks, and of the mean
+    _together: list[list[str]] = field(default_factory=list)  # gradients of this step, by clip that has a norm
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
         """The largest norms of means, and of which gradients together."""
         return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
 
-    def take_norms(self, norms: Tensor) -> None:
-        """Know the norms of this rank's gradients, one for each limit."""
-        limits = [norm * self._ratio(together, norms) for norm, together in self.limits]
-        self.factors = factors_to(torch.stack(limits), norms)
+    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
+        """Return, of the gradients of a step, those that have a limit together."""
+        self._together = [[name for name in names if name in together] for _, together in self.limits]
+        return self._together
 
-    def _ratio(self, names: frozenset[str], like: Tensor) -> Tensor:
-        """Return how much longer a rank's own gradient is than the mean."""
-        squares = [each for name, each in self.squared_norms.items() if name in names]
-        own, mean = self.total_of(torch.stack(squares).sum(dim=0) if squares else like.new_zeros(2)).unbind()
+    def take_norms(self, norms: Sequence[Tensor]) -> None:
+        """Know the norm of each of those gradients, of this rank."""
+        limits = [limit * self._ratio(*each) for (limit, _), each in zip(self.limits, zip(self._together, norms))]
+        self.factors = factors_to(torch.stack(limits), torch.stack(list(map(norm_of_all, norms))))
+
+    def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
+        """Return how much longer a rank's own gradient is than the mean, of what this step has a gradient of."""
+        none = norms.new_zeros(2)
+        squares = [self.squared_norms.get(name, none) for name in names]
+        # What is frozen, or rests in this backward, does not count.
+        total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
+        own, mean = self.total_of(total).unbind()
         # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
         return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.ranks))
 
@@ -243,10 +254,10 @@ class AdamMemory(ResidualMemory):
 
     @override
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        return [[name for name in names if name in together] for _, together in self._clips.limits]
+        return self._clips.clipped_together(names)
 
     @override
-    def take_norms(self, norms: Tensor) -> None:
+    def take_norms(self, norms: Sequence[Tensor]) -> None:
         self._clips.take_norms(norms)
 
     @override

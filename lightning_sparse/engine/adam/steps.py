@@ -130,10 +130,14 @@ class StepCounts:
 
     @property
     def most(self) -> int:
-        """The steps that parameters have made, the most of any."""
+        """The steps that parameters have made, the most of any; -1 where there is no parameter."""
         if self._most is None:
-            self._most = max((count for *_, members in self.groups() for *_, count in members), default=0)
+            self._most = max((count for *_, members in self.groups() for *_, count in members), default=-1)
         return self._most
+
+    def know(self, names: Mapping[Parameter, str]) -> None:
+        """Know the parameters that the model has now."""
+        self.names, self._most = names, None
 
     def forget(self, *event: Any) -> None:
         """Look anew, as somebody has stepped or loaded."""
@@ -181,8 +185,13 @@ class AdamWarmUp:
     @property
     def is_dense(self) -> bool:
         """Whether everything is sent in the coming step, of all parameters that have made the most steps."""
-        warm_up = self.known
-        return warm_up is None or self.counts.most < warm_up.dense_steps
+        warm_up, most = self.known, self.counts.most
+        return most >= 0 and (warm_up is None or most < warm_up.dense_steps)
+
+    @property
+    def progress(self) -> float:
+        """How much of the fall of the density lies behind, from 0 to 1."""
+        return 1.0 if self.counts.most < 0 else _progress(self.known, self.counts.most)
 
     @property
     def is_resumed(self) -> bool:
@@ -298,11 +307,13 @@ class AdamSteps:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
+                if not group["amsgrad"]:  # the state of one that was switched off has its largest moments still
+                    tensors = tensors._replace(largest=None)
                 moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
         clips = () if is_dense else self.clips.coming(self.counts.names)
-        return StepContext(None, hyperparameters, whole, _warm_up_progress(warm_up, self.counts.most), clips)
+        return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
         """Tell once that what has arrived was changed before a step; so many changes are by a scaler."""
@@ -423,10 +434,10 @@ class AdamSteps:
         self._hidden.clear()
 
 
-def _warm_up_progress(warm_up: Optional[WarmUp], steps: int) -> float:
+def _progress(warm_up: Optional[WarmUp], steps: int) -> float:
     """Return how much of the fall of the density lies behind after so many steps, from 0 to 1.
 
-    >>> [_warm_up_progress(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
+    >>> [_progress(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
     [0.0, 0.0, 0.5, 1.0]
     """
     if warm_up is None:

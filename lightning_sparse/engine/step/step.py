@@ -58,7 +58,7 @@ from lightning_sparse.engine.step.worker import LaunchQueue
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload
 from lightning_sparse.functional.elements import pieces, round_to
-from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norm_of
+from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norms_of
 
 __all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepContext"]
 
@@ -147,15 +147,16 @@ class Pipeline:
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
-        with self.recorder.span("select"):
-            norms = torch.stack([self._norm_of(together) for together in self.memory.clipped_together(names)])
-        norms = self.levels.norms_of(norms)
-        self.memory.take_norms(norms if self.context.loss_scale is None else norms / self.context.loss_scale)
-
-    def _norm_of(self, names: Sequence[str]) -> Tensor:
-        if not names:  # none of them has a gradient in this backward
-            return torch.zeros((), dtype=torch.float32, device=self.collectives.device)
-        return norm_of([self._shares[name].gradient for name in names])
+        together = self.memory.clipped_together(names)
+        measured = [self._shares[name].gradient for name in chain.from_iterable(together)]
+        if not measured:  # none of what is clipped is in this exchange
+            norms = torch.zeros(0, dtype=torch.float32, device=self.collectives.device)
+        else:
+            with self.recorder.span("select"):
+                norms = norms_of(measured)
+            norms = self.levels.norms_of(norms)
+            norms = norms if self.context.loss_scale is None else norms / self.context.loss_scale
+        self.memory.take_norms(norms.split(list(map(len, together))))
 
     def exchange(self, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
@@ -229,6 +230,9 @@ class Pipeline:
         finite = _all_of([*are_finite, *(exchanged.result.finite for exchanged in step)])
         finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
         self.memory.see_finite(finite)
+        # Of a step that is not kept nothing may be applied, by an optimizer whose own gradients are finite, either.
+        scale = self.context.loss_scale
+        scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)
         used = [_used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
         with self.recorder.span("commit"):
@@ -237,7 +241,7 @@ class Pipeline:
                 accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged, mean, flags):
                     self._keep(exchanged, accepted)
-                self._write_back(exchanged, mean)
+                self._write_back(exchanged, mean, scale)
         self.levels.write_back()
         self.selector.release()
 
@@ -283,11 +287,12 @@ class Pipeline:
                 _joined_flags(flags, [len(each.names) for each in some]),
             )
 
-    def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection]) -> None:
+    def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
+        """Write means into gradients, times the loss's scale, which is infinite where nothing was kept."""
         means = exchanged.accumulated  # in its memory from here on
         self.memory.write_means(exchanged.names, means, mean)
-        if self.context.loss_scale is not None:
-            torch._foreach_mul_(means, self.context.loss_scale)
+        if scale is not None:
+            torch._foreach_mul_(means, scale)
         narrow: list[tuple[Tensor, Tensor]] = []  # gradients, and means that are wider
         for local, tensor in zip(exchanged.group, means):
             if local.parameter is not None and tensor.dtype is local.gradient.dtype:
