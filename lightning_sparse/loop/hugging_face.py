@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional, Union
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -50,20 +51,19 @@ class SparsifyCallback(TrainerCallback):
         self._resumes = resume_compression
         self._settings = settings
         self._handle: Optional[Sparsifier] = None
-        self._accelerator: Any = None  # for which this clips, until that is given back
+        self._accelerator: Any = None  # some of whose methods are ours, until they are given back
         self._shown = ExitStack()
         self.stats: dict[str, float] = {}
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begin the exchange, when model and optimizer have been wrapped and loaded."""
-        self._give_back()
-        if self._handle is not None:
-            self._handle.close(has_failed=True)
+        self._end_failed()
         ddp = self._trainer.model_wrapped
         if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
             return
         self._accelerator = accelerator = self._trainer.accelerator
+        accelerator.free_memory = self._free_memory
         scaler = getattr(accelerator, "scaler", None)
         given: LoopArguments = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
         self._handle = sparsify(ddp, self._trainer.optimizer, **given)
@@ -127,35 +127,70 @@ class SparsifyCallback(TrainerCallback):
             self._handle.clip(norm=max_norm)
         return norm
 
+    def _free_memory(self, *objects: Any) -> Any:
+        """Free memory in Accelerate's place, with which a training begins before it wraps the model."""
+        accelerator, trainer = self._accelerator, self._trainer
+        self._end_failed()  # the Trainer tells nobody of a training that raised, but by beginning the next
+        trainer.model_wrapped = trainer.model  # the wrapper there was is closed
+        return accelerator.free_memory(*objects)
+
+    def _end_failed(self) -> None:
+        """End a training that raised, if there is one, and leave the model as it is: by now it may have been loaded."""
+        self._give_back()
+        if self._handle is None:
+            return
+        if self._handle.training is not None and (rounds := self._handle.training.engine.rounds) is not None:
+            rounds.shared.take_back(own=False)
+        self._shown.close()
+        self._handle.close(has_failed=True)
+
     def _give_back(self) -> None:
-        """Have Accelerate clip again; a training that raises has no other end than the next one's start."""
+        """Have Accelerate's own methods again."""
         if self._accelerator is not None:
-            vars(self._accelerator).pop("clip_grad_norm_", None)
+            for ours in ("clip_grad_norm_", "free_memory"):
+                vars(self._accelerator).pop(ours, None)
             self._accelerator = None
+
+
+_REGISTERED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many handles an accelerator saves
 
 
 def save_with(accelerator: Any, handle: Sparsifier) -> None:
     """Have Accelerate's ``save_state`` and ``load_state`` take along what each process keeps.
 
-    Its ``register_for_checkpointing`` would save that of one process. With local steps save inside
-    :meth:`~lightning_sparse.Sparsifier.shared_model`.
+    Its ``register_for_checkpointing`` would save that of one process. Call it for each of several models, in the same
+    order when a training is resumed. With local steps save inside :meth:`~lightning_sparse.Sparsifier.shared_model`.
     """
-    rank = accelerator.process_index
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: _write(handle, Path(folder), rank))
-    accelerator.register_load_state_pre_hook(lambda models, folder: handle.load_state_dict(_read(Path(folder), rank)))
+    rank, number = accelerator.process_index, _REGISTERED.get(accelerator, 0)
+    _REGISTERED[accelerator] = number + 1
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        _write(handle, Path(folder), rank, number)
+
+    def load(models: Any, folder: str) -> None:
+        handle.load_state_dict(_read(Path(folder), rank, number))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
 
-def _write(handle: Sparsifier, folder: Path, rank: int) -> None:
+def _write(handle: Sparsifier, folder: Path, rank: int, number: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(handle.state_dict(), folder / f"kept-{rank}.pt")
+    torch.save(handle.state_dict(), folder / _name(rank, number))
 
 
-def _read(folder: Path, rank: int) -> dict[str, Any]:
-    path = folder / f"kept-{rank}.pt"
+def _read(folder: Path, rank: int, number: int = 0) -> dict[str, Any]:
+    path = folder / _name(rank, number)
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is missing, which process {rank} had kept: give SparsifyCallback(resume_from=...) the folder that"
-            " train is given, or resume_compression=False to start with nothing kept"
+            " train is given, or resume_compression=False to start with nothing kept; with Accelerate call save_with"
+            " for as many models as before the save"
         )
     kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return kept
+
+
+def _name(rank: int, number: int) -> str:
+    """Return the name of a file, of a first or only model without its number."""
+    return f"kept-{rank}-{number}.pt" if number else f"kept-{rank}.pt"
