@@ -23,7 +23,7 @@ from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper, after_closure
 from lightning_sparse.engine.step.levels import Topology
-from lightning_sparse.engine.step.shards import ShardedModel, named_module
+from lightning_sparse.engine.step.shards import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by, load_states, states_of
@@ -281,7 +281,7 @@ class Training:
         trained, module = self._trained, self.engine.module
         if between:
             trained.end_round(self.engine)
-        if not trained.have_changed(self.optimizers, forgets):
+        if not self._trains_others(forgets, between):
             return
         has_new = trained.has_new()
         if has_new and (not between or isinstance(self.engine.wrapper, ShardedModel)):
@@ -297,6 +297,15 @@ class Training:
         self.view.know(attended(module))
         trained.exchange(self.engine, between or not self.is_in_round)
         self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
+
+    def _trains_others(self, forgets: bool, between: bool) -> bool:
+        """Tell whether the model has other parameters to train, once its own are in their place."""
+        trained = self._trained
+        if not trained.have_changed(self.optimizers, forgets):
+            return False
+        if between and isinstance(self.engine.wrapper, ShardedModel):
+            reshard(self.engine.module)  # an evaluation may have left parameters whole
+        return trained.have_changed(self.optimizers, forgets)
 
     def turn(self) -> None:
         """Have the coming steps send everything, as DDP does, or not, or leave them to rounds; between two steps."""

@@ -134,6 +134,7 @@ class Sparsifier(Loop):
             self._model = model
         elif any(cut_modules(model)):
             self._model = ShardedModel(model)
+            reshard(model)  # an evaluation may have left parameters whole
             ranks = dist.get_rank(), dist.get_world_size()
             given = given._replace(node_ranks=check_shards(model, optimizers, settings, given.scaler, *ranks))
             self.settings = settings = replace(settings, schedule=FixedSize())
@@ -395,6 +396,7 @@ class FollowedModel:
         """Have the model be the one of all ranks inside."""
         self.take_up()
         before, training = self._is_shown, self.training
+        reshard(self._model.module)
         recorder = None if training is None or before else training.engine.recorder
         if recorder is not None:
             recorder.totals.pause()
@@ -425,6 +427,7 @@ class FollowedModel:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         assert self.training is not None
         engine = self.training.engine
+        reshard(self._model.module)
         if engine.rounds is not None:  # also where the shared model is shown
             engine.rounds.leave()
         unused = self.training.load(kept)
@@ -437,6 +440,7 @@ class FollowedModel:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
         if self.training is None or self.training.settings.local_steps is None:
             return None
+        reshard(self._model.module)
         # What no optimizer has, such as a moving average, each rank may have written by itself.
         trained = set(all_handled(self.training.optimizers))
         with self.training.replicas.shared_model():

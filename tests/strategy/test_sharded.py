@@ -600,6 +600,54 @@ def test_a_validation_sees_one_model_and_changes_no_bit_of_steps(pools, settings
         assert len(other["notes"]) == 5
 
 
+def evaluate(model, rank):
+    model.eval()
+    with torch.no_grad():
+        model(rows(rank, 0))
+    model.train()
+
+
+def evaluated(rank, settings, place):
+    """Train as a save of another model goes on, with an evaluation in one of the places before the first batch."""
+    forget_groups()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    states, history = {}, []
+    for saves in (True, False):
+        model = cut(Rooted("adamw"), mesh["shard"])
+        optimizer = model.configure_optimizers()
+        if place == "before sparsify" and not saves:
+            evaluate(model, rank)
+        with sparsify(model, optimizer, **copy.deepcopy(settings)) as handle:
+            if place == "before a load" and not saves:
+                evaluate(model, rank)
+            for each in (optimizer, handle) if states else ():
+                each.load_state_dict(states[type(each)])
+            if place == "after a load" and not saves:
+                evaluate(model, rank)
+            for step in range(3):
+                if saves and step == 0:
+                    if place == "before a save":
+                        evaluate(model, rank)
+                    states = {type(each): copy.deepcopy(each.state_dict()) for each in (optimizer, handle)}
+                model(rows(rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            history.append(held(model))
+    return history
+
+
+PLACES = ["before sparsify", "before a save", "before a load", "after a load"]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("settings", [SPARSE, ROUNDS["sparse"]], ids=["every step", "rounds"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_evaluation_before_the_first_batch_changes_no_bit(pools, place, settings):
+    never, once = (pools[4].run(evaluated, settings, where) for where in ("nowhere", place))
+    assert_same(never, once)
+    assert_same(once[0][0], once[0][1])
+
+
 class Replica:
     """A replica of the reference: a whole model in this process, with the batches of two ranks."""
 
@@ -948,7 +996,9 @@ def launched(rank, settings, replicas=2):
 
 
 def cut_replica(model, mesh):
-    return cut(model, mesh["data_parallel"])
+    for layer in (*model.network, model):  # the last one is the root's, which FSDP leaves whole after an evaluation
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return model
 
 
 def in_fabric(fabric, model, optimizer, steps, accumulated=1, clip=None):
@@ -969,6 +1019,8 @@ def in_fabric(fabric, model, optimizer, steps, accumulated=1, clip=None):
 def trained_by_fabric(rank, settings, accumulated, clip):
     with launched(rank, settings) as (fabric, model, optimizer):
         assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
+        with fabric.strategy.shared_model():
+            evaluate(model, rank)
         history = in_fabric(fabric, model, optimizer, range(9), accumulated, clip)
         return history, fabric.strategy.compression_stats(model)
 
