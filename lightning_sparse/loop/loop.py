@@ -301,7 +301,7 @@ class Training:
     def _trains_others(self, forgets: bool, between: bool) -> bool:
         """Tell whether the model has other parameters to train, once its own are in their place."""
         trained = self._trained
-        if not trained.have_changed(self.optimizers, forgets):
+        if not trained.have_changed(self.optimizers, forgets) or trained.are_replaced:
             return False
         if between and isinstance(self.engine.wrapper, ShardedModel):
             reshard(self.engine.module)  # an evaluation may have left parameters whole

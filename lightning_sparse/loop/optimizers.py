@@ -401,6 +401,11 @@ class TrainedParameters:
         """Tell whether the model has parameters that it did not have before."""
         return set(map(id, self._module.parameters())) != set(map(id, self._all))
 
+    @property
+    def are_replaced(self) -> bool:
+        """Whether plain tensors stand in the model while ``torch.func.functional_call`` goes forward."""
+        return not all(isinstance(each, Parameter) for each in self._module.parameters())
+
     def agree(self, forgets: bool, keeps: bool, rank: int) -> str:
         """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike.
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
+from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -100,6 +101,35 @@ def test_it_is_the_training_of_a_wrapped_one_to_the_bit(pair, kind, settings):
     bare, wrapped = (pair.run(train_in_a_form, form, kind, settings) for form in ("bare", "wrapped"))
     assert bare[0][0]["seen"].tolist() != bare[1][0]["seen"].tolist()  # until the next step's first forward
     assert_same(bare, wrapped)
+
+
+def train_through_a_call(rank, form, settings, way):
+    """Train a model, or what ``functional_call`` makes of it, frozen in part from the third step on."""
+    torch.manual_seed(0)
+    module = Edges().to(DEVICE)
+    model = module if form == "bare" else DistributedDataParallel(module)
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    with sparsify(model, optimizer, **settings):
+        for step in range(6):
+            module.matrix.requires_grad_(step not in (2, 3))
+            named = {name: each * 1.0 for name, each in model.named_parameters()}
+            if way == "detached":  # in a forward whose backward nobody needs
+                functional_call(model, {name: each.detach() for name, each in named.items()}, (batch(rank, step),))
+            called = partial(functional_call, model, named) if way == "replaced" else model
+            called((batch(rank, step),) if way == "replaced" else batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach().cpu() for each in model.parameters()]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", ["replaced", "detached"])
+@pytest.mark.parametrize("settings", [SPARSE, {**SPARSE, "local_steps": 2}], ids=["every step", "rounds"])
+@pytest.mark.parametrize("form", ["bare", "wrapped"])
+def test_weights_may_be_replaced_for_a_forward(pair, form, settings, way):
+    ours, expected = (pair.run(train_through_a_call, form, settings, each) for each in (way, "as it is"))
+    assert_same(ours, expected)
+    assert_same(*ours)
 
 
 def drop_on_one_rank(rank, first):
