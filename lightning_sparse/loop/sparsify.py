@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -160,6 +160,7 @@ class Sparsifier(Loop):
         except BaseException:  # such as a warning that is an error
             self._leave(has_failed=True)
             raise
+        _OPEN[self] = None
 
     def _attend(self, model: Module, scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
         """Take what is trained for this one's; follow it where nobody tells of batches, evaluations and saves."""
@@ -183,6 +184,7 @@ class Sparsifier(Loop):
 
     def _leave(self, has_failed: bool) -> None:
         """Leave model and optimizers to others."""
+        _OPEN.pop(self, None)
         _ATTENDED.difference_update(self._parts)
         for handle in self._handles:
             handle.remove()
@@ -224,7 +226,8 @@ class Sparsifier(Loop):
         Args:
             norm: largest norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
             value: largest magnitude of an element; ``None`` for no limit.
-            optimizer: whose gradients are clipped, together; ``None`` for all of the model together.
+            optimizer: whose gradients are clipped, together; ``None`` for all of the model together. Where it trains
+                several models and Adam is corrected, each of them is clipped by a norm of its own.
 
         Raises:
             ValueError: for one norm of several optimizers of which some are corrected, and some are not.
@@ -240,10 +243,18 @@ class Sparsifier(Loop):
                 torch.nn.utils.clip_grad_norm_(trained, norm)
 
     @contextmanager
-    def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Have gradients exchanged that are clipped inside, and those clipped that the next updates are made of."""
-        self.exchange_shards()
-        with nullcontext() if self.training is None else self.training.view.clipped_before(clipping, parameters):
+    def clipped_before(self, clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Have gradients exchanged that are clipped inside, and those clipped that the next updates are made of.
+
+        Those of other models, too, that the optimizer trains as well.
+        """
+        clipped = set(parameters)
+        with ExitStack() as hidden:
+            for each in list(_OPEN):
+                if each is self or not clipped.isdisjoint(each.module.parameters()):
+                    each.exchange_shards()
+                    if each.training is not None:
+                        hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
             yield
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -527,6 +538,7 @@ def _refuse_join(**settings: Any) -> Any:
 
 
 _ATTENDED: WeakSet[Module] = WeakSet()  # parts of models whose gradients are exchanged
+_OPEN: WeakKeyDictionary["Sparsifier", None] = WeakKeyDictionary()  # those of all models, in one order on all ranks
 _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
 
 

@@ -187,6 +187,11 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         parameters = set(model.parameters())
         return [each for each in self._optimizers if not parameters.isdisjoint(handled(each))]
 
+    def _clipping(self, module: Module, optimizer: Optimizer) -> Optional[Sparsifier]:
+        """Return what hides all updates of an optimizer: the exchange of the module, or of another that it trains."""
+        others = (each for each in self._handles.values() if any(one is optimizer for one in each.optimizers))
+        return self._handles.get(module) or next(others, None)
+
     @override
     def clip_gradients_norm(
         self,
@@ -197,7 +202,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         clip = partial(super().clip_gradients_norm, module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        handle = self._handles.get(module)
+        handle = self._clipping(module, optimizer)
         if handle is not None:
             handle.exchange_shards()
         if handle is None or handle.training is None or handle.training.view.adam is None:
@@ -215,7 +220,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
-        handle = self._handles.get(module)
+        handle = self._clipping(module, optimizer)
         clipping, trained = Clipping(value=float(clip_val)), handled(optimizer)
         with nullcontext() if handle is None else handle.clipped_before(clipping, trained):
             if any(each.grad is not None for each in trained):  # torch clips no list without a member

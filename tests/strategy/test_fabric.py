@@ -127,6 +127,32 @@ def test_two_optimizers_accumulate_as_with_ddp(pair):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
+def train_two_models(rank, is_one, clip):
+    """Train two models by one optimizer of both, whose gradients are clipped at once, or by one for each."""
+    with launched(rank, sparse("AdamW", compressor="lags", density=0.05)) as fabric:
+        torch.manual_seed(0)
+        parts = torch.nn.Linear(64, 64), Edges()
+        models = [fabric.setup_module(part) for part in parts]
+        trained = [[*part.parameters()] for part in parts]
+        trained = [trained[0] + trained[1]] if is_one else trained
+        optimizers = [fabric.setup_optimizers(OPTIMIZERS["AdamW"](each)) for each in trained]
+        for step in range(8):
+            fabric.backward(models[1](models[0](batch(rank, step))))
+            for model, optimizer in zip(models, optimizers):
+                if step >= 2:  # before it whole gradients have arrived, which are clipped together
+                    fabric.clip_gradients(model, optimizer, **clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [weights(part) for part in parts]
+
+
+@pytest.mark.parametrize("clip", [{"max_norm": 1e-3}, {"clip_val": 1e-5}], ids=["norm", "value"])
+def test_one_optimizer_of_two_models_clips_gradients_of_both(pair, clip):
+    together, apart = (pair.run(train_two_models, is_one, clip) for is_one in (True, False))
+    assert_same(together, apart)
+
+
 ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction": "auto"}
 
 
