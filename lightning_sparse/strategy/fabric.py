@@ -48,6 +48,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         self._optimizers: list[Optimizer] = []
         self._waiting: dict[Module, Any] = {}  # models without an optimizer so far, and what tells of their use
         self._handles: dict[Module, Sparsifier] = {}
+        self._are_closed = False  # those that there are
         self._epoch: Optional[int] = None
         self._told: set[str] = set()
 
@@ -129,6 +130,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         atexit.unregister(self._exit)
         for handle in self._handles.values():
             handle.close(has_failed)
+        self._are_closed = True
         self._checkpointer.close()
 
     def _exit(self) -> None:
@@ -179,7 +181,8 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         if handle.engine is not None:
             _, self._checkpointer.node_ranks, self._checkpointer.are_islands = handle.engine.topology
         self._waiting.pop(model).remove()
-        self._handles[model] = handle
+        self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
+        self._are_closed = False
         atexit.unregister(self._exit)
         atexit.register(self._exit)
 

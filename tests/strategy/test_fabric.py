@@ -153,6 +153,24 @@ def test_one_optimizer_of_two_models_clips_gradients_of_both(pair, clip):
     assert_same(together, apart)
 
 
+def train_folds(rank):
+    """Train one model after another; return whose statistics there are after each end, and while the last trains."""
+    found = []
+    with launched(rank, sparse(density=0.05)) as fabric:
+        for _ in range(2):
+            model, optimizer = set_up(fabric, "SGD")
+            train(fabric, model, optimizer, range(2), {})
+            running = fabric.strategy.compression_stats()
+            fabric.strategy.close()
+            found += [running, fabric.strategy.compression_stats(), fabric.strategy.compression_stats(model)]
+    return [each.get("total_steps") for each in found]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_was_closed_is_not_asked_for_once_another_begins(pools, ranks):
+    assert pools[ranks].run(train_folds) == [[None if ranks == 1 else 2.0] * 6] * ranks
+
+
 ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction": "auto"}
 
 
