@@ -34,7 +34,6 @@ from lightning_sparse.functional.adam import (
     look_up,
     to_gradients,
 )
-from lightning_sparse.functional.reductions import norm_of_all
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples spread any run of parameters evenly over the steps of an interval
@@ -133,10 +132,10 @@ class OwnClips:
         self._together = [[name for name in names if name in together] for _, together in self.limits]
         return self._together
 
-    def take_norms(self, norms: Sequence[Tensor]) -> None:
-        """Know the norm of each of those gradients, of this rank."""
-        limits = [limit * self._ratio(*each) for (limit, _), each in zip(self.limits, zip(self._together, norms))]
-        self.factors = factors_to(torch.stack(limits), torch.stack(list(map(norm_of_all, norms))))
+    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+        """Know the norms of those gradients, of this rank."""
+        limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
+        self.factors = factors_to(torch.stack(limits), total)
 
     def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
         """Return how much longer a rank's own gradient is than the mean, of what this step has a gradient of."""
@@ -257,8 +256,8 @@ class AdamMemory(ResidualMemory):
         return self._clips.clipped_together(names)
 
     @override
-    def take_norms(self, norms: Sequence[Tensor]) -> None:
-        self._clips.take_norms(norms)
+    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+        self._clips.take_norms(each, total)
 
     @override
     def compensate(

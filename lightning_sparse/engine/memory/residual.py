@@ -26,7 +26,6 @@ from lightning_sparse.functional.elements import (
     runs,
     starts_of,
 )
-from lightning_sparse.functional.reductions import norm_of_all
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
@@ -125,8 +124,11 @@ class Memory:
         """Return, of the gradients of a step, those whose norm is needed: one of all in each list."""
         return [list(names)]
 
-    def take_norms(self, norms: Sequence[Tensor]) -> None:
-        """Take the norm of each gradient of this rank in those lists, fp32, before the first group."""
+    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+        """Take norms of this rank's gradients before the first group, fp32.
+
+        Those of ``each`` in those lists, of any scale, tell what is zero; ``total`` is that of all in each list.
+        """
 
     def leave(self) -> None:
         """Accumulate gradients again, of all parameters, in steps that are left to plain DDP."""
@@ -190,9 +192,9 @@ class ResidualMemory(Memory):
         return accumulated
 
     @override
-    def take_norms(self, norms: Sequence[Tensor]) -> None:
+    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
         assert self._local_clip_norm is not None
-        self._clip_factor = factors_to(self._local_clip_norm, norm_of_all(norms[0]))
+        self._clip_factor = factors_to(self._local_clip_norm, total).squeeze(0)
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]

@@ -14,6 +14,7 @@ from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.step.worker import Channel, Phases
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import round_to
+from lightning_sparse.functional.reductions import norm_of_all
 
 # Of all ranks together: two such messages are held, whatever the size of a group. Links between GPUs need longer ones.
 _MESSAGE_ELEMENTS, _DEVICE_MESSAGE_ELEMENTS = 1 << 22, 1 << 24
@@ -84,6 +85,11 @@ class FlatRanks:
         """Combine norms of shares, a vector, into those of the whole."""
         return norms
 
+    def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+        """Return norms of gradients, of which each vector has several, and that of those in each together."""
+        whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
+        return whole, torch.stack(list(map(norm_of_all, whole)))
+
     def write_back(self) -> None:
         """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
 
@@ -137,6 +143,11 @@ class Shards(DividedRanks):
     def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
         super().__init__(intra, inter, world)
         self.same_shard, self.in_step = inter, inter.collectives
+
+    @override
+    def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+        # Of some parameters a rank has nothing: norms of single ones are those of its shards.
+        return norms, self.norms_of(torch.stack(list(map(norm_of_all, norms))))
 
     def total_of(self, numbers: Tensor) -> Tensor:
         """Add up numbers about the shards that ranks hold of one replica."""

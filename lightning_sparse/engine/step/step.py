@@ -147,16 +147,15 @@ class Pipeline:
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
-        together = self.memory.clipped_together(names)
-        measured = [self._shares[name].gradient for name in chain.from_iterable(together)]
-        if not measured:  # none of what is clipped is in this exchange
-            norms = torch.zeros(0, dtype=torch.float32, device=self.collectives.device)
-        else:
-            with self.recorder.span("select"):
-                norms = norms_of(measured)
-            norms = self.levels.norms_of(norms)
-            norms = norms if self.context.loss_scale is None else norms / self.context.loss_scale
-        self.memory.take_norms(norms.split(list(map(len, together))))
+        with self.recorder.span("select"):
+            norms = [self._norms_of(together) for together in self.memory.clipped_together(names)]
+        each, total = self.levels.norms_together(norms)
+        self.memory.take_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
+
+    def _norms_of(self, names: Sequence[str]) -> Tensor:
+        if not names:  # none of them has a gradient in this backward
+            return torch.zeros(0, dtype=torch.float32, device=self.collectives.device)
+        return norms_of([self._shares[name].gradient for name in names])
 
     def exchange(self, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
