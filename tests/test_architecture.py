@@ -23,9 +23,9 @@ ROOMS = [
     {"cli"},
     {"__main__"},
 ]
-# The same inside the engine: memory, wire, collectives and observe stand on the ground and do not know each other.
+# The same inside the engine: what stands on the ground, such as memory, wire, collectives, does not know each other.
 ENGINE = [
-    {"memory", "wire", "collectives", "densities", "observe"},
+    {"memory", "wire", "collectives", "densities", "observe", "names"},
     {"planner", "refusals"},
     {"step"},
     {"adam"},

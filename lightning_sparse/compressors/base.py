@@ -174,6 +174,10 @@ class Compressor(ABC):
         """Return the density of one parameter, where ``density`` is that of the model."""
         return density
 
+    def least_density(self, density: float) -> float:
+        """Return the least density that any parameter may have, where ``density`` is that of the model."""
+        return density
+
     def begin_step(self, density: float) -> None:
         """Know the model's density in the steps that come, warm-ups included; before :meth:`begin`, too."""
         return

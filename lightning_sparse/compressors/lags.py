@@ -60,3 +60,7 @@ class LAGS(TopK):
     @override
     def density_of(self, name: str, density: float) -> float:
         return self.densities.get(name, density)
+
+    @override
+    def least_density(self, density: float) -> float:
+        return min([density, *self.densities.values()])

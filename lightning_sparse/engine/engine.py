@@ -17,6 +17,7 @@ from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backe
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.memory.residual import Memory
+from lightning_sparse.engine.names import FollowedNames, Moves
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
@@ -120,11 +121,13 @@ class Engine(SharedOnCopy):
         return self.replicas if isinstance(self.replicas, Rounds) else None
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
-        """Exchange these parameters of the model from now on, between two backwards; what is kept stays."""
-        layout = self._known.layout_of(trained)
+        """Exchange these parameters of the model from now on, between two backwards; what is kept of them stays."""
+        layout, numels = self._known.layout_of(trained), dict(self._known.numels)
         self.replicas.track(layout.names)
         self.worker.run(lambda: self._known.track(layout, self.memory))
         self.planner.expect_other_order()
+        if any(self._known.numels[name] != numel for name, numel in numels.items()):
+            self.planner.start_anew()  # a layer of another size has a name that is in the order, and in the plan
         self.source.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
@@ -225,6 +228,7 @@ class Engine(SharedOnCopy):
         def load() -> None:
             if "memory" in state:
                 self.memory.load_state_dict(state["memory"])
+                self._known.names.follow()  # it is of the parameters that have these names now
             self.replicas.load_state_dict(state)
             if self.rounds is not None:
                 self._known.expect_round(self.rounds.shared.trained)
@@ -266,6 +270,7 @@ class KnownModel:
         layout: of what is exchanged.
         numels: elements that this rank exchanges, by name, also of what is exchanged no more.
         loaded: what the compressor has read from a checkpoint, until an exchange teaches it more.
+        names: under which something is kept.
     """
 
     def __init__(
@@ -274,7 +279,7 @@ class KnownModel:
         self.numels: dict[str, int] = {}
         self.loaded: Optional[Mapping[str, Any]] = None
         self._module, self._compressor, self._levels = module, compressor, levels
-        self._names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
+        self.names = FollowedNames(module)
         self._begin(self.layout_of(trained))
 
     def layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
@@ -292,21 +297,24 @@ class KnownModel:
 
     def track(self, layout: ModelLayout, memory: Memory) -> None:
         """Know what is exchanged from now on; what is kept of a parameter goes on under the name it has now."""
-        before, self._names = self._names, {each: name for name, each in self._module.named_parameters()}
-        if layout == self.layout:
+        moves = self.names.follow()
+        if layout == self.layout and not (moves.renamed or moves.replaced):
             return
-        renamed = {old: self._names[each] for each, old in before.items() if self._names.get(each, old) != old}
         # What was read from a checkpoint may be of the parameters that are trained from now on.
         learned = self._compressor.state_dict() if self.loaded is None else dict(self.loaded)
         self._begin(layout)
-        self._compressor.load_state_dict(_with_names(learned, renamed))
-        if renamed:
-            memory.load_state_dict(_with_names(memory.state_dict(), renamed))
+        learned = _followed(learned, moves, self._compressor.state_dict())
+        self._compressor.load_state_dict(learned)
+        self.loaded = None if self.loaded is None else learned
+        memory.forget(moves.replaced)
+        if moves.renamed:
+            memory.load_state_dict({kind: moves.followed(kept) for kind, kept in memory.state_dict().items()})
 
     def expect_round(self, names: Set[str]) -> None:
         """Know the parameters of a round that goes on, some of which may be frozen here so far."""
         if names != set(self.layout.names):
-            self._begin(self.layout_of({name: each for each, name in self._names.items() if name in names}))
+            named = self._module.named_parameters()
+            self._begin(self.layout_of({name: each for name, each in named if name in names}))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Have the compressor go on from what a checkpoint holds."""
@@ -314,11 +322,14 @@ class KnownModel:
         self.loaded = state
 
 
-def _with_names(state: Any, renamed: Mapping[str, str]) -> Any:
-    """Return nested dictionaries in which some names are others."""
+def _followed(state: Any, moves: Moves, anew: Any) -> Any:
+    """Return nested dictionaries under present names; what is of others by now is as in ``anew``, if it is there."""
     if not isinstance(state, dict):
         return state
-    return {renamed.get(key, key): _with_names(each, renamed) for key, each in state.items()}
+    fresh = anew if isinstance(anew, dict) else {}
+    begun = {name: fresh[name] for name in moves.replaced if name in state and name in fresh}
+    kept = {key: _followed(each, moves, fresh.get(key)) for key, each in state.items()}
+    return {**begun, **moves.followed(kept)}
 
 
 def _levels_between(

@@ -147,7 +147,8 @@ class Rounds(Replicas):
 
     @override
     def track(self, names: Sequence[str]) -> None:
-        if not (self._is_resumed and self.shared.trained == frozenset(names)):  # the round that was resumed has these
+        is_known = self.shared.trained == frozenset(names) and not self.shared.has_new()
+        if not (self._is_resumed and is_known):  # the round that was resumed has these
             self.synchronize()
             self.shared.track(names)
             self._begun, self._is_stale = self._step, False

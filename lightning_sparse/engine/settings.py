@@ -261,7 +261,12 @@ class Settings:
     @property
     def is_sparse(self) -> bool:
         """Whether the optimizers are given part of each gradient late."""
-        return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None
+        return self.compressor.feedback.keeps_residual and self.least_density < 1 and self.local_steps is None
+
+    @property
+    def least_density(self) -> float:
+        """The least density that a parameter may have."""
+        return self.compressor.least_density(self.density)
 
     def correcting_adam(self) -> Self:
         """Return those by which Adam's updates are made before selection."""

@@ -13,10 +13,11 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import SGD
 
 from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.names import FollowedNames
 from lightning_sparse.engine.replicas import ReplicaAverager, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.levels import FlatRanks
@@ -76,7 +77,7 @@ class SharedModel:
         self.device = self._averager.device
         self.handled: Callable[[], Collection[Tensor]] = tuple
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
-        self._known: dict[Tensor, str] = {}  # parameters, by which they are found where they get another name
+        self._names = FollowedNames(module)
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
         self._outer = OuterOptimizer(local, pipeline.levels, self.device)
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
@@ -84,15 +85,9 @@ class SharedModel:
 
     def track(self, names: Sequence[str]) -> None:
         """Know what is exchanged, where replicas are the same."""
-        module = self.module
-        renamed = {self._known.get(parameter, name): name for name, parameter in module.named_parameters()}
-        shared, momenta = self._shared, self._outer.momenta
-        shared, self._outer.momenta = (
-            {renamed.get(name, name): each for name, each in kept.items()} for kept in (shared, momenta)
-        )
-        self._known = {parameter: name for name, parameter in module.named_parameters()}
+        shared, self._outer.momenta = map(self._names.follow().followed, (self._shared, self._outer.momenta))
         tensors = averaged(self._named())
-        buffers = {name for name, _ in module.named_buffers()}
+        buffers = {name for name, _ in self.module.named_buffers()}
         beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
         self.trained = frozenset(names)
         self._shared = {
@@ -102,12 +97,16 @@ class SharedModel:
             for name in (*names, *beside)
         }
 
+    def has_new(self) -> bool:
+        """Tell whether the model has parameters that are not known here, under whatever names."""
+        return self._names.has_new()
+
     def resting(self) -> frozenset[str]:
         """Return the names of what no optimizer has, or is frozen and has not moved; a device may be waited for.
 
         Where that rests on all ranks nothing moves it: no momentum, and no residual from before it was frozen.
         """
-        frozen = self.trained.intersection(name for each, name in self._known.items() if not each.requires_grad)
+        frozen = self.trained.intersection(name for each, name in self._names.of.items() if not each.requires_grad)
         held = {name: each for name, each in self._tensors().items() if name in frozen} if frozen else {}
         are_shared = [self._is_shared(name, tensor) for name, tensor in held.items()]
         return self._left_alone().union(compress(held, torch.stack(are_shared).tolist() if held else ()))
@@ -120,7 +119,7 @@ class SharedModel:
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors, parameters under the names that they had when they were followed."""
         named = chain(self.module.named_parameters(), self.module.named_buffers())
-        return ((self._known.get(tensor, name), tensor) for name, tensor in named)
+        return ((self._names.of.get(tensor, name), tensor) for name, tensor in named)
 
     @property
     def _beside(self) -> list[str]:
@@ -128,14 +127,20 @@ class SharedModel:
         return list(self._shared)[len(self.trained) :]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's tensors that are shared, but those that it no longer has, or has in another shape."""
-        held = {name: local_tensor(tensor) for name, tensor in self._named() if name in self._shared}
+        """Return the model's tensors that are shared, but those that it no longer has, or has in another shape.
+
+        A parameter that is not known has nothing to do with the one that had its name.
+        """
+        known = self._names.of
+        present = ((name, tensor) for name, tensor in self._named() if name in self._shared)
+        held = {name: local_tensor(each) for name, each in present if each in known or not isinstance(each, Parameter)}
         held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _left_alone(self) -> frozenset[str]:
         """Return the names of what could be trained and no optimizer has, whose changes are its own way to a value."""
-        ours = frozenset(self._known[each] for each in self.handled() if each in self._known)
+        known = self._names.of
+        ours = frozenset(known[each] for each in self.handled() if each in known)
         return self.trained - ours if ours else ours
 
     def exchanged(self) -> dict[str, Tensor]:
@@ -234,7 +239,7 @@ class SharedModel:
 
     def unify_rest(self) -> None:
         """Have all ranks hold the same of what is not trained; all must call."""
-        trained = self.trained - self._left_alone()
+        trained = self.trained.intersection(self.exchanged())
         rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in trained}
         self._worker.run(lambda: self._averager.average(rest))
         for name in self._beside:

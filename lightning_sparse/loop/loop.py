@@ -318,7 +318,7 @@ class Training:
             is_dense = self.choice is not None and self.choice.begin_batch(self.is_dense)
             if adam is not None:
                 if (warm_up := adam.warm_up.look(self.engine.mean_over_ranks)) is not None:
-                    self._log(tells_warm_up(warm_up, self.settings.density))
+                    self._log(tells_warm_up(warm_up, self.settings.least_density))
                 is_dense = adam.warm_up.is_dense or is_dense
         if is_dense != self.is_dense:
             self.is_dense = is_dense

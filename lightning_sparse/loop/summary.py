@@ -80,7 +80,7 @@ def takes_adam(
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
     first = "goes on with the second moment of the steps that were made without compression"
     if not is_resumed:
-        first = _first_steps(adam, settings.density, total_steps)
+        first = _first_steps(adam, settings.least_density, total_steps)
     return (
         f"{names} {first}. Each rank then computes Adam's update of its own gradient and sends the largest part of it;"
         f" every {adam.refresh_steps} steps, later less often, ranks average the whole gradient of a parameter for its"

@@ -565,7 +565,7 @@ def test_a_parameter_may_leave_gaps_in_its_memory(pair):
         torch.testing.assert_close(found, expected)
 
 
-def train_replaced(rank, wraps, adds):
+def train_replaced(rank, wraps, change):
     torch.manual_seed(0)
     model = Layers().to(DEVICE)
     called = DistributedDataParallel(model) if wraps else model
@@ -573,10 +573,10 @@ def train_replaced(rank, wraps, adds):
     torch.manual_seed(rank)  # new layers differ
     with sparsify(called, optimizer, density=0.5, warmup_epochs=0):
         for step in range(6):
-            if step == 3 and adds:
+            if step == 3 and change == "added":
                 model.layers.append(nn.Linear(8, 8).to(DEVICE))
             elif step == 3:
-                model.layers[2] = nn.Linear(8, 8).to(DEVICE)
+                model.layers[2] = nn.Linear(8, 16 if change == "wider" else 8).to(DEVICE)
             optimizer.param_groups[0]["params"] = list(model.parameters())
             optimizer.zero_grad()
             called(inputs(rank, step)).backward()
@@ -584,10 +584,10 @@ def train_replaced(rank, wraps, adds):
     return [each.detach().cpu() for each in model.parameters()]
 
 
-@pytest.mark.parametrize("adds", [True, False], ids=["added", "replaced"])
+@pytest.mark.parametrize("change", ["added", "replaced", "wider"])
 @pytest.mark.parametrize("wraps", [True, False], ids=["DDP", "bare"])
-def test_layers_may_be_added_and_replaced(pair, wraps, adds):
-    first, second = pair.run(train_replaced, wraps, adds)
+def test_layers_may_be_added_and_replaced(pair, wraps, change):
+    first, second = pair.run(train_replaced, wraps, change)
     assert all(map(torch.equal, first, second))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.compressors import DGC, SDAGC
+from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
@@ -250,6 +250,7 @@ def warned_of(rank, compressor, density, model):
     return [str(each.message) for each in caught if "from what arrives" in str(each.message)]
 
 
+ONE_LAYER = LAGS(densities={"network.0.weight": 0.01})
 WARNED = {
     "RMSprop": ("lags", 0.01, torch.optim.RMSprop, True),
     "Adagrad": ("topk", 0.01, torch.optim.Adagrad, True),
@@ -262,6 +263,8 @@ WARNED = {
     "AdamW": ("lags", 0.01, torch.optim.AdamW, False),
     "Adam with momentum of its own": ("dgc", 0.01, torch.optim.Adam, False),
     "whole": ("topk", 1.0, torch.optim.RMSprop, False),
+    "whole but for a layer": (ONE_LAYER, 1.0, torch.optim.RMSprop, True),
+    "AdamW, whole but for a layer": (ONE_LAYER, 1.0, torch.optim.AdamW, False),
     "dense": ("dense", None, torch.optim.RMSprop, False),
     "SGD": ("topk", 0.01, torch.optim.SGD, False),
     "ASGD": ("topk", 0.01, torch.optim.ASGD, False),
@@ -275,6 +278,14 @@ def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_wa
     first, second = pair.run(warned_of, compressor, density, WithOptimizer(kind, lr=0.01))
     assert [kind.__name__ in line for line in first] == [True] * is_warned
     assert second == []  # once, not once a rank
+
+
+def test_adam_is_corrected_wherever_a_density_is_below_1(pair):
+    early = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0), "warmup_epochs": 0}
+    by_name = LAGS(densities={f"network.{layer}.{kind}": 0.05 for layer in (0, 2) for kind in ("weight", "bias")})
+    choices = {"compressor": by_name, "density": 1.0}, {"compressor": "lags", "density": 0.05}
+    named, of_all = (fits(pair, partial(WithAdam, lr=0.01), {**each, **early})[0] for each in choices)
+    assert_same(named.batches, of_all.batches)
 
 
 def test_momentum_without_an_optimizer_is_refused_by_what_is_missing():

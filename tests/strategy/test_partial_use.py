@@ -12,6 +12,7 @@ from pytorch_lightning.callbacks import BackboneFinetuning
 from torch import nn
 from torch.nn.utils import prune
 
+from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.loop.optimizers import TrainedParameters
@@ -319,6 +320,66 @@ def test_a_layer_that_is_replaced_is_one_layer_on_all_ranks(pair):
         first, second = fits(pair, Replacing, settings)
         assert_same(first.end, second.end)
         assert not torch.equal(first.end["network.2.weight"], first.batches[6]["network.2.weight"])
+
+
+class Succeeding(Numbered):
+    """A model of which a layer is another one from the second epoch on, when all gradients are zero."""
+
+    def __init__(self, *arguments, width, kind):
+        super().__init__(*arguments)
+        self.width, self.kind = width, kind
+        self.notes = []
+
+    def on_train_batch_start(self, batch, batch_index):
+        if self.current_epoch == 1 and batch_index == 0:
+            torch.manual_seed(self.global_rank)
+            self.network[2] = nn.Linear(64, self.width).to(self.device)
+            self.notes.append(self.network[2].weight.detach().clone())
+            self.trainer.optimizers = [self.configure_optimizers()]
+
+    def training_step(self, batch, batch_index):
+        rows = self.rows(batch_index)
+        return 0 * self.network(rows).sum() if self.current_epoch else super().training_step(batch, batch_index)
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.01)
+
+
+WITH_MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
+WITHOUT_DECAY = partial(torch.optim.AdamW, weight_decay=0.0)
+EARLY = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=1)
+SUCCESSIONS = {
+    "residual": ({"density": 0.05}, torch.optim.SGD),
+    "rates": ({"compressor": LAGS(error_feedback="update"), "density": 0.05}, torch.optim.SGD),
+    "momentum": ({"compressor": "dgc", "density": 0.05}, WITH_MOMENTUM),
+    "thresholds": ({"compressor": "sdagc", "density": 0.05}, WITH_MOMENTUM),
+    "partitions": ({"compressor": "exdyna", "density": 0.05}, torch.optim.SGD),
+    "updates": ({"density": 0.05, "optimizer_correction": EARLY}, WITHOUT_DECAY),
+    "rounds": ({"density": 0.05, "local_steps": LocalSteps(3, 0.7, 0.9)}, torch.optim.SGD),
+    "late rounds": ({"density": 0.05, "local_steps": LocalSteps(4, overlap_steps=3)}, torch.optim.SGD),
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("width", [32, 48], ids=["same size", "wider"])
+@pytest.mark.parametrize(("settings", "kind"), SUCCESSIONS.values(), ids=SUCCESSIONS)
+def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(pair, settings, kind, width):
+    answers = fits(pair, partial(Succeeding, width=width, kind=kind), {"warmup_epochs": 0, **settings})
+    (start,) = answers[0].notes
+    for each in answers:
+        assert all(torch.equal(weights["network.2.weight"], start) for weights in each.batches[6:])
+        # What is kept of the other layer stays.
+        assert not torch.equal(each.end["network.0.weight"], each.batches[6]["network.0.weight"])
+    assert_same(answers[0].end, answers[1].end)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("save_after", [6, 8], ids=["before it", "after it"])
+@pytest.mark.parametrize("kept", [name for name in SUCCESSIONS if name != "updates"])  # of an optimizer that goes, too
+def test_resumed_it_goes_on_to_the_bit_with_a_new_layer(pair, tmp_path, kept, save_after):
+    settings, kind = SUCCESSIONS[kept]
+    settings = {"warmup_epochs": 0, "schedule": "layerwise", **settings}
+    assert_goes_on(pair, tmp_path, settings, partial(Succeeding, width=32, kind=kind), save_after)
 
 
 def test_ranks_that_freeze_differently_say_so_at_once(pair):

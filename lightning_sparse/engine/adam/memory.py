@@ -317,6 +317,17 @@ class AdamMemory(ResidualMemory):
             if state.is_update:
                 self._return_to_gradients(name, state)
 
+    @override
+    def forget(self, names: Iterable[str]) -> None:
+        names = set(names)
+        super().forget(names)
+        for name in names:
+            self.states.pop(name, None)
+            self._clips.squared_norms.pop(name, None)
+            self.refreshes.forget(name)
+            if self.warm_up is None:  # else nothing is compared any more, and a state tells of the warm-up by names
+                self.second_means.pop(name, None)
+
     def _denominator(self, state: AdamState) -> Tensor:
         return denominator(in_widened(self._preconditioners([state]))[0], state.scalars)
 

@@ -117,6 +117,15 @@ class MomentumMemory(ResidualMemory):
         super().keep(names, accumulated, kept, accepted, replaceable)
 
     @override
+    def forget(self, names: Iterable[str]) -> None:
+        names = set(names)
+        super().forget(names)
+        self._undecayed -= names
+        for name in names:
+            for kept in (self._momenta, self._in_flight, self._decayed, self._masked):
+                kept.pop(name, None)
+
+    @override
     def statistics(self) -> dict[str, Tensor]:
         """Return also ``momentum_norm``, of all that is accumulated here, and ``masked_fraction`` of its elements."""
         momenta = list(self._momenta.values())
@@ -138,7 +147,7 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed = {}
+        self._decayed, self._in_flight = {}, {}  # names may be those of other shapes
 
     @override
     def undecayed(self) -> list[str]:

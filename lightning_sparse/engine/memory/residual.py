@@ -133,6 +133,9 @@ class Memory:
     def leave(self) -> None:
         """Accumulate gradients again, of all parameters, in steps that are left to plain DDP."""
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Keep nothing under these names any more, as other parameters have them now; between two steps."""
+
     def undecayed(self) -> list[str]:
         """Return the parameters whose momentum has not decayed in the optimizer step in progress, if one is."""
         return []
@@ -195,6 +198,12 @@ class ResidualMemory(Memory):
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
         assert self._local_clip_norm is not None
         self._clip_factor = factors_to(self._local_clip_norm, total).squeeze(0)
+
+    @override
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            for kept in (self._residuals, self._rates, self._new_rates):
+                kept.pop(name, None)
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
