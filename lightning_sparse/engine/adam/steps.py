@@ -278,7 +278,7 @@ class AdamSteps:
         self.counts.forget()
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
-                second, state = optimizer.state[parameter].get("exp_avg_sq"), self._memory.states.get(name)
+                second, state = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.states.get(name)
                 if count and second is not None and state is not None and state.take_other(local_tensor(second), count):
                     self._memory.refreshes.forget(name)
 
