@@ -10,11 +10,6 @@ from torch import Tensor
 from lightning_sparse.functional.elements import batches_alike, pieces
 
 
-def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``."""
-    return norm_of_all(norms_of(tensors))
-
-
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of each tensor, in fp32."""
     if tensors[0].device.type == "cpu":

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.engine.collectives import align, ignored_by
+from lightning_sparse.engine.collectives import align, attended, ignored_by
 from lightning_sparse.loop.checks import check_reducer, refuse_training
 
 _COPIED = (
@@ -39,7 +39,7 @@ def wrap(module: Module, device_ids: Optional[list[int]], arguments: Mapping[str
     ignored = ignored_by(module)
     if given.pop("init_sync", True):
         align(module)
-    trained = (each for name, each in module.named_parameters() if each.requires_grad and name not in ignored)
+    trained = (each for each in attended(module).values() if each.requires_grad)
     kept = min(trained, key=Tensor.numel)
     others = [name for name, each in module.named_parameters(remove_duplicate=False) if each is not kept]
     others += [f".{name}" for name in others]  # as DDP calls those of the module itself

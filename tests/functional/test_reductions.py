@@ -9,7 +9,8 @@ from lightning_sparse.functional.reductions import (
     fingerprint,
     magnitude_histogram,
     magnitude_quantile,
-    norm_of,
+    norm_of_all,
+    norms_of,
     shift_by_sign,
     sign_totals,
 )
@@ -63,14 +64,16 @@ def test_a_shift_that_is_not_finite_spares_nothing(device):
 def test_a_norm_is_that_of_float64(dtype, scale, device):
     tensors = [(torch.rand(count) * scale).to(device, dtype) for count in (1000, 17)]
     expected = torch.cat(tensors).double().norm()
-    assert norm_of(tensors).isfinite()
-    torch.testing.assert_close(norm_of(tensors).double(), expected, rtol=1e-5, atol=0)
+    assert norm_of_all(norms_of(tensors)).isfinite()
+    torch.testing.assert_close(norm_of_all(norms_of(tensors)).double(), expected, rtol=1e-5, atol=0)
 
 
 @devices
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_has_no_finite_norm(value, device):
-    assert not norm_of([torch.ones(3, device=device), torch.tensor([1.0, value], device=device)]).isfinite()
+    assert not norm_of_all(
+        norms_of([torch.ones(3, device=device), torch.tensor([1.0, value], device=device)])
+    ).isfinite()
 
 
 @devices

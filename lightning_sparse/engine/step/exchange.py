@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, ignored_by
+from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, attended
 from lightning_sparse.engine.memory.residual import LARGE, widened
 from lightning_sparse.engine.observe import Mark, shown
 from lightning_sparse.engine.step.shards import BareModel, named_module, shard_of
@@ -694,9 +694,8 @@ class Exchange(SharedOnCopy):
         """Take the gradients of these parameters of the model from now on, before any of a backward has come."""
         self._route.arrived.unwatch()  # others are to be watched
         module = named_module(self._wrapper)
-        ignored = ignored_by(module)
         sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
-        named = {each: name for name, each in module.named_parameters() if name not in ignored}
+        named = {each: name for name, each in attended(module).items()}
         for parameter in self._hooked.keys() - named.keys():
             self._hooked.pop(parameter)[1].remove()
         for parameter, name in named.items():
