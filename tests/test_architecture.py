@@ -16,7 +16,7 @@ ROOMS = [
     {"compressors"},
     {"schedule"},
     {"engine"},
-    {"loop", "jobs"},
+    {"loop"},
     {"strategy"},
     {"testing", "callbacks"},
     {"__init__"},
@@ -102,15 +102,9 @@ def test_the_rooms_are_few():
 
 def test_only_the_doors_know_lightning_and_one_file_which():
     for path, name in imports():
-        if re.match(r"(pytorch_)?lightning(?!_sparse)", name) and path != PACKAGE / "jobs" / "lightning.py":
-            assert noun(path) in ("jobs", "callbacks", "strategy"), f"{path} imports {name}"
+        if re.match(r"(pytorch_)?lightning(?!_sparse)", name) and path != PACKAGE / "strategy" / "lightning.py":
+            assert noun(path) in ("callbacks", "strategy"), f"{path} imports {name}"
             assert name.partition(".")[0] == "lightning_utilities", f"{path} imports {name}"
-
-
-def test_jobs_would_serve_any_training():
-    for path in (PACKAGE / "jobs").glob("*.py"):
-        ours = {name for name in imported(path) if name.startswith("lightning_sparse.") and ".jobs" not in name}
-        assert all(name.startswith("lightning_sparse.engine.collectives") for name in ours), path
 
 
 def test_tests_lie_where_what_they_test_does():

@@ -7,7 +7,7 @@ from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
 from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
 from lightning_sparse.compressors.density import CriticalRegime, ErrorBudget, Measurement, Rule, RuleContext, Warmup
-from lightning_sparse.jobs.requeue import RequeueAtStepEnd
+from lightning_sparse.strategy.requeue import RequeueAtStepEnd
 
 __all__ = [
     "AdaptiveDensity",

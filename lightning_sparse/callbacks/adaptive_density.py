@@ -22,7 +22,7 @@ from lightning_sparse.callbacks.tensorboard import log_text, table
 from lightning_sparse.compressors.base import checked_count, checked_density
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
 from lightning_sparse.engine import Engine
-from lightning_sparse.jobs.lightning import LightningModule, Trainer
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _KEY = "lightning_sparse_rules"

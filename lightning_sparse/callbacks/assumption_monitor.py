@@ -18,7 +18,7 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.engine import Engine
-from lightning_sparse.jobs.lightning import LightningModule, Trainer
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _LIMIT = 1.0

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.refusals import FEATURES, lacking, refuse
-from lightning_sparse.jobs.lightning import CURE, Callback, LightningModule, Trainer
+from lightning_sparse.strategy.lightning import CURE, Callback, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 

@@ -34,7 +34,7 @@ from lightning_sparse.engine.observe import (
     mean_of,
     mean_stats,
 )
-from lightning_sparse.jobs.lightning import LightningModule, Trainer
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _STAGES = ("select", "exchange", "exposed", "backward", "commit")

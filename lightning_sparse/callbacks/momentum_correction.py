@@ -16,7 +16,7 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.jobs.lightning import LightningModule, Trainer
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 

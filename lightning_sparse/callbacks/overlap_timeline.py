@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.engine import Engine
-from lightning_sparse.jobs.lightning import LightningModule, PyTorchProfiler, Trainer
+from lightning_sparse.strategy.lightning import LightningModule, PyTorchProfiler, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # after those in which ``schedule="merged"`` tries groupings

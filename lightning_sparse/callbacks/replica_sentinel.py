@@ -8,8 +8,8 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver, engine_of
 from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.compressors.registry import checked_name
-from lightning_sparse.jobs.lightning import LightningModule, Trainer
 from lightning_sparse.loop.checks import ReplicaError, check_replicas
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 

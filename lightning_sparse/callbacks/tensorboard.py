@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from lightning_sparse.engine.observe import ExchangeRecord
-from lightning_sparse.jobs.lightning import TensorBoardLogger, Trainer
 from lightning_sparse.schedule import Plan
+from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
 # Charts of the tab "Custom Scalars", in this order. Each has one statistic: a line for each run, whose colours the tab
 # explains; lines of one run have one colour, and no legend.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import yaml  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from lightning_sparse.jobs.lightning import ArgsType
+    from lightning_sparse.strategy.lightning import ArgsType
 
 
 def main(args: "ArgsType" = None) -> None:

@@ -13,8 +13,8 @@ from typing_extensions import override
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan.command import plan
 from lightning_sparse.compressors.registry import unknown_name
-from lightning_sparse.jobs.lightning import ArgsType, LightningArgumentParser
-from lightning_sparse.jobs.submit import check_step, submit
+from lightning_sparse.strategy.lightning import ArgsType, LightningArgumentParser
+from lightning_sparse.strategy.submit import check_step, submit
 
 _ASK_ONLY = {"-h", "--help", "--print_config"}
 _USAGE = "%(prog)s [-h] [-c CONFIG] {fit,validate,test,predict,plan,submit} ..."

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from lightning_sparse import callbacks
 from lightning_sparse.compressors.registry import unknown_name
-from lightning_sparse.jobs.lightning import ArgsType, LightningArgumentParser, LightningCLI, StrategyRegistry
-from lightning_sparse.jobs.requeue import RequeueAtStepEnd
+from lightning_sparse.strategy.lightning import ArgsType, LightningArgumentParser, LightningCLI, StrategyRegistry
 from lightning_sparse.strategy.names import meant_by, systems
+from lightning_sparse.strategy.requeue import RequeueAtStepEnd
 
 for _name in callbacks.__all__:
     getattr(callbacks, _name)  # help and short names know what has been imported

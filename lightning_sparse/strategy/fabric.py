@@ -20,7 +20,6 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.jobs.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_epoch, check_facts, check_rounds
 from lightning_sparse.loop.loop import Given
@@ -30,6 +29,7 @@ from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
+from lightning_sparse.strategy.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.strategy.trainer import SparseBase
 
 

@@ -8,8 +8,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.step.shards import reshard
-from lightning_sparse.jobs.lightning import Trainer
 from lightning_sparse.loop.loop import Training
+from lightning_sparse.strategy.lightning import Trainer
 from lightning_sparse.strategy.uneven import (
     check_batches,
     check_rates,

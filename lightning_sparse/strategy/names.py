@@ -133,7 +133,7 @@ class _Strategies(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
             raise KeyError(key)
-        ours = import_module("lightning_sparse.jobs.lightning")
+        ours = import_module("lightning_sparse.strategy.lightning")
         if self._lightning.startswith("lightning.") == ours.NAME.startswith("lightning."):
             self[key] = getattr(import_module("lightning_sparse"), self._class)
             return self[key]

@@ -15,13 +15,13 @@ from lightning_sparse.engine.refusals import refuse
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.jobs.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_model, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoints import Checkpointer
 from lightning_sparse.strategy.fabric import SparseFabric
+from lightning_sparse.strategy.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseStrategy
 
 NODES = "nodes"

@@ -19,8 +19,18 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together, post_status
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.jobs import whereabouts
-from lightning_sparse.jobs.lightning import (
+from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
+from lightning_sparse.loop.checks import check_model, check_rounds
+from lightning_sparse.loop.kept import EVERYWHERE, RANK
+from lightning_sparse.loop.levels import agreed_ranks_of_node
+from lightning_sparse.loop.loop import Given, Loop, Training
+from lightning_sparse.loop.optimizers import handled
+from lightning_sparse.loop.summary import summary
+from lightning_sparse.schedule import Plan
+from lightning_sparse.strategy import whereabouts
+from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
+from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
+from lightning_sparse.strategy.lightning import (
     CURE,
     CheckpointIO,
     DDPStrategy,
@@ -31,19 +41,9 @@ from lightning_sparse.jobs.lightning import (
     Trainer,
     _WrappingCheckpointIO,
 )
-from lightning_sparse.jobs.position import POSITION, Position, Reader
-from lightning_sparse.jobs.signals import Termination
-from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
-from lightning_sparse.loop.checks import check_model, check_rounds
-from lightning_sparse.loop.kept import EVERYWHERE, RANK
-from lightning_sparse.loop.levels import agreed_ranks_of_node
-from lightning_sparse.loop.loop import Given, Loop, Training
-from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.loop.summary import summary
-from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
-from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.meeting_points import MeetingPoints
+from lightning_sparse.strategy.position import POSITION, Position, Reader
+from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.uneven import check_logged, check_ranks_apart
 
 _MODEL = "model"  # the name of the one that there is, in checkpoints

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.jobs.lightning import (
+from lightning_sparse.strategy.lightning import (
     ModelCheckpoint,
     ModelPruning,
     Timer,
@@ -17,7 +17,7 @@ from lightning_sparse.jobs.lightning import (
     _extract_batch_size,
     _LRCallback,
 )
-from lightning_sparse.jobs.position import advance
+from lightning_sparse.strategy.position import advance
 
 
 class _Epoch(NamedTuple):

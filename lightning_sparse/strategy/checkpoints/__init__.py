@@ -5,8 +5,8 @@ complete before Lightning's file, replaced in one piece, holds its random name; 
 crash therefore leaves the old checkpoint or the new one.
 """
 
-from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
+from lightning_sparse.strategy.newest import CheckpointError
 
 __all__ = ["AtomicCheckpointIO", "CheckpointError", "Checkpointer", "PathLike"]

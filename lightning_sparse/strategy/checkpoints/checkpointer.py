@@ -10,8 +10,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from lightning_sparse.engine.step.levels import Topology
-from lightning_sparse.jobs.lightning import AsyncCheckpointIO, FabricParallelStrategy, ParallelStrategy
-from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
 from lightning_sparse.strategy.checkpoints.shards import (
     CURE,
@@ -23,6 +21,8 @@ from lightning_sparse.strategy.checkpoints.shards import (
     read_header,
     read_state,
 )
+from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricParallelStrategy, ParallelStrategy
+from lightning_sparse.strategy.newest import CheckpointError
 
 
 class Checkpointer:

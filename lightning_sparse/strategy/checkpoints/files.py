@@ -9,7 +9,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from typing_extensions import override
 
-from lightning_sparse.jobs.lightning import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem
+from lightning_sparse.strategy.lightning import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem
 
 PathLike = Union[str, Path]
 

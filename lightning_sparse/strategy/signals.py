@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import SharedOnCopy, backend_of
-from lightning_sparse.jobs.lightning import SIGTERMException, Trainer
+from lightning_sparse.strategy.lightning import SIGTERMException, Trainer
 
 _COUNTED = 128  # what is told beside a signal fits in a byte with it
 _BEHIND = (

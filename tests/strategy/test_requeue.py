@@ -14,7 +14,7 @@ from pytorch_lightning.plugins.environments import SLURMEnvironment
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import RequeueAtStepEnd
-from lightning_sparse.jobs import signals
+from lightning_sparse.strategy import signals
 from tests.helpers.jobs import JOB, SignalAt, put_scontrol
 from tests.helpers.trainers import Small, make_trainer, run_fit
 

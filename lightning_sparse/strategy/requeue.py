@@ -10,8 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.jobs.lightning import Callback, LightningModule, SLURMEnvironment, Trainer
-from lightning_sparse.jobs.signals import Signals
+from lightning_sparse.strategy.lightning import Callback, LightningModule, SLURMEnvironment, Trainer
+from lightning_sparse.strategy.signals import Signals
 
 
 class RequeueAtStepEnd(Callback):

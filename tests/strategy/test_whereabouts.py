@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
-from lightning_sparse.jobs.signals import Signals
+from lightning_sparse.strategy.signals import Signals
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import strike
 from tests.helpers.trainers import Quiet, Rows, Small, make_trainer, run_fit

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.jobs.cluster import REQUIRED, Cluster, missing
+from tests.strategy.cluster import REQUIRED, Cluster, missing
 
 ROOT = Path(__file__).parents[2]
 NODES = 3
@@ -101,7 +101,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, wor
 @pytest.mark.timeout(400)
 def test_a_signalled_job_saves_goes_back_and_continues_with_the_nodes_that_are_left(cluster, work):
     options = ["--nodes=2:3", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
-    options += [f"--config={ROOT}/tests/jobs/slow.yaml"]
+    options += [f"--config={ROOT}/tests/strategy/slow.yaml"]
     options += ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=5"]
     told = cluster.run("lightning-sparse", "submit", *options, folder=work)
     job = told.split()[1]
@@ -145,7 +145,7 @@ def test_a_signalled_job_saves_goes_back_and_continues_with_the_nodes_that_are_l
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_python_without_srun_is_refused_at_once(cluster, work):
-    fit = "lightning-sparse fit --model=tests.jobs.slow.Slow --trainer.strategy=sparse_topk"
+    fit = "lightning-sparse fit --model=tests.strategy.slow.Slow --trainer.strategy=sparse_topk"
     job = cluster.submit("--ntasks-per-node=2", f"--wrap={fit}", folder=work)
     assert cluster.wait_until_ended(job, timeout=200)["JobState"] == "FAILED"
     assert "put srun before the command" in (work / f"slurm-{job}.out").read_text()

@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.jobs.signals import Signals
+from lightning_sparse.strategy.signals import Signals
 from tests.helpers.devices import DEVICE
 from tests.helpers.jobs import SignalAt
 from tests.helpers.trainers import Quiet, Small, make_trainer
@@ -162,7 +162,7 @@ def told_of_exchanges(rank, backend, made):
     signals = Signals(signal.SIGTERM)
     signals.exchanges = lambda: made[rank]
     try:
-        with mock.patch("lightning_sparse.jobs.signals.backend_of", return_value=backend):
+        with mock.patch("lightning_sparse.strategy.signals.backend_of", return_value=backend):
             signals.connect(mock.Mock(strategy=mock.Mock(root_device=DEVICE, rounds=None, _timeout=None)), list)
             signals.is_noted = rank == 1
             signals.send()

@@ -10,8 +10,8 @@ from typing import Any, Optional
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import post_status, statuses, waited_in_vain
-from lightning_sparse.jobs.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning_sparse.jobs.newest import taking_newest
+from lightning_sparse.strategy.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning_sparse.strategy.newest import taking_newest
 
 _FAILED = -1  # in place of a number of batches
 _KEY = "lightning_sparse"

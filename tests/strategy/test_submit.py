@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.jobs.submit import check_step, parse_time
+from lightning_sparse.strategy.submit import check_step, parse_time
 from tests.helpers.commands import refusal
 from tests.helpers.pages import shown_commands
 
 BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
-FIT = ["--model=tests.jobs.slow.Slow", "--trainer.strategy=sparse_topk"]
+FIT = ["--model=tests.strategy.slow.Slow", "--trainer.strategy=sparse_topk"]
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +205,7 @@ def test_a_missing_sbatch_is_named_and_what_it_says_passed_on(capsys, monkeypatc
 
 @pytest.mark.parametrize("command", shown_commands("submit"))
 def test_a_command_of_the_pages_is_taken_as_it_stands_there(capsys, tmp_path, command):
-    (tmp_path / "fit.yaml").write_text("model: tests.jobs.slow.Slow\ntrainer: {strategy: sparse_topk}\n")
+    (tmp_path / "fit.yaml").write_text("model: tests.strategy.slow.Slow\ntrainer: {strategy: sparse_topk}\n")
     main(["submit", *shlex.split(command.removesuffix("--dry-run")), "--dry-run"])
     assert "fit --config fit.yaml" in capsys.readouterr().out
 

@@ -44,7 +44,7 @@ def host(number, port, folder):
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=3"]
     words += ["--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{port}", "--monitor-interval=1"]
     words += [f"--rdzv-conf=is_host={number == 0}"]  # by its address each of them would be
-    words += ["-m", "lightning_sparse", "fit", "--model=tests.jobs.counting.Counting"]
+    words += ["-m", "lightning_sparse", "fit", "--model=tests.strategy.counting.Counting"]
     words += [f"--model.samples={SAMPLES}", f"--model.folder={folder}", "--trainer.strategy=sparse_topk"]
     words += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_epochs=1", "--trainer.logger=false"]
     words += ["--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={folder}", "--ckpt_path=last"]

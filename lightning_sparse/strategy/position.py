@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.jobs.lightning import Trainer
+from lightning_sparse.strategy.lightning import Trainer
 
 POSITION = "lightning_sparse_position"  # in a checkpoint
 

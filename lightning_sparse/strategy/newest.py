@@ -9,7 +9,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.jobs.lightning import SLURMEnvironment, Trainer, get_filesystem
+from lightning_sparse.strategy.lightning import SLURMEnvironment, Trainer, get_filesystem
 
 _LAST = "last"
 _NEWEST = "newest"  # to Lightning the path of a file, and not "last", for which it would look itself
