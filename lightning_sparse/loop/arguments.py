@@ -23,25 +23,6 @@ REFUSED = {
     "module": "Lightning wraps the model that fit or Fabric.setup is given; leave it out",
     "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...) or Fabric(devices=...)",
 }
-_DENSITY = "did you mean density, the fraction of elements that is sent?"
-_SHARDS = "shards are exchanged before the optimizer's step, in groups of one size; leave it out"
-# What people call things elsewhere, where no likeness of letters leads to our name.
-_CALLED_ELSEWHERE = {
-    "compress_ratio": _DENSITY,
-    "densities": "did you mean density? Those of single parameters are given by compressor=LAGS(densities=...)",
-    "compression_ratio": "did you mean density, its inverse?",
-    "learning_rate": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
-    "lr": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
-    "momentum": "it is the optimizer's; to accumulate it before compression use compressor='dgc', or the Trainer's"
-    " callback MomentumCorrection",
-    "ratio": _DENSITY,
-    "sparsity": "did you mean density, which is 1 - sparsity?",
-    "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
-    " AdaptiveDensity([Warmup(length)])",
-    "levels": "FSDP averages inside a replica, and replicas exchange; leave it out",
-    "schedule": _SHARDS,
-    "overlaps_backward": _SHARDS,
-}
 
 
 class DDPArguments(Compression, total=False):
@@ -144,7 +125,7 @@ def _hint(name: str, compressor: Compressor, known: Iterable[str]) -> str:
     if name in _names(LocalSteps):
         return f"it is one of LocalSteps, so give local_steps=LocalSteps(5, {name}=...)"
     near = difflib.get_close_matches(name, [*known], n=1)
-    return _CALLED_ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
+    return f"did you mean {near[0]}?" if near else "leave it out"
 
 
 def _names(function: Callable[..., Any]) -> set[str]:

@@ -44,12 +44,10 @@ from lightning_sparse.loop.summary import (
     CHANGED,
     RESUMES_ALONE,
     TAKES_MOMENTUM,
-    closing,
-    summary,
-    takes_adam,
-    tell_of_rounds,
-    tells_default_warm_up,
-    tells_warm_up,
+    adam_line,
+    describe,
+    log_rounds,
+    report,
     warning_of_validations,
 )
 from lightning_sparse.schedule import Auto, Plan
@@ -133,9 +131,9 @@ class Loop:
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:
             settings.compressor.begin(layout_of(module, 0, 1, next(module.parameters()).device))
-            self._log(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
+            self._log(f"one process, so there is nothing to exchange or compress; on several {describe(settings)}.")
         else:
-            self._log(f"{summary(settings)}.")
+            self._log(f"{describe(settings)}.")
             if is_alone:
                 self._log(RESUMES_ALONE)
             self.training = Training(ddp, optimizers, settings, given, self._log)
@@ -264,14 +262,12 @@ class Training:
         total_steps = None if total_steps is None else int(total_steps)  # of numpy's, too
         densities = self.engine.densities
         densities.expect_steps(total_steps)
-        if densities.warm_up_steps is not None:
-            self._log(tells_default_warm_up(self.settings, densities.warm_up_steps))
         if (adam := self.view.adam) is not None:
             adam.warm_up.total_steps = total_steps
-            if adam.warm_up.is_dense:
-                self._log(takes_adam(self.settings, self.optimizers, total_steps, adam.warm_up.is_resumed))
+            if adam.warm_up.is_dense and not adam.warm_up.is_resumed:
+                self._log(adam_line(self.settings, self.optimizers, total_steps))
         if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
-            tell_of_rounds(local, total_steps, self._log, None if is_trial else warn_user)
+            log_rounds(local, total_steps, self._log, None if is_trial else warn_user)
 
     def track_model(self, forgets: bool = False, between: bool = False) -> None:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
@@ -317,8 +313,7 @@ class Training:
         else:
             is_dense = self.choice is not None and self.choice.begin_batch(self.is_dense)
             if adam is not None:
-                if (warm_up := adam.warm_up.look(self.engine.mean_over_ranks)) is not None:
-                    self._log(tells_warm_up(warm_up, self.settings.least_density))
+                adam.warm_up.look(self.engine.mean_over_ranks)
                 is_dense = adam.warm_up.is_dense or is_dense
         if is_dense != self.is_dense:
             self.is_dense = is_dense
@@ -476,7 +471,7 @@ class Training:
         """End the exchange, leave the optimizers alone, and return whether what is kept is that of a whole step."""
         if stats.get("total_steps") and not has_failed and self.engine.topology.ranks > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
-            self._log(closing(stats, None if self.choice is None else self.choice.verdict, dense))
+            self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
         self.steps.close()
         is_whole = self.engine.close(has_failed)
         self.view.close()

@@ -1,4 +1,4 @@
-"""What the user is told: what is sent, what is done to optimizers, what goes badly together, and what was sent."""
+"""Log lines and warnings of a training."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Optional
 from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER
-from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, AdamCorrection, WarmUp
+from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.wire import EXCHANGES
@@ -48,7 +48,7 @@ UNCOUNTED = (
 )
 
 
-def summary(settings: Settings) -> str:
+def describe(settings: Settings) -> str:
     """Say what is sent of each gradient, with which warm-up, schedule, exchange, wire and correction."""
     compressor, local = settings.compressor, settings.local_steps
     what = "gradient" if local is None else "change of parameters"
@@ -71,43 +71,14 @@ def summary(settings: Settings) -> str:
     )
 
 
-def takes_adam(
-    settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None, is_resumed: bool = False
-) -> str:
-    """Say what is done to those of some optimizers that are Adam, by their own names."""
-    adam = settings.adam
-    assert adam is not None
+def adam_line(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
+    """Describe the first steps of optimizers that are Adam, by their own names, in a training of known length."""
+    assert settings.adam is not None
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
-    first = "goes on with the second moment of the steps that were made without compression"
-    if not is_resumed:
-        first = _first_steps(adam, settings.least_density, total_steps)
-    return (
-        f"{names} {first}. Each rank then computes Adam's update of its own gradient and sends the largest part of it;"
-        f" every {adam.refresh_steps} steps, later less often, ranks average the whole gradient of a parameter for its"
-        " second moment, of a few parameters in each step."
-    )
-
-
-def _first_steps(adam: AdamCorrection, density: float, total_steps: Optional[int]) -> str:
-    most = adam.most_dense_steps(total_steps)
-    is_open = adam.dense_steps is None and most > LEAST_DENSE_STEPS
-    least, until = (f"{LEAST_DENSE_STEPS} to ", ", until the second moment hardly changes") if is_open else ("", "")
-    fall = "" if adam.fall_steps == 0 else f"; then the density falls from 1 to {density:g}"
-    return f"sends whole gradients in the first {least}{most} optimizer steps{until}{fall}"
-
-
-def tells_default_warm_up(settings: Settings, steps: int) -> str:
-    """Say how long a warm-up takes that nobody has asked for, in a training of known length."""
-    return (
-        f"the warm-up is over after {counted(steps, 'optimizer step')}, a tenth of the training, or after"
-        f" {counted(settings.warmup_epochs, 'epoch')} where these are fewer steps."
-    )
-
-
-def tells_warm_up(warm_up: WarmUp, density: float) -> str:
-    """Say that the second moment is known."""
-    dense, fall = warm_up
-    return f"whole gradients were sent in {dense} steps, and the density falls to {density:g} by step {dense + fall}."
+    most, fall = settings.adam.most_dense_steps(total_steps), settings.adam.fall_steps
+    least = f"{LEAST_DENSE_STEPS} to " if settings.adam.dense_steps is None and most > LEAST_DENSE_STEPS else ""
+    falls = "" if fall == 0 else f", then the density falls from 1 to {settings.least_density:g}"
+    return f"{names} sends whole gradients in the first {least}{most} optimizer steps{falls}."
 
 
 def warning_for(optimizer: Optimizer) -> str:
@@ -129,13 +100,13 @@ def warning_for(optimizer: Optimizer) -> str:
     )
 
 
-def closing(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
+def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
     """Say what a training has sent and waited for; ``verdict`` is what ``sparse_auto`` has found.
 
     Example::
 
         >>> sizes = {"total_wire_bytes": 35.9e6, "total_dense_bytes": 203e6, "total_compression_ratio": 5.65}
-        >>> closing({**sizes, "total_steps": 165.0, "exposed_share": 0.118})
+        >>> report({**sizes, "total_steps": 165.0, "exposed_share": 0.118})
         '165 steps sent 35.9 MB where DDP sends 203 MB, compression ratio 5.65; exposed: 11.8 % of the time.'
     """
     inside = f" ({in_bytes(stats['total_link_bytes'])} to other nodes)" if "total_link_bytes" in stats else ""
@@ -148,32 +119,20 @@ def closing(stats: Mapping[str, float], verdict: Optional[str] = None, dense: st
     return "; ".join([*parts, *filter(None, [verdict])]) + "."
 
 
-def counted(number: int, noun: str) -> str:
-    """Write a number of things.
-
-    Example::
-
-        >>> counted(1, "round"), counted(20, "local step")
-        ('1 round', '20 local steps')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def tell_of_rounds(
+def log_rounds(
     local: LocalSteps, steps: int, log: Callable[[str], None], warn: Optional[Callable[[str], None]]
 ) -> None:
-    """Say how many rounds so many optimizer steps make, if that is known, and ``warn`` of few."""
+    """Log how many rounds so many optimizer steps make, and ``warn`` of few."""
     if not isinstance(every := local.every, int):
         return
     count = -(-max(0, steps - local.synchronous_steps) // every)
-    rounds = f"{counted(count, 'round')} of {counted(every, 'local step')}"
-    log(f"up to {counted(steps, 'optimizer step')}, that is {rounds}.")
+    rounds = f"{count} round{'s' * (count != 1)} of {every} local steps"
+    log(f"up to {steps} optimizer steps, that is {rounds}.")
     if warn is not None and count < FEW_ROUNDS and every > SAFE_STEPS:
         warn(
-            f"local_steps={every} makes {counted(count, 'round')} of {counted(steps, 'optimizer step')}, and so few do"
-            " not get to DDP's loss: after 800 steps a small GPT ended 8 to 48 % above it with 27 to 40 rounds of 20 or"
-            f" 30 steps, and 4 % with 160 rounds of 5. In short trainings take local_steps={SAFE_STEPS}, or 'lags'"
-            " without local steps, which exchanges in every step."
+            f"local_steps={every} makes {rounds}, and so few do not get to DDP's loss: after 800 steps a small GPT"
+            " ended 8 to 48 % above it with 27 to 40 rounds of 20 or 30 steps, and 4 % with 160 rounds of 5. In short"
+            f" trainings take local_steps={SAFE_STEPS}, or 'lags' without local steps, which exchanges in every step."
         )
 
 

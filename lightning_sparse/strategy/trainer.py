@@ -25,7 +25,7 @@ from lightning_sparse.loop.kept import EVERYWHERE, RANK
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.loop.summary import summary
+from lightning_sparse.loop.summary import describe
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy import whereabouts
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
@@ -58,7 +58,7 @@ class SparseBase:
 
     def __repr__(self) -> str:
         # A Trainer or a Fabric of the other Lightning refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {CURE}: {summary(self.settings)}>"
+        return f"<{type(self).__name__} {CURE}: {describe(self.settings)}>"
 
     def _log(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")

@@ -113,9 +113,8 @@ def test_a_resume_of_dense_steps_says_of_no_step_that_it_sends_everything(pair, 
     told, at_the_start = (
         [line for line in each.said if "AdamW" in line and "steps" in line] for each in (resumed, first)
     )
-    assert len(told) == len(at_the_start) == 1
+    assert not told
     assert "whole gradients in the first" in at_the_start[0]
-    assert "whole gradients in the first" not in told[0]
 
 
 @pytest.mark.sampled(2)

@@ -212,11 +212,7 @@ KINDS = {"compressor": TopK, "schedule": 3, "timeout": 60}
 NAMES = {
     "densty": "density",
     "find_unused": "find_unused_parameters",
-    "ratio": "density",
-    "sparsity": "density",
     "warmup_steps": "warmup_epochs",
-    "lr": "configure_optimizers",
-    "densities": r"LAGS\(densities=",
     "outer_momentum": r"local_steps=LocalSteps\(5, outer_momentum=",
     "synchronous_steps": r"local_steps=LocalSteps\(5, synchronous_steps=",
     "xyz": "leave it out",

@@ -198,23 +198,21 @@ class AdamWarmUp:
         """Whether steps were made before that nobody has looked at, with DDP: what Adam has learned then is known."""
         return self.known is None and not self.memory.second_means and self.counts.most > LEAST_DENSE_STEPS
 
-    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
-        """Return the warm-up once its steps have made the second moment known; ``agree`` returns a mean over ranks."""
+    def look(self, agree: Callable[[float], float]) -> None:
+        """End the warm-up once its steps have made the second moment known; ``agree`` returns a mean over ranks."""
         if self.known is not None:
-            return None
+            return
         steps, last = self.counts.most, max((step for _, step in self.memory.second_means.values()), default=0)
         most = self.memory.correction.most_dense_steps(self.total_steps)
         if steps < min(2 * last or LEAST_DENSE_STEPS // 2, most):
-            return None
+            return
         means, is_resumed = self._second_means(), self.is_resumed
         if last:
             change = agree(self._change(means))
         self.memory.second_means = {name: (mean, steps) for name, mean in means.items()}
-        if not (is_resumed or (last and change <= _KNOWN_CHANGE) or steps >= most):
-            return None
-        dense_steps = LEAST_DENSE_STEPS if is_resumed else steps
-        self.memory.warm_up = self.memory.correction.warm_up(dense_steps, self.total_steps)
-        return None if is_resumed else self.memory.warm_up
+        if is_resumed or (last and change <= _KNOWN_CHANGE) or steps >= most:
+            dense_steps = LEAST_DENSE_STEPS if is_resumed else steps
+            self.memory.warm_up = self.memory.correction.warm_up(dense_steps, self.total_steps)
 
     def _change(self, means: Mapping[str, float]) -> float:
         """Return by how much second moments have changed: the mean over elements of a logarithm's magnitude."""
