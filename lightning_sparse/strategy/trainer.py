@@ -483,12 +483,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
                 kept[EVERYWHERE]["is_dense"] = training.choice.chosen
         return kept
 
-    def check_whole(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that was read if this rank cannot go on from it."""
-        if "optimizer_states" not in checkpoint:
-            raise CheckpointError("it has weights only")
-        self._checkpointer.check_whole()
-
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import post_status, statuses, waited_in_vain
 from lightning_sparse.strategy.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning_sparse.strategy.newest import taking_newest
 
 _FAILED = -1  # in place of a number of batches
 _KEY = "lightning_sparse"
@@ -57,11 +56,11 @@ def posting(trainer: Optional[Trainer]) -> Iterator[None]:
 
 
 def told(trainer: Optional[Trainer], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function inside of :func:`posting`, from the newest checkpoint if it asks for the last."""
+    """Call a function inside of :func:`posting`."""
     if trainer is None:  # nothing is trained here
         return function(*args, **kwargs)
-    with posting(trainer), taking_newest(trainer, args) as arguments:
-        return function(*arguments, **kwargs)
+    with posting(trainer):
+        return function(*args, **kwargs)
 
 
 def _leave(epoch: float, batches: int, line: str) -> None:

@@ -6,7 +6,6 @@ crash therefore leaves the old checkpoint or the new one.
 """
 
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
-from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
-from lightning_sparse.strategy.newest import CheckpointError
+from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, CheckpointError, PathLike
 
 __all__ = ["AtomicCheckpointIO", "CheckpointError", "Checkpointer", "PathLike"]

@@ -10,7 +10,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from lightning_sparse.engine.step.levels import Topology
-from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
+from lightning_sparse.strategy.checkpoints.files import (
+    CheckpointError,
+    PathLike,
+    saves_beside,
+    shard_path,
+    state_folder,
+    synchronous,
+)
 from lightning_sparse.strategy.checkpoints.shards import (
     CURE,
     KEY,
@@ -22,7 +29,6 @@ from lightning_sparse.strategy.checkpoints.shards import (
     read_state,
 )
 from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricParallelStrategy, ParallelStrategy
-from lightning_sparse.strategy.newest import CheckpointError
 
 
 class Checkpointer:
@@ -135,13 +141,6 @@ class Checkpointer:
         path = str(filepath)
         is_wanted = self._resumes or (goes_back and path in self._written)
         self.loaded = path, read_header(checkpoint, path) if is_wanted else None
-
-    def check_whole(self) -> None:
-        """Refuse a checkpoint that was noted if this rank cannot read what it would go on with."""
-        if self.loaded is not None and (save := self.loaded[1]) is not None:
-            strategy, path = self._strategy, self.loaded[0]
-            topology = save.topology._replace(ranks=strategy.world_size)
-            read_state(synchronous(strategy.checkpoint_io), path, save, strategy.global_rank, topology)
 
     @property
     def has_loaded_save(self) -> bool:

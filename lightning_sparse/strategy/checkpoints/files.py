@@ -14,6 +14,10 @@ from lightning_sparse.strategy.lightning import AsyncCheckpointIO, CheckpointIO,
 PathLike = Union[str, Path]
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint, or a rank's part of it, cannot be written, read, or used."""
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write a local file under another name, wait until it is on the disk, and rename it; others go Lightning's way.
 

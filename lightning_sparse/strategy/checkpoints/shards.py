@@ -17,9 +17,8 @@ from lightning_sparse.engine.memory.residual import NUMBERS
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, SCOPES, SHARE, VERSION
 from lightning_sparse.loop.optimizers import listed
-from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
+from lightning_sparse.strategy.checkpoints.files import CheckpointError, PathLike, followed, saves_beside, shard_path
 from lightning_sparse.strategy.lightning import CheckpointIO
-from lightning_sparse.strategy.newest import CheckpointError
 
 KEY = "lightning_sparse"
 Models = dict[str, dict[str, Any]]  # what a rank kept of each model, by a name
