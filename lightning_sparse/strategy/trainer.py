@@ -42,7 +42,6 @@ from lightning_sparse.strategy.lightning import (
     _WrappingCheckpointIO,
 )
 from lightning_sparse.strategy.meeting_points import MeetingPoints
-from lightning_sparse.strategy.position import POSITION, Position, Reader
 from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.uneven import check_logged, check_ranks_apart
 
@@ -372,7 +371,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         bases = (DDPStrategy, DistributedDataParallel)
         self._loop = Loop(taken_settings(SparseDDPStrategy, compressor, density, given, *bases), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._reader: Optional[Reader] = None
         self._replaced = ExitStack()
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
 
@@ -441,7 +439,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         post_status("")  # a search for a learning rate has come to an end of its own
-        self._reader = Reader.of(self._trainer)
         self._begin_steps()
 
     @override
@@ -459,8 +456,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
-            self._reader, checkpoint = reader, {**checkpoint, POSITION: reader.position()._asdict()}
         # Callbacks save after an error, too, which goes another way; users where ranks were forked, without a Trainer.
         with whereabouts.posting(self._module._trainer):
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -487,19 +482,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._restore()
-        trainer = self._trainer
-        if POSITION in checkpoint and trainer.fit_loop.restarting:
-            trainer.fit_loop.setup_data()
-            self._reader = Reader.of(trainer)
-            if self._reader is not None:
-                self._reader.go_on(Position(**checkpoint[POSITION]))
-
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
 
     @override
     def _restore_models(self, training: Training, models: Mapping[str, dict[str, Any]]) -> list[str]:

@@ -17,7 +17,6 @@ from lightning_sparse.strategy.lightning import (
     _extract_batch_size,
     _LRCallback,
 )
-from lightning_sparse.strategy.position import advance
 
 
 class _Epoch(NamedTuple):
@@ -52,7 +51,10 @@ def check_batches(trainer: Trainer, synchronous: int, is_position_own: bool, in_
     numbers = ", ".join(f"{number:g} on rank {rank}" for rank, number in enumerate(batches))
     if not is_position_own and epochs[0].has_ended:
         # The checkpoint has the end of an epoch of another rank.
-        advance(trainer, int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        current = trainer.fit_loop.epoch_loop.batch_progress.current
+        batches = int(trainer.num_training_batches) - current.ready
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(current, name, getattr(current, name) + batches)
         is_position_own = True
     refused = next(_refusals(trainer, synchronous, epochs, is_position_own, in_step), None)
     if refused is not None:
