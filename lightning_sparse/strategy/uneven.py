@@ -52,9 +52,9 @@ def check_batches(trainer: Trainer, synchronous: int, is_position_own: bool, in_
     if not is_position_own and epochs[0].has_ended:
         # The checkpoint has the end of an epoch of another rank.
         current = trainer.fit_loop.epoch_loop.batch_progress.current
-        batches = int(trainer.num_training_batches) - current.ready
+        left = int(trainer.num_training_batches) - current.ready
         for name in ("ready", "started", "processed", "completed"):
-            setattr(current, name, getattr(current, name) + batches)
+            setattr(current, name, getattr(current, name) + left)
         is_position_own = True
     refused = next(_refusals(trainer, synchronous, epochs, is_position_own, in_step), None)
     if refused is not None:
