@@ -19,6 +19,7 @@ from lightning_sparse.compressors import Compressor, available_compressors, regi
 from lightning_sparse.compressors.base import ErrorFeedback, ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.adam.correction import AdamCorrection
+from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.names import TABLES, register_names
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class _Serving(MetaPathFinder):
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
+        refuse_removed(f"{__name__}.{name}", name, ImportError)  # also of a `from` statement, with the sentence
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)
 

@@ -1,5 +1,7 @@
 """Callbacks: they show what the engine did, and steer it; and the rules that :class:`AdaptiveDensity` follows."""
 
+from typing import NoReturn
+
 from lightning_sparse.callbacks.adaptive_density import AdaptiveDensity
 from lightning_sparse.callbacks.assumption_monitor import AssumptionMonitor
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
@@ -7,7 +9,14 @@ from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
 from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
 from lightning_sparse.compressors.density import CriticalRegime, ErrorBudget, Measurement, Rule, RuleContext, Warmup
+from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.requeue import RequeueAtStepEnd
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_removed(f"{__name__}.{name}", name, ImportError)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AdaptiveDensity",

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan.command import plan
 from lightning_sparse.compressors.registry import unknown_name
+from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.lightning import ArgsType, LightningArgumentParser
 from lightning_sparse.strategy.submit import check_step, submit
 
@@ -74,5 +75,6 @@ def run(args: ArgsType = None) -> None:
     if isinstance(words, list) and words and not words[0].startswith("-"):
         known = [*SparseCLI.subcommands(), *_COMMANDS]
         if words[0] not in known:
+            refuse_removed(f"lightning-sparse {words[0]}", words[0], SystemExit)
             argparse.ArgumentParser("lightning-sparse", _USAGE).error(unknown_name("command", words[0], known))
     _CLI(args=args, parser_kwargs={"epilog": _EPILOG, "prog": "lightning-sparse"})

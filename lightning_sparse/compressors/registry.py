@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, Union
 
+from lightning_sparse.removed import refuse_removed
+
 Item = TypeVar("Item")
 _MAX_LISTED = 20  # a model may have thousands of parameter names
 
@@ -23,6 +25,7 @@ def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]]
 def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
     """Pass a name through; raise ``ValueError`` if it is not among those known."""
     if name not in known:
+        refuse_removed(f"{noun}={name!r}", name)
         raise ValueError(unknown_name(noun, name, known))
     return name
 

@@ -21,11 +21,13 @@ from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, Res
 from lightning_sparse.engine.refusals import lacking, refuse, unmet
 from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.removed import refusing
 from lightning_sparse.schedule import SCHEDULES, Merged, Schedule
 
 AUTO = "auto"
 
 
+@refusing
 @dataclass(frozen=True)
 class LocalSteps:
     """Rounds of local steps: each rank trains by itself, then the changes of its parameters are exchanged.

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.settings import DEFAULTS, Compression, LocalSteps, Settings
+from lightning_sparse.removed import refuse_removed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 REFUSED = {
@@ -101,6 +102,7 @@ def taken_settings(
         if value is not None and name in REFUSED and DistributedDataParallel in bases:
             raise ValueError(f"{name}={value!r} cannot be given to {entry.__name__}: {REFUSED[name]}")
         if not any(name in _names(base) for base in bases):
+            refuse_removed(f"{name}={value!r} of {entry.__name__}", name)
             raise TypeError(_unknown(entry, name, value, settings.compressor, bases))
     return settings
 

@@ -2,11 +2,12 @@
 
 import difflib
 import warnings
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, Optional
 
 from lightning_sparse.compressors import available_compressors
+from lightning_sparse.removed import REMOVED, refuse_removed
 
 # What may stand behind a name, as behind "ddp", and the arguments that it stands for.
 _STARTED = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -159,4 +160,7 @@ def register_names(lightning: str) -> None:
 
     strategies.available_strategies = names
     names()
+    for name in REMOVED:  # of strategies; Lightning asks its table first, and no other name gets here
+        if name not in strategies:
+            strategies.register(name, partial(refuse_removed, f"strategy={name!r}", name))
     strategies[path] = _Strategies(lightning, path, System(path, "the class, with its defaults", {}), {})

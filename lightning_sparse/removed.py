@@ -1,0 +1,28 @@
+"""Names and arguments that this package no longer has, each with its alternative; one release reads them."""
+
+from functools import wraps
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind", bound=type[Any])
+# A strategy's name, a command, an attribute, an argument of an entry point, or "Class.argument" of a class.
+REMOVED: dict[str, str] = {}
+
+
+def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError) -> None:
+    """Raise an error with the alternative, if the name is one of them."""
+    if name in REMOVED:
+        raise kind(f"{what}, which this package no longer has: {REMOVED[name]}")
+
+
+def refusing(kind: Kind) -> Kind:
+    """Let a class refuse its arguments that are gone, instead of Python, which has no alternative to tell."""
+    build = kind.__init__  # type: ignore[misc]  # of this class, not of its subclasses
+
+    @wraps(build)
+    def checked(self: Any, *given: Any, **named: Any) -> None:
+        for name, value in named.items():
+            refuse_removed(f"{name}={value!r}", f"{kind.__name__}.{name}")
+        build(self, *given, **named)
+
+    kind.__init__ = checked  # type: ignore[misc]
+    return kind

@@ -1,0 +1,41 @@
+"""What is gone raises an error that names the alternative."""
+
+import pytest
+import torch
+
+import lightning_sparse
+from lightning_sparse import LocalSteps, SparseDDPStrategy, SparseFabricStrategy, callbacks, sparsify
+from lightning_sparse.cli import main
+from lightning_sparse.removed import REMOVED
+
+MODEL = torch.nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+# An entry point of each kind, which is handed a name that stands for any removed one.
+ENTRIES = {
+    "argument of the strategy": lambda: SparseDDPStrategy(colour=1),
+    "argument of Fabric's strategy": lambda: SparseFabricStrategy(colour=1),
+    "argument of sparsify": lambda: sparsify(MODEL, OPTIMIZER, colour=1),
+    "compressor": lambda: SparseDDPStrategy(compressor="colour"),
+    "schedule": lambda: SparseDDPStrategy(schedule="colour"),
+    "wire": lambda: SparseDDPStrategy(wire="colour"),
+    "argument of a class": lambda: LocalSteps(colour=1),
+    "attribute": lambda: lightning_sparse.colour,
+    "callback": lambda: callbacks.colour,
+    "command": lambda: main(["colour"]),
+}
+# What users may have written, and part of the answer: {"argument": (lambda: sparsify(..., gone=1), "use density")}.
+GONE = {}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_every_entry_point_refuses_what_is_gone_with_the_alternative(entry, monkeypatch):
+    monkeypatch.setitem(REMOVED, "colour", "use density instead")
+    monkeypatch.setitem(REMOVED, "LocalSteps.colour", "use density instead")
+    with pytest.raises((ValueError, ImportError, SystemExit), match=r"colour.*no longer has: use density instead"):
+        entry()
+
+
+@pytest.mark.parametrize(("entry", "answer"), GONE.values(), ids=GONE)
+def test_what_users_may_have_written_is_refused(entry, answer):
+    with pytest.raises((ValueError, ImportError, SystemExit), match=answer):
+        entry()
