@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
@@ -176,20 +175,6 @@ def _layouts_of(module: nn.Module) -> dict[str, list[Any]]:
         cut = max((getattr(each, "dim", 0) for each in getattr(parameter, "placements", ())), default=0)
         layouts[name] = [list(held.shape), alike, cut]
     return layouts
-
-
-def fitted_gradients(gradients: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> dict[Parameter, Tensor]:
-    """Return what had been accumulated when the save came between two batches of one step."""
-    fitted = {}
-    for name in gradients.keys() & parameters.keys():
-        parameter, gradient = parameters[name], gradients[name]
-        if gradient.shape != parameter.shape:
-            raise ValueError(
-                f"there is a gradient of shape {tuple(gradient.shape)} for the parameter {name!r}, which has shape"
-                f" {tuple(parameter.shape)} now"
-            )
-        fitted[parameter] = gradient.to(parameter.device, parameter.dtype)
-    return fitted
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:

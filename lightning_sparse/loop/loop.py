@@ -32,7 +32,6 @@ from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
     TrainedParameters,
-    UnfinishedStep,
     all_handled,
     before_step_of_training,
     can_correct,
@@ -44,6 +43,7 @@ from lightning_sparse.loop.summary import (
     CHANGED,
     RESUMES_ALONE,
     TAKES_MOMENTUM,
+    UNSAVED_GRADIENTS,
     adam_line,
     describe,
     log_rounds,
@@ -204,7 +204,9 @@ class Training:
         self.view: OptimizerView
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
-        self.unfinished = UnfinishedStep()
+        self.backwards = 0  # since the last step of an optimizer
+        self._waiting: Sequence[Optimizer] = ()  # for their step since the last backward
+        self._has_warned_of_gradients = False
         self.before_step: Callable[[], None] = self.begin_steps
         self.after_step: Callable[[], None] = lambda: None
         self._given, self._log = given, log
@@ -244,7 +246,7 @@ class Training:
         if len(optimizers) == len(self.optimizers) and all(map(is_, optimizers, self.optimizers)):
             return
         before = self.view.adam
-        if self.unfinished.is_begun and before is not None:
+        if self.backwards and before is not None:
             raise ValueError(_WITHIN_A_STEP)
         check_optimizers(self.settings, optimizers)
         can_correct(self.settings, optimizers)  # it refuses what has to be corrected and cannot be
@@ -284,7 +286,7 @@ class Training:
             raise RuntimeError(_NEW)
         known = trained.known_names
         # What is frozen between two batches of a step has gradients that are to be exchanged.
-        keeps = self.unfinished.is_begun and not self.is_in_round
+        keeps = bool(self.backwards) and not self.is_in_round
         changes = trained.agree(forgets, keeps, dist.get_rank())
         if not (changes or has_new):
             return
@@ -367,10 +369,18 @@ class Training:
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self.track_model()
-        self.unfinished.add_backward(self.optimizers, is_automatic)
+        self._add_backward()
         # Others may come before a step's last, by a hook of one's own, and go with it.
         self.await_backward(is_automatic and not self.engine.wrapper.require_backward_grad_sync)
         self.engine.source.expect()
+
+    def _add_backward(self) -> None:
+        self.backwards, self._waiting = self.backwards + 1, self.optimizers
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether each optimizer has made its step since the last backward."""
+        return not self._waiting
 
     def await_backward(self, is_automatic: bool) -> None:
         """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
@@ -383,7 +393,7 @@ class Training:
             self.track_model()
             if self.engine.rounds is None:  # else a model is made one, between two backwards
                 self.turn()
-            self.unfinished.add_backward(self.optimizers, False)
+            self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
         continued = self.engine.arrived.continued
@@ -426,7 +436,7 @@ class Training:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.before_step()  # of a first one that a scaler has left out
-        self.unfinished.end(optimizer)
+        self.backwards, self._waiting = 0, [each for each in self._waiting if each is not optimizer]
         if self.view.adam is not None:
             self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
@@ -443,10 +453,18 @@ class Training:
     def state(self, together: bool = False) -> dict[str, Any]:
         """Return what this rank keeps between two steps, not copied; all ranks call if ``together``."""
         if together:
+            self._warn_of_gradients()
             self.engine.worker.drain()
         kept = kept_by(self.engine, together)
         kept[EVERYWHERE]["clips"] = [] if self.view.adam is None else self.view.adam.clips.state()
         return {**kept, "epoch": self.epoch}
+
+    def _warn_of_gradients(self) -> None:
+        """Warn once of a save between two batches of a step, whose gradients are in no checkpoint."""
+        holds = self.backwards and any(each.grad is not None for each in all_handled(self.optimizers))
+        if holds and not self._has_warned_of_gradients:
+            self._has_warned_of_gradients = True
+            warn_user(UNSAVED_GRADIENTS.format(backwards=self.backwards))
 
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""

@@ -9,7 +9,6 @@ from itertools import chain
 from operator import gt
 from typing import Any, Optional
 
-import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module, Parameter
@@ -26,7 +25,6 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.loop.kept import fitted_gradients
 from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
 
 _CURE = (
@@ -255,75 +253,6 @@ class CountedSteps:
         self._optimizers = ()
         for handle in self.handles:
             handle.remove()
-
-
-class UnfinishedStep:
-    """Follow which gradients wait for their optimizer, and put back those that a checkpoint was written with."""
-
-    def __init__(self) -> None:
-        self.is_begun = False  # there was a backward since the last step of an optimizer
-        self._waiting: list[Optimizer] = []
-        self._restored: dict[Parameter, Tensor] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """Whether each optimizer has made its step since the last backward."""
-        return not self._waiting
-
-    def add_backward(self, optimizers: Sequence[Optimizer], is_automatic: bool) -> None:
-        """Record a backward that begins, under automatic optimization or manual."""
-        if is_automatic and not self.is_begun:
-            self._restored = {}  # of a step that was left out, whose gradients Lightning has dropped
-        self.is_begun = True
-        self._waiting = list(optimizers)
-        if is_automatic:
-            # With another accumulate_grad_batches than before, Lightning takes this batch for the first of a step.
-            for parameter, gradient in self._restored.items():
-                parameter.grad = gradient if parameter.grad is None else parameter.grad
-
-    def end(self, optimizer: Optimizer) -> None:
-        """End a step of an optimizer."""
-        self.is_begun = False
-        self._waiting = [each for each in self._waiting if each is not optimizer]
-        self._restored = {}
-
-    def state(self, engine: Engine, is_over: bool = False) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; empty between two steps.
-
-        A step ``is_over`` that was due, and was left out: nothing is added to its gradients any more.
-        """
-        if not self._waiting:
-            return {}
-        names: dict[Tensor, str] = {each: name for name, each in engine.module.named_parameters()}
-        return {
-            "is_accumulating": self.is_begun and not is_over,
-            # Also those that an optimizer has stepped with: another one's backward, which comes next, adds to them.
-            "gradients": {name: each.grad for each, name in names.items() if each.grad is not None},
-            "arrived": {names[each]: arrived for each, arrived in engine.arrived.state().items()},
-            "begun": [names[each] for each in engine.arrived.begun if each in names],
-            "undecayed": engine.memory.undecayed(),
-            # As tensors, of which other numbers of ranks have each that any rank has kept: what is restored is a mean.
-            "used": {names[each]: torch.ones(()) for each in engine.source.used if each in names},
-        }
-
-    def restore(self, kept: Mapping[str, Any], engine: Engine) -> None:
-        """Go on from what :meth:`state` returned, once :meth:`put_back` is called."""
-        parameters = dict(engine.module.named_parameters())
-        self.is_begun = bool(kept.get("is_accumulating"))
-        self._restored = fitted_gradients(kept.get("gradients", {}), parameters)
-        begun, used = (
-            [parameters[each] for each in kept.get(of, ()) if each in parameters] for of in ("begun", "used")
-        )
-        engine.arrived.restore_means(fitted_gradients(kept.get("arrived", {}), parameters), self._restored, begun)
-        engine.memory.restore_undecayed(kept.get("undecayed", ()))
-        engine.source.use(used)
-
-    def put_back(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put restored gradients in their place; Lightning sets all to zero between the two."""
-        for parameter, gradient in self._restored.items():
-            parameter.grad = gradient
-        self._waiting = [each for each in optimizers if not self._restored.keys().isdisjoint(handled(each))]
-        self.is_begun = self.is_begun and bool(self._restored)
 
 
 class TrainedParameters:

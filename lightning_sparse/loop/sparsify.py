@@ -272,7 +272,7 @@ class Sparsifier(Loop):
         if training is None or self.settings.local_steps is not None:
             return
         # A step that was left out, after a clip, ends nothing.
-        if training.unfinished.is_begun and not training.engine.source.used:
+        if training.backwards and not training.engine.source.used:
             return
         training.check_epoch()
         training.turn()
@@ -494,13 +494,13 @@ class FollowedModel:
     def _begin_rounds(self, training: Training) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
         self._begin_training()
-        if training.unfinished.is_begun:  # by a backward of parts of the model, whose forward nobody hears of
+        if training.backwards:  # by a backward of parts of the model, whose forward nobody hears of
             training.turn()
         training.begin_steps()
 
     def _end_step(self, training: Training) -> None:
         """Begin rounds after synchronous steps, though not between the steps of two optimizers by one backward."""
-        if training.unfinished.is_over:
+        if training.has_stepped:
             training.turn()
 
     def _check_shared(self, *save: Any) -> None:

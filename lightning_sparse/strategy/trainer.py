@@ -181,7 +181,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._termination = Termination(trainer, exchanges) if self.world_size > 1 else None
         if training is None:
             return
-        training.unfinished.put_back(self.optimizers)
         if self._meetings is not None:
             self._meetings.begin_steps()
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
@@ -465,17 +464,13 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         kept = super()._kept()
         if kept is None:
             return None
-        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
-        progress = epoch_loop.batch_progress
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         kept[RANK]["batches"] = progress.state_dict()
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
-        if (training := self._loop.training) is not None:
-            is_trained = progress.current.processed == progress.current.ready
-            is_over = is_trained and self._module.automatic_optimization and not epoch_loop._should_accumulate()
-            kept[RANK] |= training.unfinished.state(training.engine, is_over)
-            if training.choice is not None and training.choice.chosen is not None:
-                kept[EVERYWHERE]["is_dense"] = training.choice.chosen
+        choice = None if self._loop.training is None else self._loop.training.choice
+        if choice is not None and choice.chosen is not None:
+            kept[EVERYWHERE]["is_dense"] = choice.chosen
         return kept
 
     @override
@@ -485,9 +480,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def _restore_models(self, training: Training, models: Mapping[str, dict[str, Any]]) -> list[str]:
-        unused, unfinished = super()._restore_models(training, models), training.unfinished
+        unused = super()._restore_models(training, models)
         own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
-        unfinished.restore(own, training.engine)
         has_own_position = ranks == self.world_size
         if everywhere.get("only_some_have_ended") and not has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(
@@ -498,7 +492,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
             if self._meetings is not None:
                 self._meetings.has_own_position = True
-            if training.choice is not None and "is_dense" in everywhere and not unfinished.is_begun:
+            if training.choice is not None and "is_dense" in everywhere:
                 training.choice.restore_choice(bool(everywhere["is_dense"]))
         return unused
 

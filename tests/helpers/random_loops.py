@@ -53,8 +53,6 @@ def in_a_loop(training):
     left_out += ("starting",) if found.accumulates > 1 and found.validates else ()
     left_out += _OWN_BUFFERS if by_hand or found.validates or found.local else ()
     found = found.but(parts=tuple(part for part in found.parts if part not in left_out))
-    if found.is_sharded and found.accumulates > 1:  # a save of the Trainer's in the midst of it loses batches
-        found = found.but(saves=None)
     found = found.but(thaws_within=found.thaws_within and "thawing" in found.parts)
     found = found.but(optimizer="momentum", has_tensor_rates=False) if refusals(found) else found
     assert found.is_possible

@@ -54,6 +54,7 @@ _EXPECTED_WARNINGS = (
     ".*Grad strides do not match bucket view strides.*",
     ".*is not corrected.*|.*makes its updates.*",  # of optimizers that were told not to be
     ".*Swapping scheduler.*",
+    ".*are not in this checkpoint, as with ddp.*",
     ".*exists and is not empty.*",
     ".*the selection left more over than a random one.*",  # AssumptionMonitor, of layers of a few elements
     ".*OverlapTimeline has recorded nothing.*",  # of trainings that accumulate longer than they last
@@ -263,16 +264,15 @@ class Training:
         # A step without zeros has what the one before it was made with.
         is_other = is_other or (self.skips is not None and self.accumulates > 1 and self.skips % self.accumulates == 0)
         is_other = is_other or (self.is_sharded and self._loses_in_shards)
-        return self.is_reproducible and not (has_own or averages_own or self._drops or is_other)
+        return self.is_reproducible and not (has_own or averages_own or self._leaves_gradients or is_other)
 
     @property
     def _loses_in_shards(self):
-        """Whether Lightning's folder lacks something: batches of a step, states that some parameters do not have yet.
+        """Whether Lightning's folder lacks something: states that some parameters do not have yet.
 
         Of several replicas it has the states of one; the others' come back when training begins.
         """
-        is_within = self.accumulates > 1 and self.saves[0] != "epoch"
-        return is_within or self._is_saved_last or any("used" in part for part in self.parts)
+        return self._is_saved_last or any("used" in part for part in self.parts)
 
     @property
     def moved(self):
@@ -286,11 +286,18 @@ class Training:
         return self.moves > 0 and self.saves is not None and not (self.renames or self.stops is not None or self.fewer)
 
     @property
-    def _drops(self):
-        """Whether a validation comes right after the save, before which Lightning drops gradients, once and no more."""
-        if self.optimizers == 1 or self.validates is None or self.saves is None or self.saves[0] != "batch":
+    def _leaves_gradients(self):
+        """Whether others are added to gradients that are there at the save, and that no file holds."""
+        if self.saves is None or (self.by_hand == "by turns" and self.optimizers > 1):
+            return self.saves is not None
+        if self.accumulates == 1:
             return False
-        return ((self.saves[1] - 1) % self.batches + 1) % self.validates == 0
+        numbers = {"batch": 1, "validation": self.validates, "epoch": self.batches}  # of batches between two
+        batch = (self.saves[1] * numbers[self.saves[0]] - 1) % self.batches + 1
+        if self.saves[0] == "validation":
+            batch = ((self.saves[1] - 1) % (self.batches // self.validates) + 1) * self.validates
+        is_border = batch % self.accumulates == 0 or (batch == self.batches and not self.by_hand)
+        return not is_border or "by turns" in self.by_hand
 
     @property
     def rounds_anew(self):

@@ -47,7 +47,6 @@ class MomentumMemory(ResidualMemory):
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
         self._decayed: dict[str, Tensor] = {}  # whether in this optimizer step, bool
-        self._undecayed: set[str] = set()  # at the save in the midst of a step that training goes on from
         self._masked: dict[str, Tensor] = {}
 
     @override
@@ -68,7 +67,7 @@ class MomentumMemory(ResidualMemory):
             if settings[name].continues_step:
                 # What is there has been decayed, and added to the residual: it is left out meanwhile.
                 if name not in self._decayed:
-                    self._decayed[name] = torch.full_like(momentum[:1], name not in self._undecayed, dtype=torch.bool)
+                    self._decayed[name] = torch.ones_like(momentum[:1], dtype=torch.bool)
                 before = momentum * self._decayed[name]
                 momenta[place] = momentum - before
                 decayed.append((in_flight[place], before))
@@ -120,7 +119,6 @@ class MomentumMemory(ResidualMemory):
     def forget(self, names: Iterable[str]) -> None:
         names = set(names)
         super().forget(names)
-        self._undecayed -= names
         for name in names:
             for kept in (self._momenta, self._in_flight, self._decayed, self._masked):
                 kept.pop(name, None)
@@ -148,14 +146,6 @@ class MomentumMemory(ResidualMemory):
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
         self._decayed, self._in_flight = {}, {}  # names may be those of other shapes
-
-    @override
-    def undecayed(self) -> list[str]:
-        return [name for name, is_decayed in self._decayed.items() if not is_decayed]
-
-    @override
-    def restore_undecayed(self, names: Iterable[str]) -> None:
-        self._undecayed = set(names)
 
 
 class _Row(NamedTuple):

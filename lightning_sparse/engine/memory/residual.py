@@ -136,13 +136,6 @@ class Memory:
     def forget(self, names: Iterable[str]) -> None:
         """Keep nothing under these names any more, as other parameters have them now; between two steps."""
 
-    def undecayed(self) -> list[str]:
-        """Return the parameters whose momentum has not decayed in the optimizer step in progress, if one is."""
-        return []
-
-    def restore_undecayed(self, names: Iterable[str]) -> None:
-        """Go on from a save in the midst of an optimizer step."""
-
     def statistics(self) -> dict[str, Tensor]:
         """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
         return {}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -146,29 +146,12 @@ class ArrivedGradients:
         elif gradient is not None and parameter.grad is gradient:  # else somebody has replaced it
             self._copies[parameter] = gradient.detach().clone()
 
-    def state(self) -> dict[Tensor, Tensor]:
-        """Return the means that have arrived, by parameter (not copied)."""
-        copies = {parameter: copy for parameter, copy in self._copies.items() if parameter.grad is not None}
-        return {**copies, **{parameter: each for parameter, each in self._written.items() if parameter.grad is each}}
-
     @property
     def continued(self) -> set[Tensor]:
         """Parameters whose gradients hold a mean of the step; that of what no optimizer has is of any step before."""
-        held = set(self.state())
+        held = {each for each in self._copies if each.grad is not None}
+        held |= {each for each, mean in self._written.items() if each.grad is mean}
         return held & handled if held and (handled := set(self.handled())) else held
-
-    def restore_means(
-        self, arrived: Mapping[Parameter, Tensor], gradients: Mapping[Parameter, Tensor], begun: Iterable[Tensor]
-    ) -> None:
-        """Go on from what :meth:`state` returned, from ``begun``, and from gradients that are put in their place."""
-        self.begun = set(begun)
-        # What is set to zero in place is a mean no more: a copy of before would be subtracted all the same.
-        self._written = {
-            parameter: gradients[parameter]
-            for parameter, mean in arrived.items()
-            if parameter in gradients and _are_equal(gradients[parameter], mean)
-        }
-        self._copies = {each: mean.clone() for each, mean in arrived.items() if each not in self._written}
 
     def take(self, parameter: Tensor) -> Optional[Tensor]:
         """Return the mean that a gradient holds, ``None`` for none, and forget it."""
@@ -753,10 +736,6 @@ class Exchange(SharedOnCopy):
         used = set() if self.is_silent or self.is_open else self.used  # empty from an exchange to the next backward
         return bool(used) and any(each in used and each.grad is not None for each in parameters)
 
-    def use(self, parameters: Iterable[Tensor]) -> None:
-        """Take these for the ones."""
-        self._used = {self._hooked[each][0] for each in parameters if each in self._hooked}
-
     def close(self) -> None:
         """Take back what was registered on the parameters, and end what a backward that failed has on its way."""
         if isinstance(self._backward, DenseBackward):
@@ -875,12 +854,6 @@ def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
         return parameter.requires_grad_().register_post_accumulate_grad_hook(act)
     finally:
         parameter.requires_grad_(is_trained)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two gradients are the same; torch compares none of a sparse layout."""
-    are_dense = one.layout is torch.strided and other.layout is torch.strided
-    return are_dense and torch.equal(local_tensor(one), local_tensor(other))
 
 
 def _makes_sparse_layout(module: Module) -> bool:

@@ -3,7 +3,6 @@
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
 from zlib import crc32
@@ -78,10 +77,7 @@ def read_shard(checkpoint_io: CheckpointIO, path: str, save: SaveHeader) -> Mode
             f" safely: add it, as in Lightning's CheckpointIO. {CURE}"
         )
     try:
-        with warnings.catch_warnings():
-            # Torch says from 2.14 on that it looks at sparse tensors, as it should: users can do nothing about it.
-            warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-            shard = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+        shard = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing: the checkpoint was saved by {save.ranks} ranks, each of which wrote a file. Without a"
@@ -112,17 +108,17 @@ class PartialSum(NamedTuple):
 
     first: Models  # of these parts, or one of somebody else's
     sums: dict[Place, Tensor]  # over these parts, of floating-point tensors, but those kept everywhere
-    shapes: dict[Place, tuple[torch.Size, torch.dtype, torch.layout]]  # of those tensors, in a part
+    shapes: dict[Place, tuple[torch.Size, torch.dtype]]  # of those tensors, in a part
 
 
 def read_sum(read: Callable[[int], Models], rank: int, ranks: int, saved: int) -> PartialSum:
     """Read this rank's share of all parts, one at a time, and add up what is kept of each parameter."""
     first = read(rank % saved)
-    shapes = {place: (tensor.shape, tensor.dtype, tensor.layout) for place, tensor in _summed(first)}
+    shapes = {place: (tensor.shape, tensor.dtype) for place, tensor in _summed(first)}
     sums = dict(_summed(first)) if rank < saved else {}  # else somebody else has read this part for its sum, too
     for source in range(rank + ranks, saved, ranks):
         for place, tensor in _summed(read(source)):
-            shapes.setdefault(place, (tensor.shape, tensor.dtype, tensor.layout))
+            shapes.setdefault(place, (tensor.shape, tensor.dtype))
             sums[place] = sums[place].double().add_(tensor) if place in sums else tensor
     return PartialSum(first, sums, shapes)
 
@@ -135,7 +131,7 @@ def mean_of_sums(
     What is a rank's own becomes the mean over ranks, and what ranks of a node had parts of the mean over nodes, whole,
     so that the model is owed what it was. The rest is passed on as it is, from rank to rank in turn.
     """
-    # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
+    # Of a parameter that only some ranks have used, only their optimizers have a state.
     forms = gather_together(crc32(repr(sorted(mine.shapes.items(), key=str)).encode()), group)
     shapes = mine.shapes
     if len(set(forms)) > 1:
@@ -143,15 +139,15 @@ def mean_of_sums(
         shapes = {place: shape for theirs in everywhere for place, shape in theirs.items()}
         if any(shapes[place] != shape for theirs in everywhere for place, shape in theirs.items()):
             raise CheckpointError(f"parts of the checkpoint keep tensors of different shapes of one parameter. {CURE}")
-    for place, (shape, dtype, layout) in sorted(shapes.items(), key=str):
+    for place, (shape, dtype) in sorted(shapes.items(), key=str):
         if not shape.numel():
             continue
-        own = mine.sums[place].to_dense() if place in mine.sums else torch.zeros(shape, dtype=dtype)
+        own = mine.sums[place] if place in mine.sums else torch.zeros(shape, dtype=dtype)
         mean = torch.empty(shape, dtype=dtype)
         parts = save.ranks // save.node_ranks if save.is_sharded or place[1] == SHARE else save.ranks
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
             means.copy_(sum_together(sums.to(device, torch.float64, copy=True), group).div_(parts))
-        _put(mine.first, place, mean if layout is torch.strided else mean.to_sparse(1))
+        _put(mine.first, place, mean)
     for state in mine.first.values():
         whole, state[SHARE] = state[SHARE], {"memory": {}}
         state[RANK]["memory"] |= whole.pop("memory")

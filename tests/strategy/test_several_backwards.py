@@ -9,11 +9,10 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import assert_goes_on, fits, one_model, refusals
+from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 
 UNUSED = {"find_unused_parameters": True}
-OWN_BUCKETS = {**UNUSED, "gradient_as_bucket_view": False}
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=3)
 WITH = {
     "SGD": {"compressor": "topk"},
@@ -158,65 +157,6 @@ def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, k
 SPARSE = {"density": 0.05, "schedule": "layerwise"}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("kind", "settings"), [*zip(WITH, (UNUSED, OWN_BUCKETS, UNUSED)), ("AdamW", OWN_BUCKETS)])
-@pytest.mark.parametrize(("every", "save_after"), [((2, 6), 9), ((1, 3), 8)], ids=str)
-def test_resumed_within_the_steps_it_goes_on_to_the_bit(pair, tmp_path, every, kind, settings, save_after):
-    module = partial(Adversaries, kind=kind, every=every)
-    assert_goes_on(pair, tmp_path, {**SPARSE, **WITH[kind], **settings}, module, save_after)
-
-
-class Turning(Sharing):
-    """Three train on a batch each, and zero their gradients before: what they have stepped with stays for a while."""
-
-    def __init__(self, *arguments, toggles, **settings):
-        super().__init__(*arguments, **settings)
-        self.toggles = toggles
-
-    def training_step(self, batch, batch_index):
-        optimizers = self.optimizers()
-        for number in (0, 1, 2) if self.toggles else (batch_index % 3,):
-            with optimizers[number].toggle_model() if self.toggles else nullcontext():
-                optimizers[number].zero_grad()
-                self.manual_backward(sum(self.losses(self.rows(batch_index))))
-                optimizers[number].step()
-
-    def configure_optimizers(self):
-        parts = self.network[0], self.network[2], self.critic
-        return [self.optimizer_of(part.parameters()) for part in parts]
-
-
-LATE = {
-    "SGD": {"compressor": "topk"},
-    "SGD, frozen by turns": {"compressor": "sdagc", "warmup_epochs": 0},
-    "AdamW": {"compressor": "lags", "optimizer_correction": CORRECTION},
-    "DDP's own steps": {"compressor": "topk", "optimizer_correction": AdamCorrection(dense_steps=100)},
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", LATE)
-def test_what_was_stepped_with_stays_where_it_is_added_to(pair, tmp_path, kind):
-    optimizer = "momentum" if "frozen" in kind else "SGD" if kind == "SGD" else "AdamW"
-    module = partial(Turning, toggles="frozen" in kind, kind=optimizer)
-    assert_goes_on(pair, tmp_path, {**SPARSE, **LATE[kind], **UNUSED}, module)
-
-
-class LeavingOut(Numbered):
-    """Every second step is left out, as in Lightning's manual: its closure alone is called, its gradient dropped."""
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        if batch_idx % 2:
-            optimizer_closure()
-        else:
-            optimizer.step(closure=optimizer_closure)
-
-
-@pytest.mark.parametrize("local", [{}, {"local_steps": 3}])
-def test_a_gradient_that_was_dropped_is_not_brought_back(pair, tmp_path, local):
-    assert_goes_on(pair, tmp_path, {**SPARSE, "compressor": "topk", **local}, LeavingOut)
-
-
 class Cadence(Adversaries):
     """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
 
@@ -228,16 +168,6 @@ class Cadence(Adversaries):
     @contextmanager
     def turn(self, optimizer, is_last):
         yield
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("kind", "save_after"), [("SGD", 7), ("momentum", 7), *(("AdamW", after) for after in (7, 8, 9))]
-)
-def test_resumed_between_backwards_of_one_step_it_goes_on_to_the_bit(pair, tmp_path, kind, save_after):
-    correction = AdamCorrection(2, fall_steps=0, refresh_steps=1) if kind == "AdamW" else "auto"
-    settings = {**SPARSE, **WITH[kind], "optimizer_correction": correction}
-    assert_goes_on(pair, tmp_path, settings, partial(Cadence, kind=kind), save_after)
 
 
 class Parting(Cadence):
