@@ -122,12 +122,10 @@ class Engine(SharedOnCopy):
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange these parameters of the model from now on, between two backwards; what is kept of them stays."""
-        layout, numels = self._known.layout_of(trained), dict(self._known.numels)
+        layout = self._known.layout_of(trained)
         self.replicas.track(layout.names)
         self.worker.run(lambda: self._known.track(layout, self.memory))
-        self.planner.expect_other_order()
-        if any(self._known.numels[name] != numel for name, numel in numels.items()):
-            self.planner.start_anew()  # a layer of another size has a name that is in the order, and in the plan
+        self.planner.expect_others()
         self.source.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
@@ -214,8 +212,6 @@ class Engine(SharedOnCopy):
         compressor = self.pipeline.compressor
         state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
         state["order"] = self.source.order
-        if self.planner.plan is not None:
-            state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
         if warm_up := self.densities.state_dict():
             state["warm_up"] = warm_up
         return {**state, **self.replicas.state_dict(together)}
@@ -239,11 +235,6 @@ class Engine(SharedOnCopy):
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self.worker.run(load)
         self.recorder.forget()  # steps of a search for a learning rate, after which training begins anew
-
-    def restore_plan(self, state: Mapping[str, Any], topology: Topology) -> bool:
-        """Follow the plan of a run before, if it is for these ranks, this schedule, these parameters."""
-        is_ours = topology == self.topology and state["schedule"] == type(self._settings.schedule).__name__
-        return is_ours and self.planner.restore_plan(state)
 
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""

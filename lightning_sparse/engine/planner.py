@@ -1,11 +1,10 @@
 """Time steps under several groupings, by their records, agree on the times with all ranks, and follow the best."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from statistics import median
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from typing_extensions import override
 
@@ -19,12 +18,7 @@ from lightning_sparse.schedule.plan import Grouping, Plan, best_of, first_groupi
 _ROUNDS = 2  # in which groupings take turns, so that whatever else the machine does hits all alike
 _CONTEST_ROUNDS = 4  # the best two are closer to each other
 _STEPS = 3  # of a turn
-_CHECK_EVERY = 50  # steps
-_CHECKED_STEPS = 10
-_DEPARTURE = 0.2  # of the exposed time
-_NOTICEABLE = 0.02  # of the time of a step; less is not worth a new plan
 _FOREIGN_STEPS = 2  # of a new exchange: the first agrees on an order, without overlap
-_MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming the plan
 
 
 class StepSample(NamedTuple):
@@ -48,15 +42,8 @@ class Planner:
     def see_exchange(self, record: ExchangeRecord) -> None:
         """Look at an exchange that has ended; on every rank, between two steps."""
 
-    def expect_other_order(self) -> None:
-        """Expect a new DDP, whose first steps bring gradients in an order that means nothing."""
-
-    def start_anew(self) -> None:
-        """Forget what things cost; between two steps, on every rank."""
-
-    def restore_plan(self, state: Mapping[str, Any]) -> bool:
-        """Follow a plan of a run before, if it is of the parameters that are trained here; on every rank."""
-        return False
+    def expect_others(self) -> None:
+        """Expect other parameters, whose first gradients come in an order that means nothing."""
 
 
 class StepPlanner(Planner):
@@ -83,8 +70,7 @@ class StepPlanner(Planner):
         self._log = log if collectives.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._foreign_steps = 0
-        self._remembered: Optional[Plan] = None
-        self._course: Course = self._run()
+        self._course: Course  # once an order is known
         schedule.reset()
 
     @override
@@ -97,57 +83,30 @@ class StepPlanner(Planner):
         elif self._foreign_steps:
             self._foreign_steps -= 1
         else:
-            self._order = order
-            self._begin()
-
-    @override
-    def expect_other_order(self) -> None:
-        self._foreign_steps = _FOREIGN_STEPS
-
-    @override
-    def start_anew(self) -> None:
-        self._remembered = None
-        self._begin()
-
-    @override
-    def restore_plan(self, state: Mapping[str, Any]) -> bool:
-        # It is followed once gradients come in its order, and watched as if it had been made here.
-        plan = Plan.of(state)
-        if sorted(chain.from_iterable(plan.groups)) != sorted(self._numels):
-            return False
-        self._remembered = plan
-        self._begin()
-        return True
-
-    def _begin(self) -> None:
-        self._course = self._run()
-        if self._order:
+            self._order, self._course = order, self._run()
             next(self._course)
+
+    @override
+    def expect_others(self) -> None:
+        self._order, self._foreign_steps = (), _FOREIGN_STEPS
 
     def _run(self) -> Course:
         """Live through the steps of one graph: each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
-        patience = 1
-        if self._remembered is not None and tuple(chain.from_iterable(self._remembered.groups)) == self._order:
-            self.plan, self._remembered = self._remembered, None
-            self._group_as(Grouping(tuple(accumulate(map(len, self.plan.groups))), self.plan.densities))
-            self._log(f"as in the run before, {self.plan}")
-            yield from self._watch(patience)
+        first = [Grouping((len(elements),))] if self._holds_groups() else first_groupings(elements)
+        seen = yield from self._try(first, _ROUNDS)
+        best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
+        contestants = [*self._optimum(elements, seen), best]
+        if self._adapts_density:
+            whole = yield from self._try(partly_whole_groupings(elements), 1)
+            densities = self._hidden_densities(best, seen, whole)
+            contestants += [Grouping(best.stops, densities)] if densities else []
+        contest = yield from self._try(contestants, _CONTEST_ROUNDS)
+        # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
+        seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
+        self._adopt(best_of({grouping: _seconds(steps) for grouping, steps in seen.items()}), seen)
         while True:
-            seen = yield from self._try(self._first_groupings(elements), _ROUNDS)
-            best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
-            contestants = [*self._optimum(elements, seen), best]
-            if self._adapts_density:
-                whole = yield from self._try(partly_whole_groupings(elements), 1)
-                densities = self._hidden_densities(best, seen, whole)
-                contestants += [Grouping(best.stops, densities)] if densities else []
-            contest = yield from self._try(contestants, _CONTEST_ROUNDS)
-            # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
-            seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
-            fastest = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
-            is_confirmed = self._adopt(fastest, seen)
-            patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
-            yield from self._watch(patience)
+            yield
 
     def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, ExchangeRecord, Samples]:
         """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
@@ -162,9 +121,6 @@ class StepPlanner(Planner):
         records = list(chain.from_iterable(seen.values()))
         samples = iter(averaged(self._collectives, records, self._holds_groups()))
         return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
-
-    def _first_groupings(self, elements: Sequence[int]) -> list[Grouping]:
-        return [Grouping((len(elements),))] if self._holds_groups() else first_groupings(elements)
 
     def _optimum(self, elements: Sequence[int], seen: Samples) -> list[Grouping]:
         """Return the grouping that ends a step first by the costs seen, as OMGS-SGD asks; none if they tell nothing."""
@@ -192,14 +148,13 @@ class StepPlanner(Planner):
         ]
         return tuple(min(density, self._densities.ceiling) for density in hidden_densities(costs, shapes))
 
-    def _adopt(self, grouping: Grouping, seen: Samples) -> bool:
-        """Follow a plan from now on, and say so if it is another one; return whether it was followed before."""
-        known, steps = self.plan, seen[grouping]
+    def _adopt(self, grouping: Grouping, seen: Samples) -> None:
+        """Follow a plan from now on, and say so."""
+        steps = seen[grouping]
         fastest: dict[int, float] = {}
         for tried, samples in seen.items():
             groups = len(tried.stops)
             fastest[groups] = min(_seconds(samples), fastest.get(groups, math.inf))
-        self._remembered = None
         self._group_as(grouping)
         self.plan = Plan(
             self._groups(grouping),
@@ -208,25 +163,7 @@ class StepPlanner(Planner):
             median(sample.exposed_seconds for sample in steps),
             tuple(sorted(fastest.items())),
         )
-        if known is None:
-            self._log(str(self.plan))
-        elif known.groups != self.plan.groups:
-            self._log(f"exchanges take another time than before: {self.plan.summary()}.")
-        return known is not None and known.groups == self.plan.groups
-
-    def _watch(self, patience: int) -> Course:
-        """Follow the plan until it no longer does what it did."""
-        assert self.plan is not None
-        while True:
-            window = deque[ExchangeRecord](maxlen=_CHECKED_STEPS)
-            for _ in range(patience * _CHECK_EVERY):
-                window.append((yield))
-            # Callbacks of single ranks may have gradients marked: what all are to know is told without those marks.
-            samples = averaged(self._collectives, list(window), self._holds_groups(), has_ready=False)
-            exposed = median(sample.exposed_seconds for sample in samples)
-            change = abs(exposed - self.plan.exposed_seconds)
-            if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):
-                return
+        self._log(str(self.plan))
 
     def _group_as(self, grouping: Grouping) -> None:
         self._schedule.end_groups_at(self._order[stop - 1] for stop in grouping.stops)
@@ -248,12 +185,9 @@ def _learned(*seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
     return costs_of([group for sample in samples for group in sample.groups]), list(ready)[1:]
 
 
-def averaged(
-    collectives: Collectives, steps: Sequence[ExchangeRecord], holds_groups: bool, has_ready: bool = True
-) -> list[StepSample]:
-    """Average the times of steps over ranks; ``has_ready`` if all have marked when each gradient was ready."""
-    read = [_times_of(record, holds_groups) for record in steps]
-    times = [(ready if has_ready else [], rest) for ready, rest in read]
+def averaged(collectives: Collectives, steps: Sequence[ExchangeRecord], holds_groups: bool) -> list[StepSample]:
+    """Average the times of steps over ranks."""
+    times = [_times_of(record, holds_groups) for record in steps]
     means = iter(collectives.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
     return [
         StepSample(

@@ -79,7 +79,7 @@ def fitted(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], lis
     """
     own, everywhere, name = kept[RANK], kept[EVERYWHERE], type(engine.pipeline.compressor).__name__
     usable: dict[str, Any] = {part: own[part] for part in ("averager",) if part in own}
-    usable |= {part: everywhere[part] for part in ("plan", "warm_up", "order") if part in everywhere}
+    usable |= {part: everywhere[part] for part in ("warm_up", "order") if part in everywhere}
     unused: list[str] = []
     kinds = waiting_kinds(kind for scope in SCOPES for kind in kept[scope]["memory"])
     present = waiting_kinds(engine.memory.state_dict())

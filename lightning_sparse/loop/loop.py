@@ -22,7 +22,6 @@ from lightning_sparse.engine.collectives import align, attended, backend_of
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper, after_closure
-from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
@@ -313,7 +312,7 @@ class Training:
             if self.is_dense and not is_dense:  # they begin with one model
                 align(self.engine.module)
         else:
-            is_dense = self.choice is not None and self.choice.begin_batch(self.is_dense)
+            is_dense = self.choice is not None and self.choice.wants_dense
             if adam is not None:
                 adam.warm_up.look(self.engine.mean_over_ranks)
                 is_dense = adam.warm_up.is_dense or is_dense
@@ -481,8 +480,6 @@ class Training:
             load_states(self.optimizers, own.get("optimizers", ()))
             if self._given.scaler is not None and "scaler" in own:
                 self._given.scaler.load_state_dict(own["scaler"])
-        if "plan" in usable and not self.engine.restore_plan(usable["plan"], Topology(*kept["topology"])):
-            unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
         return unused
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:

@@ -27,8 +27,8 @@ TAKES_MOMENTUM = (
     " meanwhile the optimizer steps without, and with its weight decay divided by 1 - momentum."
 )
 UNSAVED_GRADIENTS = (
-    "gradients accumulated since the last optimizer step (backward passes: {backwards}) are not in this checkpoint, as with"
-    " ddp: save after a step to resume exactly"
+    "gradients accumulated since the last optimizer step (backward passes: {backwards}) are not in this checkpoint, as"
+    " with ddp: save after a step to resume exactly"
 )
 
 

@@ -72,8 +72,7 @@ class Merged(Schedule):
     """Exchange in the groups that end a step first, as timed in steps of the user's own model and network.
 
     The first steps try a handful of groupings, which changes no number. The fastest and the optimum by the costs seen
-    (:func:`plan_groups`) take turns, and the faster one is kept. Trials start again when the graph, or a step's exposed
-    time, changes.
+    (:func:`plan_groups`) take turns, and the faster one is kept. Trials start again when the graph changes.
     """
 
     adapts_density: ClassVar[bool] = False  # send more where that costs no time, whatever the compressor says
@@ -99,8 +98,8 @@ class Auto(Merged):
 
     Grouped like :class:`Merged`. A group that arrives earlier whole is sent whole; one with time to spare sends more
     than the density asks for, never less. Real steps are then timed under the plan and under DDP, and DDP is kept
-    unless compression saves more than the error and what a delay is worth. It looks again after some time, and when a
-    step's time changes. What is measured decides, so two runs do not give the same bits.
+    unless compression saves more than the error and what a delay is worth. It looks again after some time. What is
+    measured decides, so two runs do not give the same bits.
     """
 
     adapts_density: ClassVar[bool] = True

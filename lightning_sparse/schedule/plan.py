@@ -57,15 +57,12 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         tried = ", ".join(f"{1e3 * seconds:.1f} ms with {groups}" for groups, seconds in self.tried)
-        return (
-            f"{self.summary()}; backward and exchange take {1e3 * self.seconds:.1f} ms, of which"
-            f" {1e3 * self.exposed_seconds:.1f} ms come after backward (measured, by number of groups: {tried})"
-        )
-
-    def summary(self) -> str:
-        """Return how gradients travel, in a few words."""
         groups = "1 group" if len(self.groups) == 1 else f"{len(self.groups)} groups"
-        return f"gradients are exchanged in {groups}{self._densities()}"
+        return (
+            f"gradients are exchanged in {groups}{self._densities()}; backward and exchange take"
+            f" {1e3 * self.seconds:.1f} ms, of which {1e3 * self.exposed_seconds:.1f} ms come after backward (measured,"
+            f" by number of groups: {tried})"
+        )
 
     def _densities(self) -> str:
         if not self.densities:

@@ -468,9 +468,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         kept[RANK]["batches"] = progress.state_dict()
         if self.has_uneven_batches:
             kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
-        choice = None if self._loop.training is None else self._loop.training.choice
-        if choice is not None and choice.chosen is not None:
-            kept[EVERYWHERE]["is_dense"] = choice.chosen
         return kept
 
     @override
@@ -492,8 +489,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
             if self._meetings is not None:
                 self._meetings.has_own_position = True
-            if training.choice is not None and "is_dense" in everywhere:
-                training.choice.restore_choice(bool(everywhere["is_dense"]))
         return unused
 
 

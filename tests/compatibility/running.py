@@ -126,19 +126,12 @@ class TakingTurns:
 
     def __init__(self, engine, *args):
         self.wants_dense = False
-        self.chosen = None  # nothing that a resumed run could follow
         self.verdict = "took turns"
         self._engine = engine
         self._step = 0
-        self._is_at_border = True
-
-    def begin_batch(self, is_dense):
-        is_at_border, self._is_at_border = self._is_at_border, False
-        return self.wants_dense if is_at_border else is_dense
 
     def end_step(self):
         self._step += 1
-        self._is_at_border = True
         self._engine.densities.sends_all = self._step % 6 == 2
         self.wants_dense = self._step % 6 in (3, 4)
 

@@ -39,14 +39,6 @@ def step(ready, tensors=2):
     return record
 
 
-def test_a_rank_that_watches_gradients_tells_as_many_numbers_as_the_others():
-    told = Told()
-    (watched,) = averaged(told, [step(ready=1.0)], holds_groups=False, has_ready=False)
-    (unwatched,) = averaged(told, [step(ready=None)], holds_groups=False, has_ready=False)
-    assert told.counts[0] == told.counts[1]
-    assert watched == unwatched
-
-
 def times_of(sample):
     groups = [seconds for group in sample.groups for seconds in (group.select_seconds, group.exchange_seconds)]
     return [*sample.ready, *groups, sample.exposed_seconds, sample.total_seconds]

@@ -952,7 +952,7 @@ def expect_warnings():
     expect(*_EXPECTED_WARNINGS)
 
 
-def switch(choice, chosen=None):
+def switch(choice):
     """Have compression and DDP take turns, the one left as it is left for good."""
     while True:
         choice.wants_dense = False

@@ -82,8 +82,8 @@ def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
 
 
 def kept_at_end(trainer):
-    state = trainer.strategy._loop.final_state  # but the plan, which holds times
-    kept = {part: each for scope in SCOPES for part, each in state[scope].items() if part != "plan"}
+    state = trainer.strategy._loop.final_state
+    kept = {part: each for scope in SCOPES for part, each in state[scope].items()}
     return {**kept, "memory": {kind: each for scope in SCOPES for kind, each in state[scope]["memory"].items()}}
 
 

@@ -12,14 +12,6 @@ from tests.helpers.trainers import make_trainer, weights
 pytestmark = pytest.mark.clock
 
 
-def a_little(step):
-    return 10e-3
-
-
-def much_later(step):
-    return much(step) if step >= SETTLED else 0.0
-
-
 def fit_priced(rank, costs, steps, module=Priced):
     """Fit; return parameters, which steps were plain, what waited, the wrappers that live, and statistics."""
     model = module(*costs)
@@ -59,17 +51,6 @@ def test_a_slow_network_is_not_left_to_ddp(pair):
         assert 0 < sum(were_plain) < 12
         assert not were_plain[-1]
         assert waiting[-1] > 0
-
-
-@pytest.mark.exhaustive
-def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair):
-    answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130)
-    assert_one_model(answers)
-    for _, were_plain, *_ in answers:
-        assert all(were_plain[SETTLED - 30 : SETTLED])
-        # When the new plan is made, DDP is tried once more, for a few steps.
-        assert sum(were_plain[SETTLED + 100 :]) < 10
-        assert not were_plain[-1]
 
 
 class FrozenLater(Priced):

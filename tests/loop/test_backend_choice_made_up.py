@@ -26,9 +26,6 @@ class MadeUpEngine:
         self._density, self._exposed = density, exposed
         self._steps = 0
 
-    def start_anew(self):
-        self._steps = 0
-
     def make_step(self):
         self._steps += 1
         if self._steps == _PLANNING_STEPS:
@@ -96,16 +93,11 @@ def test_turns_are_repeated_while_they_do_not_tell():
     assert sum(were_plain[-1] for were_plain in lives) <= 2
 
 
-def test_a_network_that_gets_slow_is_left_within_49_steps():
-    taken = []
-    for change in range(400, 420):  # windows of 20 steps begin anywhere
-        were_plain, said = live(lambda step, change=change: 0.1 if step < change else 1.0, lambda step: 0.12, 700)
-        assert all(were_plain[change - 100 : change])
-        taken.append(were_plain[change:].index(False))
-        assert sum(were_plain[change + taken[-1] :]) < 10  # it is compared once more, when there is a plan
-        assert said[-1].endswith("chosen: compression, which saves 88.0%.")
-    assert max(taken) == 49, taken
-    assert min(taken) == 30, taken
+def test_it_compares_again_after_some_thousand_steps():
+    were_plain, said = live(lambda step: 0.1 if step < 400 else 1.0, lambda step: 0.12, 5400)
+    assert all(were_plain[200:5000])
+    assert not any(were_plain[-100:])
+    assert said[-1].endswith("chosen: compression, which saves 88.0%.")
 
 
 def test_timed_steps_end_when_the_models_device_has_done_them_whichever_is_the_callers():
@@ -114,25 +106,6 @@ def test_timed_steps_end_when_the_models_device_has_done_them_whichever_is_the_c
         live(lambda step: 0.1, lambda step: 0.04, 200, device=device)
     assert module.synchronize.call_args_list == [mock.call(device)] * module.synchronize.call_count
     assert module.synchronize.called
-
-
-class WorseOnceLookedAt:
-    """Cost so little more, after the first choice, that a look changes nothing; and much, right after that look."""
-
-    def __init__(self, settled):
-        self.warm_up_progress, self.last, self.is_worse = settled, 0, False
-
-    def __call__(self, step):
-        """See from the steps that are missing that somebody has looked."""
-        self.is_worse |= step > self.warm_up_progress and step > self.last + 1
-        self.last = step
-        return 0.35 if self.is_worse else 0.08 if step >= self.warm_up_progress else 0.05
-
-
-def test_a_change_right_after_a_look_in_vain_is_noticed():
-    were_plain, _ = live(WorseOnceLookedAt(300), lambda step: 0.15, 600)
-    assert [is_dense for is_dense, _ in groupby(were_plain[300:])][:4] == [True, False, True, False]
-    assert not were_plain[-1]
 
 
 def turns(ours, theirs, noise, count, seed=0):
