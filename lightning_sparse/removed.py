@@ -5,7 +5,9 @@ from typing import Any, TypeVar
 
 Kind = TypeVar("Kind", bound=type[Any])
 # A strategy's name, a command, an attribute, an argument of an entry point, or "Class.argument" of a class.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
+}
 
 
 def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError) -> None:

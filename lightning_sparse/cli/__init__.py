@@ -1,4 +1,4 @@
-"""The command line: Lightning's own, with this package's strategy names known to it, the planner, and SLURM."""
+"""The command line: Lightning's own, with this package's strategy names known to it, and the planner."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(args: "ArgsType" = None) -> None:
-    """Run ``lightning-sparse fit|validate|test|predict|plan|submit`` with ``args``, or with those of the process."""
+    """Run ``lightning-sparse fit|validate|test|predict|plan`` with ``args``, or with those of the process."""
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
         sys.path.insert(0, os.getcwd())  # as `python -m` does: the model is often a file there
     words = sys.argv[1:] if args is None else args

@@ -116,9 +116,9 @@ def test_a_name_keeps_what_no_argument_changes_and_the_saved_file_says_all(name,
 
 
 def test_the_help_and_the_refusal_of_another_command_list_all(capsys):
-    assert "{fit,validate,test,predict,plan,submit} ..." in answer(capsys, "--help")
+    assert "{fit,validate,test,predict,plan} ..." in answer(capsys, "--help")
     said = refusal(capsys, "fti")[-1]
-    assert "choose one of: fit, validate, test, predict, plan, submit (did you mean 'fit'?)" in said
+    assert "choose one of: fit, validate, test, predict, plan (did you mean 'fit'?)" in said
 
 
 def test_a_script_of_the_users_own_knows_the_names(pair, tmp_path):
