@@ -4,11 +4,11 @@ import json
 import math
 import re
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, reduce
+from textwrap import shorten
 from typing import Any, Optional
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed import DistError
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.nn import Module, Parameter, functional
@@ -32,18 +31,6 @@ _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 class ExchangeError(RuntimeError):
     """A rank waited in vain for another one, which has died, is too slow, cannot be reached, or has finished."""
-
-    @classmethod
-    def of(cls, error: BaseException, where: str) -> "ExchangeError":
-        """Return what a backend's error means, from wherever it was raised."""
-        return cls(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {where}: {_UNKNOWN_CAUSE} To go on,"
-            f" start the job again from its last checkpoint (ckpt_path=...). The backend said: {error}"
-        )
-
-    def because(self, cause: str) -> "ExchangeError":
-        """Return the same with a cause that is known, as sentences."""
-        return type(self)(str(self).replace(_UNKNOWN_CAUSE, cause))
 
 
 class SharedOnCopy:
@@ -71,6 +58,7 @@ class Collectives(SharedOnCopy):
         shared: Optional[dist.ProcessGroup] = None,
     ) -> None:
         timeout = timeout_of_job(device) if timeout is None else timeout
+        self._timeout = timeout
         self._is_shared = shared is not None
         self.group = shared
         if shared is not None and timeout is not None:
@@ -113,7 +101,11 @@ class Collectives(SharedOnCopy):
         except RuntimeError as error:
             if _is_of_this_rank(error):
                 raise
-            raise ExchangeError.of(error, f"{name} of {subject}") from error
+            raise ExchangeError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
+                f" timeout of {self._timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To go on, start the job again"
+                f" from its last checkpoint (ckpt_path=...). The backend said: {error}"
+            ) from error
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
@@ -304,41 +296,28 @@ def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     return gathered
 
 
-def post_status(status: str) -> None:
-    """Post a status of this rank in that store, in place of the last one, for those that wait for it in vain."""
-    if dist.is_initialized():
-        with suppress(Exception):  # what has to be told anyway is not to be hidden by this
-            _store().set(_STATUS_KEY.format(dist.get_rank()), status)
+def post_error(error: Optional[BaseException]) -> None:
+    """Store this rank's error, or that it has none, for the ranks that wait for it in vain."""
+    if dist.is_initialized() and not isinstance(error, ExchangeError):  # which names the rank that failed first
+        with suppress(Exception):  # the error itself is what counts
+            line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MOST_CHARACTERS)
+            _store().set(_ERROR_KEY.format(dist.get_rank()), line)
 
 
-def statuses() -> dict[int, str]:
-    """Return what other ranks have left last, by rank; nothing where the store has gone with the rank that held it."""
+def _errors_of_others() -> str:
     found: dict[int, str] = {}
 
-    def ask() -> None:
+    def read() -> None:
         with suppress(Exception):
             for rank in set(range(dist.get_world_size())) - {dist.get_rank()}:
-                if _store().check([place := _STATUS_KEY.format(rank)]):
-                    found[rank] = _store().get(place).decode()
+                if _store().check([key := _ERROR_KEY.format(rank)]):
+                    found[rank] = _store().get(key).decode()
 
     # The store's own calls wait for ever where it is held by a rank that has stopped.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_PATIENCE_WITH_STORE)
-    return dict(found)
-
-
-def waited_in_vain(error: BaseException) -> Optional[ExchangeError]:
-    """Return the meaning of an error that may come from any call: ``None`` unless a backend has waited for other ranks.
-
-    gloo's errors have no type: those are taken that begin with a line of its source, not those of a failed check.
-    """
-    if isinstance(error, ExchangeError):
-        return error
-    is_backends = isinstance(error, DistError) or re.match(_NAMELESS, str(error))
-    if not dist.is_initialized() or not isinstance(error, RuntimeError) or not is_backends or _is_of_this_rank(error):
-        return None
-    return ExchangeError.of(error, traceback.extract_tb(error.__traceback__)[-1].name)
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(_PATIENCE_WITH_STORE)
+    return " ".join(f"rank {rank} has failed with {line.rstrip('.')}." for rank, line in sorted(found.items()) if line)
 
 
 def _is_of_this_rank(error: RuntimeError) -> bool:
@@ -354,11 +333,9 @@ _UNKNOWN_CAUSE = (
     " different numbers of batches. Look at the other ranks' output for the first error; give SparseDDPStrategy a"
     " longer timeout=... if they are only slow."
 )
-_STATUS_KEY = "lightning_sparse/status/{}"
+_ERROR_KEY = "lightning_sparse/error/{}"
+_MOST_CHARACTERS = 300  # of an error
 _PATIENCE_WITH_STORE = 3.0  # seconds
-_NAMELESS = (  # of gloo, and of a store in a file
-    r"(Gloo connectFullMesh failed with )?\[\S*gloo/\S*\] |Application timeout caused pair closure|Wait timeout$"
-)
 _NCCL_OF_THIS_RANK = "ncclUnhandledCudaError|ncclInvalid"
 _ONE_HOP = 2  # ranks, whose ring is one
 _NUMBERS_AT_ONCE = 1 << 20  # of all ranks together, 8 MiB

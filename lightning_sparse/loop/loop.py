@@ -105,7 +105,7 @@ class Loop:
         self.training: Optional[Training] = None  # also on one process
         self.optimizers: Sequence[Optimizer] = ()  # that train the model, or have done so
         self._scaler: Any = None
-        self.remember({}, None)
+        self._finish_with({}, None)
 
     @property
     def engine(self) -> Optional[Engine]:
@@ -120,7 +120,7 @@ class Loop:
     def start(self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: Given, goes_alone: bool = False) -> None:
         """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
         self.end()
-        self.remember({}, None)
+        self._finish_with({}, None)
         self.optimizers, self._scaler = optimizers, given.scaler
         settings = replace(self.settings, adam=None)
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
@@ -170,8 +170,7 @@ class Loop:
                 own["scaler"] = self._scaler.state_dict()
         return {**kept, RANK: own, EVERYWHERE: dict(kept[EVERYWHERE])}
 
-    def remember(self, stats: Mapping[str, float], plan: Optional[Plan]) -> None:
-        """Know what a training has come to that has ended, maybe in other processes."""
+    def _finish_with(self, stats: Mapping[str, float], plan: Optional[Plan]) -> None:
         self._final_stats, self._final_plan = dict(stats), plan
         self.final_state: Optional[dict[str, Any]] = None
 
@@ -184,7 +183,7 @@ class Loop:
             return
         # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
         can_ask = not has_failed or training.device.type == "cpu"
-        self.remember(*((self.stats(), self.plan()) if can_ask else ({}, None)))
+        self._finish_with(*((self.stats(), self.plan()) if can_ask else ({}, None)))
         is_whole = training.close(self._final_stats, has_failed)
         self.training, self.optimizers = None, training.optimizers
         if is_whole and can_ask and keeps_state:  # on a GPU it takes as much memory as the model

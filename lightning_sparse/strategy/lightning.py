@@ -30,7 +30,6 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
     from pytorch_lightning.profilers import PyTorchProfiler
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
-    from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from pytorch_lightning.tuner.lr_finder import _LRCallback
     from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.data import _extract_batch_size
@@ -50,7 +49,6 @@ else:
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
     from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.tuner.lr_finder import _LRCallback
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.data import _extract_batch_size

@@ -16,7 +16,7 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_together, post_status
+from lightning_sparse.engine.collectives import gather_together, post_error
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
@@ -27,7 +27,6 @@ from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import describe
 from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy import whereabouts
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.lightning import (
@@ -101,7 +100,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
 
-        After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
+        After training they stay what they were at its end; where Lightning has spawned the ranks, in these alone. On a
+        GPU, asking waits for that step's exchange.
 
         Returns:
             ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank),
@@ -135,6 +135,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self.engine is None:  # else users have them set up anew, and the next batch follows them
             self._replaced.close()
             self._has_failed = False
+            post_error(None)
             self._start(trainer)
 
     def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
@@ -272,6 +273,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
+        post_error(exception)
         super().on_exception(exception)
 
     @override
@@ -378,15 +380,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         """Whether the last step was left to plain DDP."""
         return self._loop.training is not None and self._loop.training.is_dense
 
-    def told(self) -> dict[str, Any]:
-        """Return what a forked or spawned process has to tell the one that launched it."""
-        plan = self.exchange_plan()
-        return {"stats": self.compression_stats(), "plan": None if plan is None else plan.state_dict()}
-
-    def remember(self, stats: dict[str, float], plan: Optional[dict[str, Any]]) -> None:
-        """Take statistics and plan of a training that other processes have made for those of this one."""
-        self._loop.remember(stats, None if plan is None else Plan.of(plan))
-
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
 
@@ -402,18 +395,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._loop.settings = self.settings.correcting_momentum(correction)
 
     @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = whereabouts.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = whereabouts.ProcessLauncher(self, self._start_method)
-
-    @override
     def setup_environment(self) -> None:
         check_device(type(self), self.root_device)
         super().setup_environment()
-        post_status("")
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -437,27 +421,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        post_status("")  # a search for a learning rate has come to an end of its own
         self._begin_steps()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._trainer.is_last_batch:
-            whereabouts.leave_end_of_epoch(self._trainer)
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def on_train_end(self) -> None:
-        whereabouts.leave_end_of_training(self._trainer)
-        super().on_train_end()
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
-    ) -> None:
-        # Callbacks save after an error, too, which goes another way; users where ranks were forked, without a Trainer.
-        with whereabouts.posting(self._module._trainer):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def _kept(self) -> Optional[dict[str, Any]]:

@@ -39,7 +39,7 @@ class Point(NamedTuple):
     message: str = r"waited in vain in all_gather of the group of \d parameters from .*longer timeout=.*ckpt_path"
 
 
-_NUMBERS = r"waited in vain in all_gather of \d+ numbers on which ranks agree: .*longer timeout=.*ckpt_path"
+_NUMBERS = r"waited in vain in all_gather of \d+ numbers on which ranks agree.*longer timeout=.*ckpt_path"
 _ANYWHERE = r"waited in vain in \w+.*: another rank has died.*longer timeout=.*ckpt_path"
 _SAVING = r"stays as it was: another rank could not write its part, or has died: .*waited in vain.*ckpt_path"
 POINTS = {
