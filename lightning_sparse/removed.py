@@ -7,6 +7,8 @@ Kind = TypeVar("Kind", bound=type[Any])
 # A strategy's name, a command, an attribute, an argument of an entry point, or "Class.argument" of a class.
 REMOVED: dict[str, str] = {
     "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
+    "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
+    "CriticalRegime": "use ErrorBudget or Warmup, or a Rule of your own",
 }
 
 

@@ -24,7 +24,10 @@ ENTRIES = {
     "command": lambda: main(["colour"]),
 }
 # What users may have written, and part of the answer: {"argument": (lambda: sparsify(..., gone=1), "use density")}.
-GONE = {}
+GONE = {
+    "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),
+    "CriticalRegime": (lambda: callbacks.CriticalRegime, "ErrorBudget"),
+}
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)

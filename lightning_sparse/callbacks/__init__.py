@@ -3,12 +3,11 @@
 from typing import NoReturn
 
 from lightning_sparse.callbacks.adaptive_density import AdaptiveDensity
-from lightning_sparse.callbacks.assumption_monitor import AssumptionMonitor
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
 from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
-from lightning_sparse.compressors.density import CriticalRegime, ErrorBudget, Measurement, Rule, RuleContext, Warmup
+from lightning_sparse.compressors.density import ErrorBudget, Measurement, Rule, RuleContext, Warmup
 from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.requeue import RequeueAtStepEnd
 
@@ -20,9 +19,7 @@ def __getattr__(name: str) -> NoReturn:
 
 __all__ = [
     "AdaptiveDensity",
-    "AssumptionMonitor",
     "CompressionMonitor",
-    "CriticalRegime",
     "ErrorBudget",
     "Measurement",
     "MomentumCorrection",

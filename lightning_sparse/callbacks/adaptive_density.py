@@ -194,7 +194,7 @@ class AdaptiveDensity(StepObserver):
 
 
 def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:
-    example = "rules=[ErrorBudget(budget=10.0), CriticalRegime()], of lightning_sparse.callbacks"
+    example = "rules=[Warmup(100), ErrorBudget(budget=10.0)], of lightning_sparse.callbacks"
     if isinstance(rules, Rule) or not all(isinstance(rule, Rule) for rule in rules):
         raise TypeError(f"rules={rules!r} must be a list of rules, such as {example}")
     if not rules:

@@ -170,7 +170,7 @@ class Engine(SharedOnCopy):
         if self.recorder.current.backward_start is None:  # nobody has heard of this backward before its first gradient
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
-        self.pipeline.begin_step(context._replace(samples_deltas=self.recorder.samples_deltas))
+        self.pipeline.begin_step(context)
         self.densities.begin_step(epoch, context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
@@ -190,11 +190,10 @@ class Engine(SharedOnCopy):
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
         self._known.loaded = None
         epoch = self.densities.epoch
-        samples_deltas, self.recorder.samples_deltas = self.recorder.samples_deltas, False
 
         def prepare() -> StepContext:
             self.densities.begin_step(epoch)
-            return StepContext(samples_deltas=samples_deltas)
+            return StepContext()
 
         return prepare
 

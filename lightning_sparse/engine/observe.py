@@ -185,7 +185,6 @@ class ExchangeRecord:
         self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
         self.is_dense = False  # plain DDP made the exchange, whose times are not known
         self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
-        self.deltas: dict[str, Tensor] = {}  # of LAGS' assumption, by parameter (one element each), if sampled
         self.sent: list[Union[float, Tensor]] = []  # elements, by group; tensors as the device has not been asked
         self.backward_start: Optional[Mark] = None  # if anybody said so
         self.ready: dict[str, Optional[Mark]] = {}  # by parameter, in this order; on a device none unless watched
@@ -348,7 +347,6 @@ class Recorder:
         self.forget()
         self.continues_step = False  # whether the coming exchange is of the step of the one before
         self.watches_gradients = False  # mark each, also where that costs an event of the device
-        self.samples_deltas = False  # of the coming exchanges, on all ranks: each costs a dense all-reduce
         self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
         self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
         self._group: Optional[GroupMarks] = None
@@ -472,4 +470,4 @@ class Recorder:
 
     def stop_sampling(self) -> None:
         """Ask for nothing more; what has been gathered stays."""
-        self.samples, self.samples_deltas = None, False
+        self.samples = None

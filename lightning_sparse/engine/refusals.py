@@ -113,7 +113,6 @@ FEATURES = {
         ("density by parameter", "exchange", "step"),
         f"{_OUT}, or use `topk`, `lags` or `dgc` with `schedule='merged'` and `local_steps=1`",
     ),
-    "AssumptionMonitor": Feature(("density",), _SPARSIFIER),
     "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),
     "ReplicaSentinel": Feature(("replicas",), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
     "in a loop of one's own": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),

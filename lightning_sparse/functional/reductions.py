@@ -1,7 +1,7 @@
 """What many elements come to: norms, totals by sign, histograms of magnitudes, and a fingerprint."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -40,26 +40,6 @@ def means_of_each(tensors: Sequence[Tensor]) -> Tensor:
         rows = torch.stack([tensors[place] for place in members])
         means.update(zip(members, rows.mean(dim=1, dtype=torch.float32).unbind()))
     return torch.stack([means[place] for place in range(len(tensors))])
-
-
-def layer_deltas(
-    dense_means: Sequence[Tensor],
-    applied: Sequence[Tensor],
-    counts: Sequence[float],
-    of_whole: Callable[[Tensor], Tensor] = lambda norms: norms,
-) -> Tensor:
-    """Compute ``delta`` of the assumption of LAGS-SGD (arXiv 1911.08727) for every layer, fp32 ``[layers]``.
-
-    ``delta = ||x - r||^2 / ((1 - k/d) ||x||^2)``, with ``x`` the mean over ranks of what had accumulated, ``r`` what
-    was applied, ``k`` elements sent of ``d``; 0 for a layer that is zero or was sent whole. The paper draws the rest.
-    ``of_whole`` makes norms of layers out of those of a rank's shares of them, where it has shares.
-    """
-    left = [dense_mean - mean for dense_mean, mean in zip(dense_means, applied)]
-    left_out = of_whole(torch.stack(torch._foreach_norm(left)).float()).square()
-    energy = of_whole(torch.stack(torch._foreach_norm(list(dense_means))).float()).square()
-    fractions = [1 - count / mean.numel() for count, mean in zip(counts, applied)]
-    random_left_out = energy * torch.tensor(fractions, dtype=energy.dtype).to(energy.device, non_blocking=True)
-    return torch.where(random_left_out > 0, left_out / random_left_out, 0.0)
 
 
 _PIECE = 1 << 18  # elements whose temporaries stay in the cache; counts of so few are exact in fp32

@@ -9,7 +9,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, CriticalRegime, ErrorBudget, Rule, Warmup
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget, Rule, Warmup
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.loggers import events_of, rows_of
@@ -148,18 +148,6 @@ def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair):
     assert raised < 1.05 * without
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("module", "settings"), [(Small, {}), (WithAdam, {"optimizer_correction": SOON})])
-def test_a_gradient_that_settles_is_no_longer_critical(pair, module, settings):
-    rules = [CriticalRegime(density=0.3, threshold=0.5)]
-    run = partial(fit, rules=rules, every_n_steps=1, max_epochs=4, module=module, settings=settings)
-    for seen, _, _ in pair.run(run):
-        densities = [density[WEIGHT] for density in seen.densities]
-        assert densities[10:32] == [0.3] * 22  # nothing to compare in two epochs
-        assert min(densities[:10]) == 0.3  # a warm-up of AdamW sends more
-        assert densities[-1] == 0.02
-
-
 class Planned(Densities):
     """Take note of the largest density of the plan, too."""
 
@@ -236,7 +224,7 @@ def resume(rank, path):
 
     def run(ckpt_path, *callbacks):
         model, seen = Numbered(), Densities()
-        adaptive = AdaptiveDensity([ErrorBudget(1.5), CriticalRegime(density=0.04)], every_n_steps=2)
+        adaptive = AdaptiveDensity([ErrorBudget(1.5)], every_n_steps=2)
         strategy = SparseDDPStrategy(density=0.02, schedule="layerwise")
         fit_numbered(rank, strategy, model, ckpt_path, max_epochs=4, callbacks=[*callbacks, adaptive, seen])
         return model.history, [max(densities.values()) for densities in seen.densities]

@@ -11,7 +11,6 @@ from pytorch_lightning import Trainer
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import (
     AdaptiveDensity,
-    AssumptionMonitor,
     CompressionMonitor,
     ErrorBudget,
     MomentumCorrection,
@@ -26,7 +25,6 @@ from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_t
 
 CALLBACKS = {
     "AdaptiveDensity": lambda: AdaptiveDensity([Warmup(4)]),
-    "AssumptionMonitor": AssumptionMonitor,
     "CompressionMonitor": CompressionMonitor,
     "MomentumCorrection": MomentumCorrection,
     "OverlapTimeline": lambda: OverlapTimeline(pictures=False),
@@ -53,7 +51,6 @@ def test_another_strategy_is_refused_or_warned_of_and_the_same_callback_twice_is
 @pytest.mark.parametrize(
     ("build", "error", "argument", "values"),
     [
-        (AssumptionMonitor, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
         (ReplicaSentinel, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
         (ReplicaSentinel, ValueError, "action", ("rise",)),
         (OverlapTimeline, ValueError, "steps", ([], [-1], [1.5], "12", 7)),
@@ -92,7 +89,6 @@ TOGETHER = [
     (AUTO, [MOMENTUM], WithSGD, "schedule"),
     ("omgs", [MOMENTUM], WithSGD, ""),
     *[(name, [MASKED], WithSGD, "") for name in ("lags", "exdyna", "dense")],
-    *[(name, [AssumptionMonitor()], Small, "AssumptionMonitor") for name in ("a2sgd", "dense")],
     ("a2sgd", [ReplicaSentinel()], Small, "ReplicaSentinel"),
     ({"compressor": "dense", "local_steps": 4}, [OverlapTimeline(pictures=False)], Small, "local_steps"),
 ]
@@ -111,7 +107,6 @@ def onlookers(compressor, directory):
     subject = subject_of(compressor)
     timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json", pictures=False)
     callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True)]
-    callbacks += [AssumptionMonitor(3)] if subject.default_density is not None else []
     return callbacks + ([ReplicaSentinel(1)] if agrees(subject) else [])
 
 
@@ -121,7 +116,6 @@ def fit_watched(rank, compressor, directory, watched):
     callbacks = onlookers(compressor, directory) if watched else []
     trainer = make_trainer(rank, strategy, callbacks=callbacks, log_every_n_steps=2, limit_train_batches=8)
     model = Small()
-    warnings.filterwarnings("ignore", message=".*delta > 1.*")  # with thresholds a layer may exceed one
     trainer.fit(model)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model)
@@ -142,7 +136,7 @@ def fit_alone(rank, directory):
     """Fit on one process with callbacks that would act in every step; return the momentum that is left to SGD."""
     timeline = OverlapTimeline(range(100), path=f"{directory}/overlap.json", pictures=False)
     adaptive = AdaptiveDensity([Warmup(4), ErrorBudget(1.0)], every_n_steps=1)
-    watching = [AssumptionMonitor(1), CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
+    watching = [CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
     callbacks = [*watching, adaptive, MomentumCorrection()]
     trainer = make_trainer(rank, SparseDDPStrategy(), callbacks=callbacks, log_every_n_steps=1)
     with pytest.warns(UserWarning, match="OverlapTimeline has recorded nothing"):

@@ -25,8 +25,6 @@ trainer:
             init_args: {{length: 2}}
           - class_path: lightning_sparse.callbacks.ErrorBudget
             init_args: {{budget: 1000.0}}
-          - class_path: lightning_sparse.callbacks.CriticalRegime
-            init_args: {{density: 0.02}}
 """
 
 

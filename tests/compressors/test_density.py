@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.callbacks import CriticalRegime, ErrorBudget, Measurement, RuleContext, Warmup
+from lightning_sparse.callbacks import ErrorBudget, Measurement, RuleContext, Warmup
 from lightning_sparse.engine.settings import Settings
 
 
@@ -66,46 +66,20 @@ def test_gradients_that_say_nothing_leave_a_density_as_it_is():
         assert rule.minimum_densities(context()) == before
 
 
-def critical_epochs(norms, **arguments):
-    """Return of each epoch whether it is critical, when the gradient's norm in each is known."""
-    rule = CriticalRegime(density=0.1, **arguments)
-    critical = []
-    for epoch, norm in enumerate(norms):
-        critical.append(rule.minimum_densities(context(epoch=epoch)) == {"weight": 0.1})
-        for factor in (0.5, math.sqrt(1.75)):  # whose root mean square is 1
-            rule.observe(Measurement({"weight": factor * norm}, {"weight": 0.0}), context(epoch=epoch))
-    return critical
-
-
-def test_a_norm_that_changes_fast_is_critical():
-    norms = [8.0, 7.0, 3.0, 2.9, 2.8, 5.0, 5.0]
-    assert critical_epochs(norms) == [True, True, False, True, False, False, True]
-    assert critical_epochs(norms, threshold=0.1) == [True, True, True, True, False, False, True]
-
-
-def test_norms_are_compared_every_few_epochs():
-    norms = [8.0, 8.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
-    assert critical_epochs(norms, every_n_epochs=2) == [True, True, True, True, True, True, False, False]
-
-
-@pytest.mark.parametrize("build", [lambda: ErrorBudget(2.0), CriticalRegime])
-def test_what_was_learned_goes_on(build):
-    rule, resumed = build(), build()
+def test_what_was_learned_goes_on():
+    rule, resumed = ErrorBudget(2.0), ErrorBudget(2.0)
     for epoch in range(3):
         rule.minimum_densities(context(epoch=epoch))
         rule.observe(Measurement({"weight": 1.0}, {"weight": 4.0}), context(epoch=epoch))
     resumed.load_state_dict(rule.state_dict())
     assert resumed.minimum_densities(context(epoch=3)) == rule.minimum_densities(context(epoch=3))
     rule.begin()
-    assert rule.state_dict() == build().state_dict()
+    assert rule.state_dict() == ErrorBudget(2.0).state_dict()
 
 
 REFUSALS = [
     (Warmup, {"length": 0}),
     (ErrorBudget, {"budget": 0.0}),
-    (CriticalRegime, {"density": 0.0}),
-    (CriticalRegime, {"threshold": -1.0}),
-    (CriticalRegime, {"every_n_epochs": 0}),
 ]
 
 

@@ -150,26 +150,17 @@ def test_what_nobody_uses_wins_no_places(pair):
 
 
 def sample(rank):
-    """Exchange one step in one group; return gradients, what was applied, deltas and statistics."""
+    """Exchange one step in one group; return how many elements it has, and statistics."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "omgs", DENSITY, "single") as (ddp, engine):
-        gradients = watch_gradients(ddp.module)
-        engine.recorder.samples_deltas = True
         engine.begin_backward()
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
-        applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
-        return gradients, applied, engine.recorder.last.deltas, engine.compression_stats()
+        return sum(parameter.numel() for parameter in ddp.parameters()), engine.compression_stats()
 
 
 def test_statistics_count_what_was_sent_of_the_group(pair):
-    (first, applied, deltas, stats), (second, *_) = pair.run(sample)
-    numel = sum(gradient.numel() for gradient in first.values())
-    share = round(DENSITY * numel) / numel
-    for name, delta in deltas.items():
-        mean = (first[name].double() + second[name].double()) / 2
-        expected = (mean - applied[name]).square().sum() / (1 - share) / mean.square().sum()
-        torch.testing.assert_close(delta.double(), expected, rtol=1e-4, atol=1e-6)
-    assert stats["density"] == share
+    for numel, stats in pair.run(sample):
+        assert stats["density"] == round(DENSITY * numel) / numel
 
 
 class Everything(Compressor):

@@ -1,6 +1,5 @@
 """Rounds of local steps: when they exchange, with numbers alone, and what, against slow references in float64."""
 
-import time
 from dataclasses import replace
 from itertools import accumulate, cycle
 from unittest import mock
@@ -380,33 +379,6 @@ def test_parameters_may_come_and_go_between_rounds(pair):
     first, second = pair.run(change_shapes)
     assert all(map(torch.equal, first, second))
     torch.testing.assert_close(first[1].cpu(), torch.full((5,), 1 - 4 * 0.015))
-
-
-def ask_late(rank):
-    """Ask for a sample when an exchange has begun, which waits for its turn on one rank; return who was sampled."""
-    torch.manual_seed(0)
-    sampled = []
-    local = LocalSteps(every=2, overlap_steps=1)
-    with sparse_ddp(Edges(), "topk", 0.1, local_steps=local) as (ddp, engine):
-        for step in range(8):
-            with torch.no_grad():
-                for parameter in ddp.parameters():
-                    parameter.add_(torch.randn_like(parameter))
-            if rank == 1:
-                engine.worker.submit(lambda: time.sleep(0.1))
-            engine.end_step()
-            if step == 1:
-                engine.recorder.samples_deltas = True
-            engine.worker.drain()
-            last = engine.recorder.last
-            sampled.append(sorted(last.deltas) if last else [])
-    return sampled
-
-
-def test_what_an_exchange_is_to_sample_is_known_when_it_begins(pair):
-    first, second = pair.run(ask_late)
-    assert first == second
-    assert [bool(names) for names in first] == [False, False, False, True, True, False, False, False]
 
 
 def broken(rank):

@@ -8,7 +8,6 @@ from tests.helpers.sparse_ddp import (
     DENSITY,
     DIFFERENT_NAMES,
     Edges,
-    backpropagate,
     batch,
     parameters_of,
     sgd_steps,
@@ -75,34 +74,3 @@ def test_a_loss_scale_is_taken_out_of_the_norms():
     samples = ParameterSamples()
     samples.add_gradients(["weight"], [torch.tensor([6.0, 8.0])], torch.tensor(2.0))
     assert samples.norms() == (5.0, 0.0)
-
-
-def sample_deltas(rank, density):
-    """Exchange three steps; return what had accumulated, what was applied, and the deltas of the last two."""
-    torch.manual_seed(0)
-    book = []
-    with sparse_ddp(Edges(), density=density) as (ddp, engine):
-        gradients = watch_gradients(ddp.module)
-        residuals = {name: torch.zeros_like(gradient).flatten() for name, gradient in gradients.items()}
-        for step in range(3):
-            engine.recorder.samples_deltas = step > 0
-            engine.begin_backward()
-            backpropagate(ddp, engine, ddp(batch(rank, step)))
-            accumulated = {name: residuals[name] + gradient.flatten() for name, gradient in gradients.items()}
-            applied = {name: parameter.grad.flatten().clone() for name, parameter in ddp.module.named_parameters()}
-            book.append((accumulated, applied, engine.recorder.last.deltas))
-            residuals = {name: tensor.clone() for name, tensor in engine.memory.state_dict()["residual"].items()}
-    return book
-
-
-def test_delta_is_what_its_definition_says_where_it_was_asked_for(pair):
-    density = 0.05
-    unasked, *asked = zip(*pair.run(sample_deltas, density))
-    assert [deltas for _, _, deltas in unasked] == [{}, {}]
-    for (first, applied, deltas), (second, _, same) in asked:
-        assert deltas == same
-        for name, delta in deltas.items():
-            mean = (first[name].double() + second[name].double()) / 2
-            share = max(1, round(density * mean.numel())) / mean.numel()
-            expected = (mean - applied[name]).square().sum() / max(1e-30, (1 - share)) / mean.square().sum()
-            torch.testing.assert_close(delta.double(), expected if share < 1 else 0 * expected, rtol=1e-4, atol=1e-6)

@@ -27,7 +27,6 @@ import lightning_sparse.engine.engine as engine_module
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.callbacks import (
     AdaptiveDensity,
-    AssumptionMonitor,
     CompressionMonitor,
     ErrorBudget,
     MomentumCorrection,
@@ -56,7 +55,6 @@ _EXPECTED_WARNINGS = (
     ".*Swapping scheduler.*",
     ".*are not in this checkpoint, as with ddp.*",
     ".*exists and is not empty.*",
-    ".*the selection left more over than a random one.*",  # AssumptionMonitor, of layers of a few elements
     ".*OverlapTimeline has recorded nothing.*",  # of trainings that accumulate longer than they last
     ".*no optimizer that is known has made a step.*",  # of those that update weights by hand
     ".*gradients were changed between backward and the optimizer's step.*",  # by torch's own clipping
@@ -210,8 +208,7 @@ class Training:
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
         leaves_others = self.local is None or self.are_islands or self.local.synchronous_steps
         saves_alone = self.saves is not None and self.saves[0] != "epoch"
-        is_measured = "AssumptionMonitor" in self.may_not_matter
-        yield self.stops is not None and (leaves_others or saves_alone or is_measured or self.fewer)
+        yield self.stops is not None and (leaves_others or saves_alone or self.fewer)
 
     @property
     def can_be_uneven(self):
@@ -222,10 +219,9 @@ class Training:
         validations = {number // self.validates if self.validates else 0 for number in numbers}
         saves_together = self.saves is None or self.saves[0] != "batch"
         is_long = min(numbers) > self.local.synchronous_steps * self.accumulates
-        is_measured = "AssumptionMonitor" in self.may_not_matter
         # Within synchronous steps all validate after the same batch, or none does.
         is_validated_late = not self.validates or self.validates > self.local.synchronous_steps * self.accumulates
-        return is_long and len(validations) == 1 and saves_together and not is_measured and is_validated_late
+        return is_long and len(validations) == 1 and saves_together and is_validated_late
 
     @property
     def _has_idle(self):
@@ -457,7 +453,6 @@ _ARGUMENTS = {
 }
 _OBSERVERS = {
     "CompressionMonitor": lambda folder: CompressionMonitor(by_parameter=True),
-    "AssumptionMonitor": lambda folder: AssumptionMonitor(every_n_steps=2),
     "ReplicaSentinel": lambda folder: ReplicaSentinel(every_n_steps=1),
     "OverlapTimeline": lambda folder: OverlapTimeline(range(0, 100, 2), path=f"{folder}/timeline.json", pictures=False),
     "average at validation": lambda folder: AverageAtValidation(),
@@ -1237,7 +1232,6 @@ def drawn_freely(seed):
     training = training.but(may_not_matter=free)
     if local is None or seldom(0.5):
         return training
-    free = tuple(name for name in free if name != "AssumptionMonitor")
     uneven = training.but(
         thaws_within=False,
         fewer=1,
@@ -1314,8 +1308,6 @@ def _can(training, name):
         return training.local is None
     if name == "ReplicaSentinel":
         return not training.drifts
-    if name == "AssumptionMonitor":
-        return training.subject.default_density is not None
     if name == "average at validation":
         return training.validates is not None and agrees(training.subject) and not training.averages
     if "weights at" in name:

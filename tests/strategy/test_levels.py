@@ -9,7 +9,6 @@ import torch
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import (
     AdaptiveDensity,
-    AssumptionMonitor,
     CompressionMonitor,
     ErrorBudget,
     ReplicaSentinel,
@@ -107,9 +106,6 @@ def test_one_level_on_two_nodes_if_it_is_asked_for(pools):
 class Logged(Trained):
     def on_train_end(self):
         self.notes = self.trainer.logger.told
-        for each in self.trainer.callbacks:
-            if isinstance(each, AssumptionMonitor):
-                self.notes.append({f"mean {name}": float(mean.compute()) for name, mean in each.means.items()})
 
 
 @pytest.mark.sampled(1)
@@ -117,17 +113,12 @@ class Logged(Trained):
 def test_whoever_looks_on_sees_shares(pools, compressor):
     callbacks = [
         CompressionMonitor(by_parameter=True),
-        AssumptionMonitor(every_n_steps=1),
         AdaptiveDensity([ErrorBudget(budget=2.0)], every_n_steps=1),
         ReplicaSentinel(every_n_steps=1),
     ]
     more = {"node_ranks": 2, "callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
     answers = fits(pools[4], Logged, {**SPARSE, "compressor": compressor}, **more)
     one_model(answers)
-    means = [answer.notes[-1] for answer in answers]
-    assert len(means[0]) == 4
-    assert all(mean == means[0] for mean in means)  # of whole layers, not of each rank's shares
     logged = {tag: number for told in answers[0].notes for tag, number in told.items()}  # the latest
     assert 0 < logged["sparse/link_bytes"] < logged["sparse/wire_bytes"]
-    assert 0 <= logged["sparse_parameters/delta/network.0.weight"] <= 1
     assert 0.04 <= logged["sparse/density"] <= 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
-from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor, RequeueAtStepEnd
+from lightning_sparse.callbacks import CompressionMonitor, RequeueAtStepEnd
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import refusals, refuse
 from tests.helpers.jobs import JOB, SignalAt, put_scontrol
@@ -449,7 +449,6 @@ REFUSED = {
     "search": (Rated, 2, {"callbacks": [LearningRateFinder(num_training_steps=4)]}, "search for a learning rate"),
     "saves": (Uneven, 2, SAVES, "every_n_epochs"),
     "logs": (Logging, 2, {}, "'often'"),
-    "measures": (Uneven, 2, {"callbacks": [AssumptionMonitor()]}, "AssumptionMonitor"),
     "no batch": (partial(Allowing, (5, 0)), 2, {}, "none"),
     "no batch, iterable": (partial(Uneven, (5, 0), is_known=False), 2, {"limit_val_batches": 0}, "rank 1 had no batch"),
 }

@@ -37,11 +37,10 @@ gradient of its node, the other ranks are those with the same share on the other
 shares to the whole node.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import chain, groupby
 from typing import Any, NamedTuple, Optional
 
@@ -49,7 +48,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.selection import FlatSelection, Selection, grouped, scatter
+from lightning_sparse.compressors.selection import FlatSelection, Selection, grouped
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
@@ -58,7 +57,7 @@ from lightning_sparse.engine.step.worker import LaunchQueue
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload
 from lightning_sparse.functional.elements import pieces, round_to
-from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norms_of
+from lightning_sparse.functional.reductions import fingerprint, norms_of
 
 __all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepContext"]
 
@@ -80,7 +79,6 @@ class StepContext(NamedTuple):
     dense: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
     warm_up_progress: float = 1.0  # how much of Adam's warm-up lies behind, from 0 to 1
     clips: Sequence[Clip] = ()  # of gradients that updates are made of; alike on all ranks
-    samples_deltas: bool = False  # compares means with dense ones, by a dense all-reduce; on all ranks or on none
 
 
 NOTHING_KNOWN = StepContext()
@@ -93,15 +91,14 @@ class Exchanged(NamedTuple):
     names: list[str]
     group: Sequence[LocalGradient]
     accumulated: list[Tensor]  # gradients plus residuals, flat, where gradients were or wider copies; then means
-    counts: Sequence[float]  # elements that each density asks for; a share where selected across the group
     result: ExchangeResult
 
     @classmethod
     def joined(cls, several: Sequence["Exchanged"]) -> "Exchanged":
         """Take several of one type, of which elements have travelled, for one."""
-        names, group, accumulated, counts = (list(chain.from_iterable(each)) for each in list(zip(*several))[:4])
+        names, group, accumulated = (list(chain.from_iterable(each)) for each in list(zip(*several))[:3])
         kept = FlatSelection.joined([each.result.kept for each in several])
-        return cls(names, group, accumulated, counts, several[0].result._replace(kept=kept))
+        return cls(names, group, accumulated, several[0].result._replace(kept=kept))
 
 
 class Pipeline:
@@ -205,7 +202,7 @@ class Pipeline:
         members = [group[each] for each in part.positions]
         names = [local.name for local in members]
         result = part.exchange(self.levels.inter, names, used)
-        return Exchanged(names, members, part.tensors, part.counts, result)
+        return Exchanged(names, members, part.tensors, result)
 
     def check_arrived(self, arrived: Sequence[Tensor]) -> None:
         """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
@@ -238,8 +235,7 @@ class Pipeline:
             for exchanged, mean, flags in self._together(step, means, used):
                 self.launched.begin_part()
                 accepted = finite if flags is None else flags & finite
-                with self._deltas_sampled(exchanged, mean, flags):
-                    self._keep(exchanged, accepted)
+                self._keep(exchanged, accepted)
                 self._write_back(exchanged, mean, scale)
         self.levels.write_back()
         self.selector.release()
@@ -266,7 +262,7 @@ class Pipeline:
         self, step: Sequence[Exchanged], means: Sequence[Sequence[Selection]], used: Sequence[Optional[Tensor]]
     ) -> Iterator[tuple[Exchanged, Sequence[Selection], Optional[Tensor]]]:
         """Take groups of which elements have arrived as one where launches cost more than to copy those elements."""
-        if len(step) == 1 or self.collectives.device.type == "cpu" or self.context.samples_deltas:
+        if len(step) == 1 or self.collectives.device.type == "cpu":
             yield from zip(step, means, used)
             return
         alike: defaultdict[Any, list[int]] = defaultdict(list)
@@ -301,27 +297,6 @@ class Pipeline:
             elif tensor is not local.gradient:
                 narrow.append((local.gradient, tensor))
         _round_into(narrow)
-
-    @contextmanager
-    def _deltas_sampled(
-        self, exchanged: Exchanged, mean: Sequence[Selection], used: Optional[Tensor]
-    ) -> Iterator[None]:
-        """Compare means with those of all that had accumulated, before what is done inside, if somebody asked.
-
-        Of what no rank has used, of which nothing is applied, NaN.
-        """
-        if not self.context.samples_deltas:
-            yield
-            return
-        names, accumulated = exchanged.names, exchanged.accumulated
-        flat = torch.cat(accumulated).div_(self.collectives.ranks)
-        flat = self.levels.inter.call(Payload("all_reduce", flat))
-        yield
-        scatter(accumulated, mean)
-        dense_means = flat.split([tensor.numel() for tensor in accumulated])
-        deltas = layer_deltas(dense_means, accumulated, exchanged.counts, self.levels.norms_of)
-        deltas = deltas if used is None else torch.where(used, deltas, math.nan)
-        self.recorder.current.deltas.update(zip(names, deltas.unbind()))
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""

@@ -99,14 +99,13 @@ def test_momentum_of_what_is_sent_whole_goes_on(pair):
 def stats_of_a_step(rank, settings):
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        engine.recorder.samples_deltas = True
         engine.begin_backward()
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
-        return engine.compression_stats(), engine.recorder.last.deltas
+        return engine.compression_stats()
 
 
 def measured(pool, compressor, density):
-    return pool.run(stats_of_a_step, {"compressor": compressor, "density": density})[0][0]
+    return pool.run(stats_of_a_step, {"compressor": compressor, "density": density})[0]
 
 
 @pytest.mark.parametrize("compressor", ["topk", "lags", "dgc", "omgs"])
@@ -117,9 +116,7 @@ def test_density_one_costs_what_dense_costs(forked, compressor):
 
 
 def test_a_whole_layer_among_others_leaves_nothing_out(pair):
-    (stats, deltas), _ = pair.run(stats_of_a_step, {"compressor": LAGS({"matrix": 1.0}), "density": 0.05})
-    assert deltas["matrix"] == 0
-    assert deltas["prime"] > 0
+    stats, _ = pair.run(stats_of_a_step, {"compressor": LAGS({"matrix": 1.0}), "density": 0.05})
     sent = {"scale": 1, "pair": 1, "prime": 50, "matrix": 64 * 40, "encoder": 80, "decoder": 2}
     numel = sum(parameter.numel() for parameter in Edges().parameters())
     assert stats["density"] == sum(sent.values()) / numel
