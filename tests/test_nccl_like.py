@@ -1,4 +1,4 @@
-"""What a backend with NCCL's manners asks of a training: no sparse layouts, no 16-bit integers, few communicators."""
+"""What a backend with NCCL's manners asks of a training: no 16-bit integers, few communicators."""
 
 from datetime import timedelta
 from functools import partial
@@ -68,10 +68,10 @@ def test_a_training_is_the_same_as_over_gloo(nccl_like, pair, tmp_path, name, ki
 class Logging(Numbered):
     """A model that logs in each step, and of which each rank uses other rows of an embedding, maybe in no layer."""
 
-    def __init__(self, optimizer="SGD", is_sparse=False):
+    def __init__(self, optimizer="SGD"):
         super().__init__()
         self.optimizer = optimizer
-        self.embedding = nn.Embedding(8, 32, sparse=is_sparse)
+        self.embedding = nn.Embedding(8, 32)
 
     def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
@@ -114,7 +114,7 @@ def fit(rank, module, settings, arguments):
 
 TOPK = {"compressor": "topk", "density": 0.1}
 CASES = {
-    "a sparse layout": (2, partial(Logging, is_sparse=True), {**TOPK, "schedule": "layerwise"}, 2),
+    "an embedding": (2, Logging, {**TOPK, "schedule": "layerwise"}, 2),
     "A2SGD": (2, Logging, {"compressor": "a2sgd"}, 2),
     "QSGD": (2, Logging, {"compressor": "qsgd", "schedule": "layerwise"}, 2),
     "ExDyna": (2, Logging, {"compressor": "exdyna", "density": 0.1}, 2),
@@ -122,7 +122,6 @@ CASES = {
     "owners": (4, Logging, {**TOPK, "exchange": "owners"}, 2),
     "two levels": (4, Logging, {**TOPK, "levels": 2}, 4),
     "two levels, AdamW": (4, partial(Logging, "AdamW"), {**TOPK, "levels": 2, "optimizer_correction": CORRECTION}, 4),
-    "two levels, a sparse layout": (4, partial(Logging, is_sparse=True), {**TOPK, "levels": 2}, 4),
     "two levels, after backward": (4, Logging, {**TOPK, "levels": 2, "overlaps_backward": False}, 3),
     "rounds of islands": (4, Logging, {**TOPK, "levels": 2, "local_steps": LocalSteps(2, synchronous_steps=2)}, 4),
     "shards": (4, Sharded, {**TOPK}, 3),

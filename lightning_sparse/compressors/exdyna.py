@@ -144,7 +144,7 @@ class ExDyna(Compressor):
         if not bool(finite):
             return means
         indices = [_indices(mean) for mean in means]
-        numel = sum(mean.numel for mean in means)  # without parameters whose gradients have a sparse layout
+        numel = sum(mean.numel for mean in means)
         wanted = self._wanted(numel)
         if wanted < numel and self._threshold.threshold is not None:
             self._threshold = self._threshold.updated(sum(map(Tensor.numel, indices)), wanted)

@@ -1,7 +1,6 @@
 """HOW payloads travel: torch.distributed calls, in the order they are asked for, on a process group of their own."""
 
 import json
-import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,28 +131,6 @@ class Collectives(SharedOnCopy):
         parts = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.ranks)).view(self.ranks, -1)
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
-
-    def add_up_sparse(self, tensor: Tensor) -> float:
-        """Add up a ``sparse_coo`` tensor, in place, in the order of ranks; return the bytes that left this one.
-
-        NCCL has no sum of what has no fixed size. The host waits for how many elements each has.
-        """
-        mine = tensor.coalesce()
-        indices, values = mine.indices(), mine.values()
-        own = torch.tensor([mine._nnz()], device=tensor.device)
-        counts = self.all_gather(own).flatten().tolist()
-        most = max(counts)
-        # Filled up to the same size: the last rows of values, and the last places of each dimension.
-        rows = functional.pad(values.view(len(values), math.prod(values.shape[1:])), (0, 0, 0, most - len(values)))
-        places = functional.pad(indices, (0, most - len(values)))
-        all_values = self.all_gather(rows.flatten()).view(self.ranks, most, *values.shape[1:])
-        all_places = self.all_gather(places.flatten()).view(self.ranks, len(places), most)
-        total = torch.zeros_like(tensor)
-        for place, count in enumerate(counts):
-            parts = all_places[place, :, :count], all_values[place, :count]
-            total += torch.sparse_coo_tensor(*parts, tensor.shape, is_coalesced=True, check_invariants=False)
-        tensor.copy_(total.coalesce())
-        return sum(self.sent_bytes("all_gather", each) for each in (own, rows, places))
 
     def _goes_direct(self, tensor: Tensor) -> bool:
         """Tell whether two round trips take less time for a tensor than gloo's way, twice around a ring."""

@@ -181,7 +181,6 @@ class ExchangeRecord:
         self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
         self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
         self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
-        self.layout_bytes = 0.0  # those of them of gradients with a sparse layout, which DDP sends alike
         self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
         self.is_dense = False  # plain DDP made the exchange, whose times are not known
         self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
@@ -206,10 +205,8 @@ class ExchangeRecord:
 
     @property
     def dense_bytes(self) -> float:
-        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients, and of sparse layouts."""
-        return (
-            _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps) + self.layout_bytes
-        )
+        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
+        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps)
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages, of groups and of the exchange as a whole."""
@@ -410,13 +407,11 @@ class Recorder:
         if self._group is not None:
             self._group.wire_bytes += count
 
-    def add_to_last(self, count: float, is_ddps: bool = False) -> None:
-        """Record bytes that the last exchange has sent, and that DDP would have sent, too, if told."""
+    def add_to_last(self, count: float) -> None:
+        """Record bytes that the last exchange has sent."""
         if self.last is not None:
             self.last.wire_bytes += count
-            self.last.layout_bytes += count * is_ddps
             self.totals.wire_bytes += count
-            self.totals.dense_bytes += count * is_ddps
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -77,7 +77,7 @@ class StepPlanner(Planner):
     def see_exchange(self, record: ExchangeRecord) -> None:
         order = tuple(record.ready)
         if not order or not record.is_typical:
-            return  # every gradient was sparse_coo, so that nothing is merged; or no step to come is like this one
+            return  # nothing was merged, or no step to come is like this one
         if order == self._order:
             self._course.send(record)
         elif self._foreign_steps:

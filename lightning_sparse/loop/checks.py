@@ -1,6 +1,6 @@
 """What is checked of a model before its gradients are exchanged, whoever drives the training."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.distributed_c10d import ProcessGroup
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.step.exchange import SilentReducer
+from lightning_sparse.engine.step.exchange import SPARSE_LAYOUT, SilentReducer
 from lightning_sparse.engine.step.shards import cut_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
@@ -42,6 +42,7 @@ def check_model(model: Module) -> None:
             " without any (a loop of one's own may give one that is a DistributedDataParallel itself); for shards call"
             " fully_shard"
         )
+    check_layouts(model.named_modules())
     refused = [
         f"{name} ({parameter.dtype})"
         for name, parameter in model.named_parameters()
@@ -52,6 +53,14 @@ def check_model(model: Module) -> None:
             f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
             " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
         )
+
+
+def check_layouts(modules: Iterable[tuple[str, Module]]) -> None:
+    """Refuse layers whose gradients have a sparse layout, such as an Embedding's with ``sparse=True``."""
+    for name, module in modules:
+        weight = getattr(module, "weight", None)
+        if getattr(module, "sparse", False) is True and isinstance(weight, Parameter) and weight.requires_grad:
+            raise ValueError(SPARSE_LAYOUT.format(name=f"{name}.weight".removeprefix(".")))
 
 
 def _exchanges(module: Module) -> bool:
@@ -255,7 +264,12 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
 
 
 def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that send in their step, where each rank makes steps of its own."""
+    """Refuse SparseAdam, and optimizers that send in their step where each rank makes steps of its own."""
+    if any(isinstance(chain_of(optimizer)[-1], SparseAdam) for optimizer in optimizers):
+        raise ValueError(
+            "optimizer=SparseAdam takes gradients with a sparse layout, which this package no longer exchanges: give"
+            " layers sparse=False, and use torch.optim.Adam"
+        )
     if settings.replicas_diverge:
         refuse(chain.from_iterable(map(_of_communication, optimizers)))
 

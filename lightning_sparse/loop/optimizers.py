@@ -12,7 +12,7 @@ from typing import Any, Optional
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module, Parameter
-from torch.optim import ASGD, SGD, Optimizer, SparseAdam
+from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
@@ -395,8 +395,7 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
     """Warn of those that learn from sparse gradients; return hooks on those of which only what they keep will tell."""
     hooks = []
     for optimizer in optimizers if settings.is_sparse else ():
-        takes_whole = isinstance(chain_of(optimizer)[-1], SparseAdam)  # gradients of a sparse layout, and no others
-        if takes_whole or (settings.adam is not None and is_correctable(optimizer)):
+        if settings.adam is not None and is_correctable(optimizer):
             continue
         if is_adaptive(optimizer):
             warn(warning_for(optimizer))

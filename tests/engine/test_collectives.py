@@ -85,31 +85,6 @@ def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, ranks, shap
         assert used == rings
 
 
-def added_up_sparse(rank, shape):
-    """Add up rows, other and differently many on each rank, none on the last; return the sum, and that of gloo."""
-    collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
-    rows = torch.Generator().manual_seed(rank)
-    count = (3 * (rank + 1)) % (3 * collectives.ranks)
-    places = torch.randint(shape[0], (1, count), generator=rows)  # some more than once
-    values = torch.randn(count, *shape[1:], generator=rows)
-    mine = torch.sparse_coo_tensor(places, values, shape, check_invariants=True)
-    theirs = mine.clone()
-    try:
-        collectives.add_up_sparse(mine)
-        dist.all_reduce(theirs)
-        return mine.to_dense(), theirs.to_dense()
-    finally:
-        collectives.close()
-
-
-@pytest.mark.parametrize("shape", [(4,), (7, 5)])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_sparse_layout_is_added_up_too_as_gloo_does(pools, ranks, shape):
-    for ours, theirs in pools[ranks].run(added_up_sparse, shape):
-        assert torch.equal(ours, theirs)
-        assert bool(ours.any()) == (ranks > 1)
-
-
 def of_several_backends(rank):
     """Return the backend of a group that has one for each kind of device, and how often its ring was used."""
     group = dist.new_group(backend="cpu:gloo,cuda:gloo")

@@ -170,11 +170,11 @@ class Device:
 
     def holds(self, tensor):
         """Tell whether a tensor is on the device."""
-        return (key := _key(tensor)) is not None and key in self._memories
+        return _key(tensor) in self._memories
 
     def take(self, tensor):
         """Take a tensor's memory for the device's, if it is new."""
-        if (key := _key(tensor)) is None or key in self._memories:
+        if (key := _key(tensor)) in self._memories:
             return
         self._memories[key] = _Memory(self._host.stream)
         weakref.finalize(tensor.untyped_storage(), self._give_back, key).atexit = False
@@ -228,10 +228,7 @@ class _Work(NamedTuple):
 
 
 def _key(tensor):
-    try:
-        return torch._C._storage_address(tensor)
-    except RuntimeError:  # of a sparse layout
-        return None
+    return torch._C._storage_address(tensor)
 
 
 def _place():

@@ -197,9 +197,6 @@ class Training:
         yield self.adds is not None and (self.falls or self.averages)
         yield self.has_tensor_rates and not self.has_adam
         yield self.is_sharded and self != in_shards(self)
-        # Gradients with a sparse layout are not for other optimizers, nor for clipping.
-        is_dense = self.optimizer not in ("sgd", "momentum") or self.clips is not None or self.falls == "cycle"
-        yield "rows" in self.parts and is_dense
         # Where ranks make one step together, each would have its own start, as with DDP; those of an island until then.
         is_in_step = self.local is None or self.local.synchronous_steps or (self.are_islands and self.accumulates > 1)
         yield "starting" in self.parts and is_in_step
@@ -533,7 +530,7 @@ def move_memory(trainer, pl_module, *rest):
 
 _PARAMETERS = ("frozen", "thawing", "tied", "never used", "used by a rank", "used by turns")
 _BUFFERS = ("running mean", "mask", "normalized", "counter", "flag", "phase", "alias")
-PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dead", "rows", "starting")
+PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dead", "starting")
 
 
 class Drawn(LightningModule):
@@ -541,10 +538,10 @@ class Drawn(LightningModule):
 
     outer = ()  # what it is wrapped in, in a loop of one's own
 
-    def __init__(self, training, goes_on=False, has_more=False, is_ddp=False):
+    def __init__(self, training, goes_on=False, has_more=False):
         super().__init__()
         self.drawn = training
-        self.is_ddp, self.has_more = is_ddp, has_more
+        self.has_more = has_more
         self.goes_on = goes_on
         self.automatic_optimization = not training.by_hand
         self._build(training.seed)
@@ -573,9 +570,6 @@ class Drawn(LightningModule):
             self.teacher = deepcopy(self.first).requires_grad_(False)
         if "averaged" in parts:  # by torch's class, whose copy asks for gradients, too
             self.averaged = AveragedModel(self.first)
-        if "rows" in parts:  # of which some have a gradient, with a sparse layout
-            # Beside such a gradient DDP (torch 2.13, gloo) leaves others of the same step on some ranks as they are.
-            self.rows_of = nn.Embedding(10, 8, sparse=not self.is_ddp)
         if "frozen" in parts or "thawing" in parts:
             self.middle.requires_grad_(False)
         if "dead" in parts:  # whose second half has a gradient of zero for good
@@ -623,8 +617,6 @@ class Drawn(LightningModule):
         hidden = torch.tanh(self.norm(self.first(rows)))
         hidden = self._started(hidden)
         error = self._distance(hidden, rows)
-        if "rows" in parts:
-            hidden = hidden + self.rows_of((torch.arange(5, device=rows.device) + batch_index + self.global_rank) % 10)
         hidden = hidden + torch.tanh(self.middle(hidden))
         if self.has_more:
             hidden = hidden + torch.tanh(self.more(hidden))
@@ -772,9 +764,6 @@ class Drawn(LightningModule):
             if number == 0 or drawn.shares:
                 mine.append(self.scale)
         optimizers = [OPTIMIZERS[drawn.optimizer](mine) for mine in layers]
-        if "rows" in drawn.parts:
-            group = {"params": [self.rows_of.weight], "momentum": 0.0, "weight_decay": 0.0}
-            optimizers[0].add_param_group(group)
         if self.has_more:
             add_to(optimizers[-1], self.more)
         for group in (group for each in optimizers for group in each.param_groups if drawn.has_tensor_rates):
@@ -959,7 +948,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
     if training.is_sharded:
         forget_groups()
     kind = InShards if training.is_sharded else Drawn
-    model = kind(training, goes_on_from is not None, has_more, is_ddp)
+    model = kind(training, goes_on_from is not None, has_more)
     model.saver = saver = Saver(training.saves if goes_on_from is None else None, f"{folder}/mid.ckpt")
     observers = [build(folder) for name, build in _OBSERVERS.items() if name in training.may_not_matter]
     callbacks = [] if is_ddp else [CALLBACKS[name]() for name in training.callbacks]
@@ -1175,7 +1164,7 @@ def drawn_freely(seed):
     local = _local(chance, strategy) if is_local else None
     optimizers = pick([1, 1, 2, 2, 3])
     by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
-    parts = tuple(part for part in PARTS if part not in ("rows", "starting") and seldom(0.15))
+    parts = tuple(part for part in PARTS if part != "starting" and seldom(0.15))
     unused = [part for part in parts if "used" in part]
     parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
     precision = pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"])
@@ -1248,7 +1237,7 @@ def _with_more(training, chance):
         "renews": chance.randrange(training.epochs * training.batches),
         "adds": chance.randrange(training.epochs * training.batches),
         "has_tensor_rates": True,
-        "parts": (*training.parts, chance.choice(("rows", "starting")) if training.local else "rows"),
+        "parts": (*training.parts, "starting"),
         "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
         "sets_up": True,
         "thaws_within": True,

@@ -195,23 +195,6 @@ def test_a_new_optimizer_that_nobody_has_told_of_is_warned_of(pair, kind):
     assert (len(told), others) == (int(kind != "plain"), [])  # where what it does was taken over
 
 
-def train_a_table(rank):
-    """Train an embedding alone; its gradients have a sparse layout."""
-    torch.manual_seed(0)
-    table = nn.Embedding(30, 4, sparse=True).to(DEVICE)
-    with sparsify(table, torch.optim.SparseAdam(table.parameters()), **SPARSE) as handle:
-        for step in range(3):
-            table(batch(rank, step)[:, :4].abs().long()).square().mean().backward()
-            handle.optimizers[0].step()
-            handle.optimizers[0].zero_grad()
-    return weights(table)
-
-
-def test_sparse_adam_whose_gradients_arrive_whole_is_not_warned_of(pair):
-    one, other = pair.run(train_a_table)
-    assert_same(one, other)
-
-
 def load_of_another_step(rank, is_later):
     """Load what AdamW kept at an earlier step, or may keep at a later one; return its second moments from then on."""
     model, _ = built(rank, "bare")

@@ -108,11 +108,11 @@ class Freezing(Partly):
 
 
 class Embedded(Partly):
-    """A model of whose embedding each rank has other rows, in a gradient with a sparse layout."""
+    """A model of whose embedding each rank has other rows."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.rows_of = nn.Embedding(8, 32, sparse=True)
+        self.rows_of = nn.Embedding(8, 32)
 
     def loss(self, batch_index):
         return super().loss(batch_index) + self.rows_of(torch.tensor([self.global_rank, batch_index])).square().mean()
@@ -209,8 +209,7 @@ IN_ONE_ORDER = {
     "batches accumulated": Case(LAYERS, arguments={"accumulate_grad_batches": 2}),
     "several backwards": Case(LAYERS, Twice, arguments={"limit_train_batches": 3}),
     "a layer is frozen": Case(LAYERS, Freezing),
-    "a sparse layout": Case(LAYERS, Embedded),
-    "a sparse layout, after backward": Case({**LAYERS, "overlaps_backward": False}, SyncedEmbedded),
+    "an embedding, after backward": Case({**LAYERS, "overlaps_backward": False}, SyncedEmbedded),
     "a user's collective, after backward": Case({**LAYERS, "overlaps_backward": False}, OwnCollective),
     "top-k by owners": Case({**LARGEST, "exchange": "owners"}),
     "ExDyna": Case({"compressor": "exdyna", "density": 0.1, "schedule": "layerwise"}),
@@ -257,7 +256,7 @@ AFTER_BACKWARD = r"gradients travel after backward, not during it: SyncBatchNorm
 IN_TIME = r"overlap_steps=1 is taken as 0"
 MEETING = {
     "SyncBatchNorm": (Case(LAYERS, Synced, arguments=THREE), AFTER_BACKWARD),
-    "SyncBatchNorm, a sparse layout": (Case(LAYERS, SyncedEmbedded, arguments=THREE), AFTER_BACKWARD),
+    "SyncBatchNorm, an embedding": (Case(LAYERS, SyncedEmbedded, arguments=THREE), AFTER_BACKWARD),
     "late rounds and sync_dist": (Case(LATE, arguments=THREE), IN_TIME),
     "late islands": (Case({**LATE, **ISLANDS}, SILENT, 4, {**NODES, **THREE}), IN_TIME),
 }

@@ -437,38 +437,6 @@ def test_a_shared_parameter_is_frozen_and_trained_as_one(pair, compressor):
     assert not torch.equal(history[-1], history[FROZEN.start])
 
 
-class Words(Parts):
-    """An embedding with ``sparse_coo`` gradients that may be frozen for a while."""
-
-    def __init__(self, is_frozen=False):
-        super().__init__()
-        self.is_frozen = is_frozen
-        self.words = nn.Embedding(20, 32, sparse=True)
-
-    def on_train_batch_start(self, batch, batch_index):
-        self.words.requires_grad_(not self.is_frozen or self.batches_before not in FROZEN)
-
-    def training_step(self, batch, batch_index):
-        looked_up = self.words((self.rows(batch_index).abs() * 100).long() % 20)
-        return super().training_step(batch, batch_index) + looked_up.square().mean()
-
-    def configure_optimizers(self):
-        """Return SGD without momentum and decay, which take no sparse gradients."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("compressor", ["topk", "dgc", "exdyna", "a2sgd"])
-def test_an_embedding_with_sparse_gradients_trains_as_with_ddp(pair, with_ddp, compressor):
-    answers = fits(pair, Words, settings_of(compressor))
-    if compressor in AGREEING_NAMES:
-        one_model(answers)
-        one_model(fits(pair, partial(Words, True), settings_of(compressor)))
-    # Nothing else depends on it, nor it on anything else.
-    ours, theirs = ([each["words.weight"] for each in of.batches] for of in (answers[0], with_ddp(Words)))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 class Thawing(Parts):
     """The backbone is frozen when the model is built, and unfrozen from a batch on."""
 

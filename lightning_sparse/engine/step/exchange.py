@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,6 +32,10 @@ _DENSE_BYTES = 25 * 1024 * 1024  # other has twice those of the one before, up t
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 _graph_number = torch._C._current_graph_task_id  # of backwards, one inside another; later ones have larger ones
 
+SPARSE_LAYOUT = (
+    "the gradient of {name!r} has a sparse layout, which this package no longer exchanges: give its layer sparse=False"
+    " (what is zero costs nothing here)"
+)
 _TWICE = (
     "the gradient of {name!r} came twice in one backward, or the backward before ended in an error: parameters that"
     " several checkpointed parts of a model share need torch.utils.checkpoint(..., use_reentrant=False)"
@@ -110,7 +113,7 @@ class ArrivedGradients:
         """
         handled = set(self.handled() if self._written else ())
         for parameter, gradient in self._written.items() if handled else ():
-            if parameter not in handled and parameter.grad is gradient and gradient.layout is torch.strided:
+            if parameter not in handled and parameter.grad is gradient:
                 local_tensor(gradient).nan_to_num_(0, 0, 0)
 
     @property
@@ -185,12 +188,11 @@ class ArrivedGradients:
 class Member:
     """A parameter whose gradient is exchanged; found by what it is, faster than a tensor."""
 
-    __slots__ = ("is_sparse", "name", "numel", "parameter", "position")
+    __slots__ = ("name", "numel", "parameter", "position")
 
-    def __init__(self, name: str, parameter: Tensor, is_sparse: bool) -> None:
+    def __init__(self, name: str, parameter: Tensor) -> None:
         self.name = name
         self.parameter = parameter
-        self.is_sparse = is_sparse  # its gradient's layout
         self.numel = local_tensor(parameter).numel()
         self.position = -1  # among those that are exchanged, as they are defined
 
@@ -201,7 +203,7 @@ class Order:
     def __init__(self, members: Sequence[Member], device: torch.device) -> None:
         self.members = members
         self.places = {each.name: place for place, each in enumerate(members)}
-        self.travelling = [each for each in members if each.numel and not each.is_sparse]  # in a group
+        self.travelling = [each for each in members if each.numel]  # in a group
         self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # as flags
 
 
@@ -303,9 +305,6 @@ class Backward(ABC):
 
     def _hand_over(self, member: Member) -> None:
         """Add a gradient to its group, and the group to what travels if it is complete."""
-        if member.is_sparse:
-            self._reduce_sparse_layout(member)
-            return
         if not member.numel:  # of some parameters a rank has nothing, but a gradient where any rank has one
             self._local_of(member)
             return
@@ -345,24 +344,8 @@ class Backward(ABC):
         """Have a group travel, with flags of what was used if it is a step's last."""
 
     @abstractmethod
-    def _average_sparse(self, name: str, gradient: Tensor) -> None:
-        """Average a gradient of a sparse layout over ranks, in place; on the worker."""
-
-    @abstractmethod
     def _commit(self) -> None:
         """Have gradients be means where this rank has any, and know what was used; on the worker."""
-
-    def _reduce_sparse_layout(self, member: Member) -> None:
-        parameter = member.parameter
-        gradient = parameter.grad
-        if gradient is None:
-            # Of whole rows, as backward makes them: zeros_like has single elements, and others would read that wrongly.
-            rows = parameter.new_empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
-            gradient = torch.sparse_coo_tensor(*rows, parameter.shape, check_invariants=False)
-        if not self._is_used(member):
-            gradient = gradient.clone()  # what has arrived before in the step, to which others may have added
-            self._missing.append(_Missing(parameter, gradient, None))
-        self._route.worker.submit(partial(self._average_sparse, member.name, gradient))
 
     def _is_used(self, member: Member) -> bool:
         return member in self._used and member.parameter.grad is not None
@@ -468,14 +451,6 @@ class DenseBackward(Backward):
         self._route.worker.submit(partial(self._average, [each.parameter for each in members], gradients, flags))
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
-    @override
-    def _average_sparse(self, name: str, gradient: Tensor) -> None:
-        among, pipeline = self._route.among, self._route.pipeline
-        sent = among.add_up_sparse(gradient)
-        gradient.div_(among.ranks)
-        if among is pipeline.levels.world.collectives:  # what ranks of an island average is not counted
-            pipeline.recorder.add_to_last(sent, is_ddps=True)
-
     def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
         """Begin to average flat gradients of one type, with the flags of what was used, and end the message before.
 
@@ -503,7 +478,7 @@ class DenseBackward(Backward):
 
     @override
     def _commit(self) -> None:
-        if self._message is not None:  # else every gradient has a sparse layout
+        if self._message is not None:  # else nothing is trained
             self._message.write()
             self._used_by_any = self._message.used > 0
             self._message = None
@@ -554,10 +529,6 @@ class SparseBackward(Backward):
 
     def _exchange(self, group: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
         self._exchanged += self._route.pipeline.exchange(group, flags)
-
-    @override
-    def _average_sparse(self, name: str, gradient: Tensor) -> None:
-        self._route.pipeline.reduce_sparse_layout(name, gradient)
 
     @override
     def _gradients_of(self, members: Sequence[Member]) -> list[LocalGradient]:
@@ -643,7 +614,7 @@ class Exchange(SharedOnCopy):
     All ranks hand over all parameters in one order, whatever each has used: that in which rank 0's first backward made
     them. Shards of a model go from the first one on after :meth:`expect`, and end with :meth:`finish`; all others are
     exchanged at the end of every backward. While ``is_dense``, all is sent, as by DDP, and nothing is kept.
-    ``numel`` elements of ``nbytes`` have a gradient without a sparse layout.
+    ``numel`` is how many elements they have.
 
     Args:
         begin: called before a backward's first gradient is taken, on the thread of backward, and told whether
@@ -676,21 +647,19 @@ class Exchange(SharedOnCopy):
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Take the gradients of these parameters of the model from now on, before any of a backward has come."""
         self._route.arrived.unwatch()  # others are to be watched
-        module = named_module(self._wrapper)
-        sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
-        named = {each: name for name, each in attended(module).items()}
+        named = {each: name for name, each in attended(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
             self._hooked.pop(parameter)[1].remove()
         for parameter, name in named.items():
             if parameter not in self._hooked and parameter.is_floating_point():
-                member = Member(name, parameter, parameter in sparse)
+                member = Member(name, parameter)
                 self._hooked[parameter] = member, _hook(parameter, partial(self._ready, member))
             elif parameter in self._hooked:
                 self._hooked[parameter][0].name = name
         self._members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
         for position, each in enumerate(self._members):
             each.position = position
-        self.numel = sum(each.numel for each in self._members if not each.is_sparse)
+        self.numel = sum(each.numel for each in self._members)
         self._route.packages.clear()
         self.average_among(self._route.among)
 
@@ -713,8 +682,7 @@ class Exchange(SharedOnCopy):
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
         """Have dense gradients travel in a type from the next backward on, and return the bytes of all of them."""
         self._route = self._route._replace(dense_dtype=dtype)
-        dense = ((each.numel, each.parameter.dtype) for each in self._members if not each.is_sparse)
-        return sum(numel * self._route.dense_dtype_of(own).itemsize for numel, own in dense)
+        return sum(each.numel * self._route.dense_dtype_of(each.parameter.dtype).itemsize for each in self._members)
 
     @property
     def worker(self) -> ExchangeWorker:
@@ -790,6 +758,8 @@ class Exchange(SharedOnCopy):
             return
         if member in backward.marks:
             raise RuntimeError(_TWICE.format(name=member.name))
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError(SPARSE_LAYOUT.format(name=member.name))
         self._route.worker.wait_for_caller()  # a graph that was kept from before may write gradients on several streams
         backward.take(member)
 
@@ -854,10 +824,6 @@ def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
         return parameter.requires_grad_().register_post_accumulate_grad_hook(act)
     finally:
         parameter.requires_grad_(is_trained)
-
-
-def _makes_sparse_layout(module: Module) -> bool:
-    return isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
 
 
 def _shares_memory(parameter: Tensor) -> bool:

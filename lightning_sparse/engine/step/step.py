@@ -124,7 +124,6 @@ class Pipeline:
         self._planner = Planner() if planner is None else planner
         self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any group is exchanged
         self.selector = GroupSelector(compressor, wires)
-        self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
         self._has_refreshed = False  # in this step, what the memory learns
 
     def begin_step(self, context: StepContext) -> None:
@@ -220,10 +219,9 @@ class Pipeline:
 
         What travelled with the last message, whether any rank used a parameter, is at these ``places``, by name.
         """
-        are_finite, self._are_finite = self._are_finite, []
         if not step:
-            return  # every gradient had a sparse layout
-        finite = _all_of([*are_finite, *(exchanged.result.finite for exchanged in step)])
+            return  # nothing is trained
+        finite = _all_of([exchanged.result.finite for exchanged in step])
         finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
         self.memory.see_finite(finite)
         # Of a step that is not kept nothing may be applied, by an optimizer whose own gradients are finite, either.
@@ -297,13 +295,6 @@ class Pipeline:
             elif tensor is not local.gradient:
                 narrow.append((local.gradient, tensor))
         _round_into(narrow)
-
-    def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
-        """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
-        world = self.levels.world
-        self.recorder.current.layout_bytes += world.add_up_sparse(gradient, name)
-        gradient.div_(world.ranks)
-        self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
     def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[Sequence[Selection]]:
         """Have the compressor finish the step, for all parameters but those of ``context.dense``."""

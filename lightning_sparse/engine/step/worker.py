@@ -51,13 +51,6 @@ class Channel:
         with self.recorder.span("exchange"), self.collectives.telling_of(self.recorder.subject, payload.collective):
             return self.collectives.run(*payload)
 
-    def add_up_sparse(self, tensor: Tensor, name: str) -> float:
-        """Add up a parameter's gradient with a sparse layout, in place; return the bytes that left this rank."""
-        with self.recorder.span("exchange"), self.collectives.telling_of(f"the gradient of {name!r}"):
-            sent = self.collectives.add_up_sparse(tensor)
-        self.recorder.add_bytes(sent, self._is_inside_node)
-        return sent
-
 
 class LaunchQueue(threading.local):
     """What the current stream of a device has been told to do and has not done yet, in parts.

@@ -7,19 +7,21 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lightning_sparse.compressors import DGC
 from lightning_sparse.testing.tensors import differences
+from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import Edges, batch, parameters_of, sgd_steps, sparse_ddp
 
 
 class Tabled(nn.Module):
-    """Layers, one of them unused, and an embedding whose gradient has a sparse layout."""
+    """Layers, one of them unused, and an embedding."""
 
     def __init__(self):
         super().__init__()
         self.edges = Edges()
-        self.table = nn.Embedding(20, 8, sparse=True)
+        self.table = nn.Embedding(20, 8)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, inputs):
@@ -66,31 +68,20 @@ def test_what_waits_for_backwards_end_goes_in_one_message_and_no_bit_is_another(
             assert all(step.count("exchange") > 1 for step in overlapping)
 
 
-class LookedUp(nn.Module):
-    """A table whose gradient has a sparse layout, of which a backward needs nothing where no row is asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, 2, sparse=True)
-        self.rest = nn.Linear(2, 1)
+class Unseen(nn.Linear):
+    """A layer whose weight gets a gradient with a sparse layout, which no attribute shows."""
 
     def forward(self, rows):
-        loss = self.rest(torch.ones(1, 2).to(self.table.weight)).sum()
-        return loss + self.table(torch.tensor(rows, device=loss.device)).sum() if rows else loss
+        return functional.embedding(rows, self.weight, sparse=True).sum() + self.bias.sum()
 
 
-def look_up(rank, rows):
-    """Go backward several times for a step, each time with some rows; return the gradient of the first column."""
-    with sparse_ddp(LookedUp()) as (ddp, engine):
-        for of_ranks in rows:
-            ddp(of_ranks[rank]).backward()
-        engine.worker.raise_error()
-        return ddp.module.table.weight.grad.to_dense()[:, 0].tolist()
+def refused_in_backward(rank):
+    with sparse_ddp(Unseen(3, 4)) as (ddp, _), pytest.raises(ValueError, match=r"'weight'.*sparse=False"):
+        ddp(torch.tensor([rank], device=DEVICE)).backward()
 
 
-def test_rows_that_some_ranks_look_up_are_averaged_whatever_came_before(pair):
-    for gradient in pair.run(look_up, [([], [1]), ([3], []), ([], []), ([1], [2])]):
-        assert gradient == [0.0, 1.0, 0.5, 0.5]
+def test_a_gradient_with_a_sparse_layout_is_refused_when_it_comes(pair):
+    pair.run(refused_in_backward)
 
 
 class Mixed(nn.Module):

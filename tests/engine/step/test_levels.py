@@ -212,22 +212,6 @@ def test_bytes_between_nodes_and_memory_fall_by_the_ranks_of_a_node(nodes, excha
     assert "link_bytes" not in flat
 
 
-def sum_rows(rank, settings):
-    """Return the mean gradient, of a sparse layout, of an embedding of which each rank looks up another row."""
-    torch.manual_seed(0)
-    model = torch.nn.ModuleDict({"rows": torch.nn.Embedding(8, 2, sparse=True), "rest": torch.nn.Linear(2, 2)})
-    model.forward = lambda index: model["rest"](model["rows"](index)).sum()
-    with sparse_ddp(model, **settings) as (ddp, engine):
-        backpropagate(ddp, engine, ddp(torch.tensor([rank], device=DEVICE)))
-        return ddp.module["rows"].weight.grad.to_dense()
-
-
-def test_a_gradient_of_a_sparse_layout_is_averaged_over_all_ranks(nodes):
-    for rows in (everywhere := nodes.run(sum_rows, settings_of("topk"))):
-        assert torch.equal(rows, everywhere[0])
-        assert rows.any(dim=1).tolist() == [True] * 4 + [False] * 4
-
-
 def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes):
     settings = settings_of("topk", schedule="single")
     assert_same(nodes.run(train_in_messages, settings, 64), nodes.run(train_in_messages, settings, 1 << 22))

@@ -12,7 +12,7 @@ from lightning_sparse import sparsify
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits
-from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, backpropagate, sparse_ddp
+from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES
 from tests.helpers.trainers import Small
 
 
@@ -90,42 +90,3 @@ def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair, compressor
             assert after["parameters"].isfinite().all()
     kept = [notes[Overflowing.overflow_at]["kept"]["memory"].get("residual", {}) for notes in answers]
     assert all(residual.any() for residuals in kept for name, residual in residuals.items() if "weight" in name)
-
-
-class SparseEmbedding(nn.Module):
-    """A layer, and an embedding whose gradient has a sparse layout."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8, sparse=True)
-        self.linear = nn.Linear(8, 30)
-
-    def forward(self, tokens, factor):
-        """Return a loss in which the embedding alone has a factor."""
-        loss = self.linear(torch.ones(8, device=tokens.device)).square().mean()
-        return loss + factor * self.embedding(tokens).sum()
-
-
-def kept_over_a_poisoned_embedding(rank, compressor):
-    """Exchange a step whose sparse gradient is infinite on rank 1; return what was kept before and after it."""
-    torch.manual_seed(0)
-    with sparse_ddp(SparseEmbedding(), compressor) as (ddp, engine):
-        tokens = torch.arange(4, device=DEVICE)
-        backpropagate(ddp, engine, ddp(tokens, 1.0))
-        before = copy.deepcopy(engine.state_dict()["memory"])
-        backpropagate(ddp, engine, ddp(tokens, float("inf") if rank == 1 else 1.0))
-        after = copy.deepcopy(engine.state_dict()["memory"])
-        backpropagate(ddp, engine, ddp(tokens, 1.0))
-        has_moved = any(
-            not torch.equal(tensor, after[kind][name])
-            for kind, tensors in engine.state_dict()["memory"].items()
-            for name, tensor in tensors.items()
-        )
-        return before, after, has_moved
-
-
-@pytest.mark.parametrize("compressor", ["topk", "sdagc"])
-def test_an_infinity_in_a_sparse_layout_moves_nothing_that_is_kept(pair, compressor):
-    for before, after, has_moved in pair.run(kept_over_a_poisoned_embedding, compressor):
-        assert_same(before, after)
-        assert has_moved  # by a step without one

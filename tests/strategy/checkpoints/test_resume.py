@@ -75,21 +75,6 @@ class Edges(Numbered):
         return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
 
 
-class Sparse(Numbered):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.table = nn.Embedding(50, 32, sparse=True)
-
-    def training_step(self, batch, batch_index):
-        rows = self.rows(batch_index)
-        picked = self.table((20 * rows[:, :3].abs()).long().clamp(max=49)).sum(dim=1)
-        return (self.network(rows + picked) - rows).square().mean()
-
-    def configure_optimizers(self):
-        """Return SGD without weight decay, which sparse layouts do not go with."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Measuring(torch.optim.SGD):
     """Multiplies the learning rate by what it learns in a group, as Prodigy and D-Adaptation do."""
 
@@ -147,7 +132,6 @@ EXACT = {
     "a momentum that is scheduled": (OneCycle, {**DGC_, **LAYERS}, {}),
     "a weight decay that is scheduled": (Decaying, {**DGC_, **LAYERS}, {}),
     "heads that take turns": (Heads, {"compressor": "exdyna", "density": 0.05, **LAYERS, **UNUSED}, IN_PAIRS),
-    "sparse layout": (Sparse, {**TOPK, **LAYERS}, IN_PAIRS),
     **{
         f"edges, {name}": (Edges, {"compressor": name, "density": DENSITY[name], **LAYERS}, IN_PAIRS)
         for name in ("topk", "exdyna", "sdagc")
