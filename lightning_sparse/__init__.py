@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.schedule import Schedule
     from lightning_sparse.strategy.fabric import SparseFabricStrategy
-    from lightning_sparse.strategy.sharded import SparseFabricModelParallelStrategy, SparseModelParallelStrategy
+    from lightning_sparse.strategy.sharded import SparseModelParallelStrategy
     from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 __version__ = version("lightning-sparse")
@@ -40,7 +40,6 @@ _LATER = {
     "Owners": "lightning_sparse.engine.wire.owners",
     "Schedule": "lightning_sparse.schedule",
     "SparseDDPStrategy": "lightning_sparse.strategy.trainer",
-    "SparseFabricModelParallelStrategy": "lightning_sparse.strategy.sharded",
     "SparseFabricStrategy": "lightning_sparse.strategy.fabric",
     "SparseModelParallelStrategy": "lightning_sparse.strategy.sharded",
     "Sparsifier": "lightning_sparse.loop",
@@ -97,7 +96,6 @@ __all__ = [
     "Selection",
     "SelectionSize",
     "SparseDDPStrategy",
-    "SparseFabricModelParallelStrategy",
     "SparseFabricStrategy",
     "SparseModelParallelStrategy",
     "Sparsifier",

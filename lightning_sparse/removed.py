@@ -8,6 +8,7 @@ Kind = TypeVar("Kind", bound=type[Any])
 REMOVED: dict[str, str] = {
     "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
+    "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
     "CriticalRegime": "use ErrorBudget or Warmup, or a Rule of your own",
 }
 

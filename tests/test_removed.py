@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 
 import lightning_sparse
 from lightning_sparse import LocalSteps, SparseDDPStrategy, SparseFabricStrategy, callbacks, sparsify
@@ -28,6 +29,8 @@ GONE = {
     "sparse=True": (lambda: sparsify(torch.nn.Embedding(4, 2, sparse=True), OPTIMIZER), "sparse=False"),
     "SparseAdam": (lambda: sparsify(MODEL, torch.optim.SparseAdam(MODEL.parameters())), "SparseAdam.*Adam"),
     "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),
+    "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),
+    "sparse_hsdp": (lambda: Fabric(strategy="sparse_hsdp", accelerator="cpu"), "sparse_hsdp"),
     "CriticalRegime": (lambda: callbacks.CriticalRegime, "ErrorBudget"),
 }
 

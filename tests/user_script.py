@@ -11,7 +11,6 @@ from pytorch_lightning import Trainer
 from lightning_sparse import (
     LocalSteps,
     SparseDDPStrategy,
-    SparseFabricModelParallelStrategy,
     SparseFabricStrategy,
     sparsify,
 )
@@ -23,7 +22,6 @@ trainer = Trainer(
 )
 sent: float = SparseDDPStrategy().compression_stats()["density"]
 SparseFabricStrategy(compressor="topk", density=0.01).set_epoch(0)
-SparseFabricModelParallelStrategy(lambda model, mesh: model, density=0.01).set_epoch(0)
 model = torch.nn.Linear(2, 2)
 sparsify(model, torch.optim.SGD(model.parameters()), "lags", local_steps=LocalSteps(5), total_steps=10).close()
 wrong: int = SparseDDPStrategy().compression_stats()  # type: ignore[assignment]

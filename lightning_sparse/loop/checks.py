@@ -39,8 +39,8 @@ def check_model(model: Module) -> None:
     if wrappers := [name or "itself" for name, each in model.named_modules() if _exchanges(each)]:
         raise ValueError(
             f"model={type(model).__name__} holds wrappers that exchange themselves, {listed(wrappers)}: give a model"
-            " without any (a loop of one's own may give one that is a DistributedDataParallel itself); for shards call"
-            " fully_shard"
+            " without any (a loop of one's own may give one that is a DistributedDataParallel itself); for shards use"
+            " Trainer(strategy='sparse_hsdp') and fully_shard"
         )
     check_layouts(model.named_modules())
     refused = [
@@ -180,8 +180,8 @@ def check_bare(model: Module) -> None:
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
     if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
         raise ValueError(
-            f"{given} holds parts of {listed(cut)}, cut by something else than fully_shard, such as tensor parallelism:"
-            " each rank has to hold all of every parameter, or call fully_shard"
+            f"{given} holds shards of {listed(cut)}, which this package no longer exchanges in a loop of one's own or"
+            " by Fabric: use Trainer(strategy='sparse_hsdp'), or give a model of which each rank holds all"
         )
     if any(map(is_lazy, named.values())):
         raise ValueError(f"{given} has lazy parameters, whose shapes are not known yet: call it with a batch before")
@@ -207,40 +207,6 @@ def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
             f"model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
             " leave process_group out"
         )
-
-
-def check_shards(
-    module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any, rank: int, world: int
-) -> int:
-    """Check a sharded model on all ranks alike; return how many hold a replica."""
-    check_model(module)
-    meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
-    count = next((mesh.size() for mesh in meshes), 1)
-    first = rank // count * count
-
-    def reasons() -> Iterator[str]:
-        yield from of_the_settings(settings)
-        yield from of_the_model(module, list(range(first, first + count)), next(module.parameters()).device)
-        if world % count or count == world > 1:
-            yield (
-                f"model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal size,"
-                " two or more, exchange: call fully_shard with the mesh of one replica"
-            )
-        if isinstance(settings.schedule, Auto):
-            yield "schedule='auto' compares with DDP, which does not train shards: leave schedule out"
-        if scaler is not None:
-            yield (
-                "scaler=... looks for overflow before shards are exchanged, on the ranks of a replica alone: train in"
-                " bfloat16, or with SparseModelParallelStrategy"
-            )
-        if len(optimizers) > 1 and settings.local_steps is None:
-            yield (
-                f"optimizer=[...] are {len(optimizers)}, and shards are exchanged once, before a step: give one, or"
-                " local_steps of 2 or more"
-            )
-
-    refuse_together(reasons())
-    return count
 
 
 def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -22,12 +21,11 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.collectives import SharedOnCopy, align, copy_from_first
+from lightning_sparse.engine.collectives import SharedOnCopy, align
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
-from lightning_sparse.engine.step.exchange import Exchange, Wrapper, after_closure, is_in_backward
-from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
-from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.engine.step.exchange import Exchange, Wrapper, is_in_backward
+from lightning_sparse.engine.step.shards import BareModel
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import spelt_out, taken_settings
 from lightning_sparse.loop.checks import (
@@ -36,7 +34,6 @@ from lightning_sparse.loop.checks import (
     check_facts,
     check_replicas,
     check_rounds,
-    check_shards,
     check_trainers,
     check_wrapped,
     refuse_training,
@@ -45,7 +42,6 @@ from lightning_sparse.loop.kept import check_alike
 from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
 from lightning_sparse.loop.loop import CLOSED, Given, Loop, Training
 from lightning_sparse.loop.optimizers import all_handled, before_step_of_training, handled, unwrapped
-from lightning_sparse.schedule import FixedSize
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -70,9 +66,7 @@ def sparsify(
     Args:
         model: a module as it is, which is called as ever; its buffers are rank 0's before the first forward of a step
             that trains, as with DDP. Or a ``DistributedDataParallel`` of all processes, which then exchanges nothing
-            itself. Or one that ``fully_shard`` has cut over the processes of a replica, which follow one another: its
-            shards are exchanged before the optimizer's step, or in :meth:`Sparsifier.clip`; the density, the schedule
-            and ``overlaps_backward`` are as of :class:`~lightning_sparse.SparseModelParallelStrategy`.
+            itself.
         optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
         compressor: any that does not let replicas drift apart.
         density: fraction of elements sent; ``None`` for the compressor's own.
@@ -132,27 +126,18 @@ class Sparsifier(Loop):
             check_wrapped(model, dist.get_world_size())
             model.join_hook = _refuse_join  # type: ignore[method-assign]
             self._model = model
-        elif any(cut_modules(model)):
-            self._model = ShardedModel(model)
-            reshard(model)  # an evaluation may have left parameters whole
-            ranks = dist.get_rank(), dist.get_world_size()
-            given = given._replace(node_ranks=check_shards(model, optimizers, settings, given.scaler, *ranks))
-            self.settings = settings = replace(settings, schedule=FixedSize())
         else:
             check_bare(model)
             self._model = BareModel(model)
         module = self._model.module
         check_trainers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
-        if not isinstance(self._model, ShardedModel):
-            node = own_node() if given.node is None else given.node
-            given = given._replace(node_ranks=agreed_ranks_of_node(settings, node, log))
+        node = own_node() if given.node is None else given.node
+        given = given._replace(node_ranks=agreed_ranks_of_node(settings, node, log))
         self._followed = FollowedModel(self._model)
         self._parts = _trained_parts(module)
-        # Before those by which Adam's updates are made.
-        exchange = before_step_of_training(after_closure(self.exchange_shards))
-        self._handles: list[Any] = [each.register_step_pre_hook(exchange) for each in optimizers]
-        if type(self._model) is BareModel:
+        self._handles: list[Any] = []
+        if isinstance(self._model, BareModel):
             align(module)
         try:
             self.start(self._model, optimizers, given)
@@ -170,10 +155,6 @@ class Sparsifier(Loop):
                 refusal.remove()
         if (training := self.training) is None:
             return
-        if isinstance(self._model, ShardedModel):
-            module, group = self._model.module, training.engine.levels.same_shard.collectives.group
-            assert group is not None
-            copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], group)
         training.expect_steps(total_steps)
         self._handles += self._followed.follow(training, model)
         if training.engine.rounds is None:
@@ -251,33 +232,18 @@ class Sparsifier(Loop):
         clipped = set(parameters)
         with ExitStack() as hidden:
             for each in list(_OPEN):
-                if each is self or not clipped.isdisjoint(each.module.parameters()):
-                    each.exchange_shards()
-                    if each.training is not None:
-                        hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
+                is_clipped = each is self or not clipped.isdisjoint(each.module.parameters())
+                if is_clipped and each.training is not None:
+                    hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
             yield
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Have gradients stay this rank's own inside: put it around all batches of a step but the last.
 
-        The next backward outside exchanges the sum. Forward and backward both belong inside. It is DDP's ``no_sync()``,
-        and for a sharded model FSDP's ``set_requires_gradient_sync(False)``.
+        The next backward outside exchanges the sum. Forward and backward both belong inside. It is DDP's ``no_sync()``.
         """
         no_sync: AbstractContextManager[None] = self._model.no_sync()
         return no_sync
-
-    def exchange_shards(self, *stepping: Optimizer) -> None:
-        """Replace the shards of gradients by their means over replicas, once after backward, which ends it."""
-        training = self.training if isinstance(self._model, ShardedModel) else None
-        if training is None or self.settings.local_steps is not None:
-            return
-        # A step that was left out, after a clip, ends nothing.
-        if training.backwards and not training.engine.source.used:
-            return
-        training.check_epoch()
-        training.turn()
-        training.begin()
-        training.end_backward()
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -293,7 +259,7 @@ class Sparsifier(Loop):
         """Check that all ranks have one model, between two steps; all must call. It reads all parameters once.
 
         Raises:
-            ReplicaError: on all ranks, if a parameter differs by a bit; of shards ranks are numbered by replica.
+            ReplicaError: on all ranks, if a parameter differs by a bit.
         """
         if self.engine is not None:
             with self.shared_model():
@@ -391,7 +357,6 @@ class FollowedModel:
         hooks: list[Any] = [model.register_forward_hook(listen)]
         for called in {model} if rounds is None else {model, module}:  # a rank may evaluate what is inside of DDP alone
             forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
-            # Before FSDP's own, which puts whole parameters there.
             hooks.append(called.register_forward_pre_hook(forward, prepend=True))
         if rounds is not None:
             hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
@@ -407,7 +372,6 @@ class FollowedModel:
         """Have the model be the one of all ranks inside."""
         self.take_up()
         before, training = self._is_shown, self.training
-        reshard(self._model.module)
         recorder = None if training is None or before else training.engine.recorder
         if recorder is not None:
             recorder.totals.pause()
@@ -417,7 +381,6 @@ class FollowedModel:
                 yield
             finally:
                 self._is_shown = before
-                reshard(self._model.module)
                 if recorder is not None:
                     recorder.totals.resume()  # those of a state that was loaded inside are others
 
@@ -438,7 +401,6 @@ class FollowedModel:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         assert self.training is not None
         engine = self.training.engine
-        reshard(self._model.module)
         if engine.rounds is not None:  # also where the shared model is shown
             engine.rounds.leave()
         unused = self.training.load(kept)
@@ -451,11 +413,10 @@ class FollowedModel:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
         if self.training is None or self.training.settings.local_steps is None:
             return None
-        reshard(self._model.module)
         # What no optimizer has, such as a moving average, each rank may have written by itself.
         trained = set(all_handled(self.training.optimizers))
         with self.training.replicas.shared_model():
-            held = [local_tensor(each) for each in self._model.module.parameters() if of_all or each in trained]
+            held = (each for each in self._model.module.parameters() if of_all or each in trained)
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:
@@ -468,7 +429,7 @@ class FollowedModel:
                 self._begin_training()
                 training.check_epoch()
                 training.begin_batch()
-            if is_training and type(self._model) is BareModel:
+            if is_training and isinstance(self._model, BareModel):
                 self._model.begin_forward()
         elif not (has_grad or is_training):  # any rank may evaluate alone
             self._check_shared()
@@ -564,8 +525,7 @@ def _trained_parts(module: Module) -> set[Module]:
 def _check_unattended(model: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(
-            f"model={type(model).__name__} must be a torch.nn.Module: as it is, in a DistributedDataParallel, or cut by"
-            " fully_shard"
+            f"model={type(model).__name__} must be a torch.nn.Module: as it is, or in a DistributedDataParallel"
         )
     if not _ATTENDED.isdisjoint(_trained_parts(model)):
         raise RuntimeError(

@@ -19,7 +19,6 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.refusals import lacking, refuse
-from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_epoch, check_facts, check_rounds
 from lightning_sparse.loop.loop import Given
@@ -29,17 +28,51 @@ from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
-from lightning_sparse.strategy.lightning import FabricDDPStrategy, FabricParallelStrategy
+from lightning_sparse.strategy.lightning import FabricDDPStrategy
 from lightning_sparse.strategy.trainer import SparseBase
 
 
-class SparseFabric(SparseBase, FabricParallelStrategy):
-    """An exchange of its own for each model that is set up with an optimizer, whatever its gradients come from."""
+class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
+    """Fabric's data-parallel training that sends only the part of each gradient that matters most.
+
+    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
+    has an exchange of its own, as of :func:`~lightning_sparse.sparsify`. ``fabric.save`` writes what each rank keeps of
+    a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not listed are as of
+    :class:`~lightning_sparse.SparseDDPStrategy`.
+
+    Args:
+        compressor: as there, but not one whose replicas diverge.
+        resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
+        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
+            and of a compressor go by it.
+        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
+        **given: settings as of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
+            ``DistributedDataParallel``. With ``warmup_epochs`` call :meth:`set_epoch` at the start
+            of each epoch; for ``None`` and ``total_steps`` there is no need to.
+
+    Attributes:
+        settings: what the user chose, checked; each model has a copy.
+
+    Raises:
+        ValueError: for an unknown name, a value out of range, or something that a loop of one's own has no way for.
+        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
+    """
 
     _timeout: Optional[timedelta]
 
-    def _prepare(self, settings: Settings, resume_compression: bool, total_steps: Optional[int]) -> None:
-        """Check what the user chose, before Lightning's own part is built."""
+    @spelt_out()
+    def __init__(
+        self,
+        compressor: Union[str, Compressor] = "topk",
+        density: Optional[float] = None,
+        *,
+        resume_compression: bool = True,
+        total_steps: Optional[int] = None,
+        gradient_as_bucket_view: bool = True,
+        **given: Unpack[DDPArguments],
+    ) -> None:
+        bases = (FabricDDPStrategy, DistributedDataParallel)
+        settings = taken_settings(SparseFabricStrategy, compressor, density, given, *bases)
         self.settings = settings
         refuse(lacking("in a loop of one's own", settings))
         check_facts(None, total_steps)
@@ -51,6 +84,19 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         self._are_closed = False  # those that there are
         self._epoch: Optional[int] = None
         self._told: set[str] = set()
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
+
+    @override
+    def setup_environment(self) -> None:
+        check_device(type(self), self.root_device)
+        super().setup_environment()
+
+    @override
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        check_rounds(self.settings.local_steps, module)
+        ddp = wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+        self._expect(ddp)
+        return ddp
 
     def handle(self, model: Optional[Module] = None) -> Optional[Sparsifier]:
         """Return what :func:`~lightning_sparse.sparsify` would have for a model; ``None`` where none is trained yet.
@@ -145,7 +191,6 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
             if model.training and torch.is_grad_enabled():
                 self._start(model)
 
-        # Before FSDP's own, which puts whole parameters in the place of shards.
         self._waiting[model] = model.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
 
     @override
@@ -206,8 +251,6 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
     ) -> Tensor:
         clip = partial(super().clip_gradients_norm, module, optimizer, max_norm, norm_type, error_if_nonfinite)
         handle = self._clipping(module, optimizer)
-        if handle is not None:
-            handle.exchange_shards()
         if handle is None or handle.training is None or handle.training.view.adam is None:
             return clip()
         if norm_type != 2:
@@ -300,58 +343,3 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
             if kept.get(key, {}).get("epoch") is not None:
                 self.set_epoch(kept[key]["epoch"])
         return unused
-
-
-class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
-    """Fabric's data-parallel training that sends only the part of each gradient that matters most.
-
-    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
-    has an exchange of its own, as of :func:`~lightning_sparse.sparsify`. ``fabric.save`` writes what each rank keeps of
-    a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not listed are as of
-    :class:`~lightning_sparse.SparseDDPStrategy`.
-
-    Args:
-        compressor: as there, but not one whose replicas diverge.
-        resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
-        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
-            and of a compressor go by it.
-        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
-        **given: settings as of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
-            ``DistributedDataParallel``. With ``warmup_epochs`` call :meth:`set_epoch` at the start
-            of each epoch; for ``None`` and ``total_steps`` there is no need to.
-
-    Attributes:
-        settings: what the user chose, checked; each model has a copy.
-
-    Raises:
-        ValueError: for an unknown name, a value out of range, or something that a loop of one's own has no way for.
-        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
-    """
-
-    @spelt_out()
-    def __init__(
-        self,
-        compressor: Union[str, Compressor] = "topk",
-        density: Optional[float] = None,
-        *,
-        resume_compression: bool = True,
-        total_steps: Optional[int] = None,
-        gradient_as_bucket_view: bool = True,
-        **given: Unpack[DDPArguments],
-    ) -> None:
-        bases = (FabricDDPStrategy, DistributedDataParallel)
-        settings = taken_settings(SparseFabricStrategy, compressor, density, given, *bases)
-        self._prepare(settings, resume_compression, total_steps)
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
-
-    @override
-    def setup_environment(self) -> None:
-        check_device(type(self), self.root_device)
-        super().setup_environment()
-
-    @override
-    def setup_module(self, module: Module) -> DistributedDataParallel:
-        check_rounds(self.settings.local_steps, module)
-        ddp = wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
-        self._expect(ddp)
-        return ddp

@@ -18,8 +18,6 @@ NAME = "lightning.pytorch" if _FIRST.startswith("lightning.") else "pytorch_ligh
 if TYPE_CHECKING or NAME == "pytorch_lightning":
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-    from lightning_fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
-    from lightning_fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning_fabric.utilities.cloud_io import get_filesystem
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -37,8 +35,6 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
 else:
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
-    from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -136,6 +136,7 @@ class _Strategies(dict[str, Any]):
             raise KeyError(key)
         ours = import_module("lightning_sparse.strategy.lightning")
         if self._lightning.startswith("lightning.") == ours.NAME.startswith("lightning."):
+            refuse_removed(f"strategy={self['strategy_name']!r}", self._class)
             self[key] = getattr(import_module("lightning_sparse"), self._class)
             return self[key]
         raise TypeError(f"strategy={self['strategy_name']!r} is {ours.CURE}")

@@ -1,12 +1,11 @@
-"""The strategies of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
+"""The strategy of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
@@ -20,8 +19,7 @@ from lightning_sparse.loop.checks import check_model, check_rounds, of_the_model
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoints import Checkpointer
-from lightning_sparse.strategy.fabric import SparseFabric
-from lightning_sparse.strategy.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
+from lightning_sparse.strategy.lightning import ModelParallelStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseStrategy
 
 NODES = "nodes"
@@ -126,71 +124,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         """Have FSDP add up gradients whole inside, where Lightning knows of DDP only, and exchange nothing."""
         with self._sharded.no_sync():
             yield
-
-
-class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrategy):
-    """Fabric's sharded training (FSDP2) in replicas that send each other only the largest part of each gradient.
-
-    Everything else is :class:`~lightning_fabric.strategies.ModelParallelStrategy`: ``parallelize_fn`` stays as it is,
-    and is given the part of the mesh that is one replica. What there is besides is as of
-    :class:`~lightning_sparse.SparseFabricStrategy`; arguments that are not listed are as of
-    :class:`~lightning_sparse.SparseModelParallelStrategy`.
-
-    Args:
-        parallelize_fn: given the model and the mesh of a replica, shards the model.
-        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
-            and of a compressor go by it.
-        **given: as of :class:`~lightning_sparse.SparseModelParallelStrategy`.
-
-    Attributes:
-        settings: what the user chose, checked; each model has a copy.
-
-    Raises:
-        ValueError: for an unknown name, a density out of range, or a compressor that cannot work on shards.
-    """
-
-    @spelt_out("schedule", "overlaps_backward", "levels")
-    def __init__(
-        self,
-        parallelize_fn: Callable[[Any, Any], Any],
-        compressor: Union[str, Compressor] = "lags",
-        density: Optional[float] = None,
-        *,
-        resume_compression: bool = True,
-        total_steps: Optional[int] = None,
-        replicas: Union[str, int] = NODES,
-        data_parallel_size: Union[str, int] = AUTO,
-        **given: Unpack[ShardArguments],
-    ) -> None:
-        self._sizes = _Sizes(replicas, data_parallel_size)
-        bases = (FabricModelParallelStrategy,)
-        settings = taken_settings(SparseFabricModelParallelStrategy, compressor, density, given, *bases)
-        refuse(_of_shards(settings, given, self._sizes))
-        self._prepare(replace(settings, schedule=FixedSize()), resume_compression, total_steps)
-        super().__init__(parallelize_fn, **given)  # type: ignore[misc]
-
-    @override
-    def setup_environment(self) -> None:
-        super(FabricModelParallelStrategy, self).setup_environment()
-        mesh = self._sizes.set_up(self)
-        self._replica_count, self._checkpointer.node_ranks = mesh.shape[:2]
-        self._checkpointer.same_shards = mesh.get_group(_MESH[0])
-        if self._replica_count == 1:
-            self._log(_ONE_REPLICA)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @override
-    def setup_module(self, module: Module) -> Module:
-        check_rounds(self.settings.local_steps, module)
-        module = super().setup_module(module)
-        if self._replica_count > 1:
-            refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
-            self._expect(module)
-        return module
 
 
 _ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy."

@@ -371,8 +371,6 @@ def test_every_name_of_the_trainer_is_known():
     assert isinstance(fabric.strategy, SparseFabricStrategy)
     with pytest.raises(ValueError, match="lets replicas drift apart"):
         Fabric(strategy="sparse_a2sgd", accelerator="cpu")
-    with pytest.raises(TypeError, match=r"SparseFabricModelParallelStrategy.*'parallelize_fn'"):
-        Fabric(strategy="sparse_hsdp", accelerator="cpu")
 
 
 def test_the_strategy_of_the_trainer_is_another():

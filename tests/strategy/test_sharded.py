@@ -1,16 +1,13 @@
 """Shards: FSDP inside a replica and our exchange between replicas, two of two ranks each."""
 
 import copy
-import os
 import time
 import warnings
-from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_fabric import Fabric
 from pytorch_lightning import LightningModule
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
@@ -24,9 +21,7 @@ from lightning_sparse import (
     AdamCorrection,
     LocalSteps,
     SparseDDPStrategy,
-    SparseFabricModelParallelStrategy,
     SparseModelParallelStrategy,
-    sparsify,
 )
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.refusals import refuse as refuse_reasons
@@ -37,11 +32,10 @@ from lightning_sparse.strategy.checkpoints.shards import cut_anew
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening, refuse
 from tests.helpers.issued import recording, stuck_at
-from tests.helpers.trainers import Rows, expect, forget_groups, make_trainer
+from tests.helpers.trainers import Rows, forget_groups, make_trainer
 
 KINDS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "stateless": partial(torch.optim.SGD, lr=0.1),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
     "adamw, torch's rate": torch.optim.AdamW,
 }
@@ -483,8 +477,6 @@ BAD = {
 def test_bad_arguments_are_refused(name, arguments):
     with pytest.raises(ValueError, match=name):
         SparseModelParallelStrategy(**arguments)
-    with pytest.raises(ValueError, match=name):
-        SparseFabricModelParallelStrategy(None, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -598,54 +590,6 @@ def test_a_validation_sees_one_model_and_changes_no_bit_of_steps(pools, settings
             assert_same(one["history"], other["history"])
         assert_same(other["notes"], validated[0]["notes"])  # the shared model, on all ranks
         assert len(other["notes"]) == 5
-
-
-def evaluate(model, rank):
-    model.eval()
-    with torch.no_grad():
-        model(rows(rank, 0))
-    model.train()
-
-
-def evaluated(rank, settings, place):
-    """Train as a save of another model goes on, with an evaluation in one of the places before the first batch."""
-    forget_groups()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    states, history = {}, []
-    for saves in (True, False):
-        model = cut(Rooted("adamw"), mesh["shard"])
-        optimizer = model.configure_optimizers()
-        if place == "before sparsify" and not saves:
-            evaluate(model, rank)
-        with sparsify(model, optimizer, **copy.deepcopy(settings)) as handle:
-            if place == "before a load" and not saves:
-                evaluate(model, rank)
-            for each in (optimizer, handle) if states else ():
-                each.load_state_dict(states[type(each)])
-            if place == "after a load" and not saves:
-                evaluate(model, rank)
-            for step in range(3):
-                if saves and step == 0:
-                    if place == "before a save":
-                        evaluate(model, rank)
-                    states = {type(each): copy.deepcopy(each.state_dict()) for each in (optimizer, handle)}
-                model(rows(rank, step)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            history.append(held(model))
-    return history
-
-
-PLACES = ["before sparsify", "before a save", "before a load", "after a load"]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("settings", [SPARSE, ROUNDS["sparse"]], ids=["every step", "rounds"])
-@pytest.mark.parametrize("place", PLACES)
-def test_an_evaluation_before_the_first_batch_changes_no_bit(pools, place, settings):
-    never, once = (pools[4].run(evaluated, settings, where) for where in ("nowhere", place))
-    assert_same(never, once)
-    assert_same(once[0][0], once[0][1])
 
 
 class Replica:
@@ -789,353 +733,6 @@ def test_replicas_may_have_different_numbers_of_batches(pools):
         assert_same(answers[shard]["end"], answers[shard + 2]["end"])
     for failure in pools[4].run(refuse, fit, partial(Uneven, {0: 7, 1: 6, 2: 5, 3: 5}), ROUNDS["sparse"], own):
         assert "ranks train in step" in failure
-
-
-def sharded(kind, replicas=2):
-    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
-    return cut(Sharded(kind), mesh["shard"])
-
-
-def in_rounds(rank, settings):
-    """Train in rounds, go on in another model from a save in the midst of one, evaluate, and end."""
-    forget_groups()
-    models, histories = [sharded("adamw") for _ in range(2)], [[], []]
-    optimizers = [model.configure_optimizers() for model in models]
-    handles = [sparsify(*each, **copy.deepcopy(settings)) for each in zip(models, optimizers)]
-    saved = None
-    for number in range(9):
-        for which, (model, optimizer) in enumerate(zip(models, optimizers)):
-            if which == 0 or number >= 5:
-                model(rows(rank, number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                histories[which].append(held(model))
-        if number == 4:
-            with handles[0].shared_model():
-                shared = held(models[0])
-                models[0].eval()
-                with torch.no_grad():
-                    models[0](rows(rank, 0))
-                models[0].train()
-            saved = copy.deepcopy((handles[0].state_dict(), optimizers[0].state_dict()))
-            optimizers[1].load_state_dict(saved[1])
-            with torch.no_grad():
-                for name, each in models[1].named_parameters():
-                    each.to_local().copy_(shared[name])
-            handles[1].load_state_dict(saved[0])
-    for handle in handles:
-        handle.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        models[0](rows(rank, 0))
-    return histories[0], histories[1], shared, held(models[0])
-
-
-@pytest.mark.exhaustive
-def test_rounds_go_on_to_the_bit_and_are_the_trainers(pools):
-    answers = pools[4].run(in_rounds, ROUNDS["sparse"])
-    expected = fits(pools[4], partial(Sharded, "adamw"), ROUNDS["sparse"], limit_train_batches=9)
-    for (straight, again, shared, end), other in zip(answers, expected):
-        assert_same(straight, other["history"])
-        assert_same(straight[5:], again)
-        assert_same(shared, straight[3])
-        assert_same(end, other["end"])
-
-
-def accumulated(rank, is_apart):
-    """Train over two batches a step, the first apart, or at once; a part of the steps with an exchange begun anew."""
-    forget_groups()
-    model = sharded("sgd")
-    optimizer, sent = model.configure_optimizers(), 0.0
-    for steps in (range(3), range(3, 5)):
-        with sparsify(model, optimizer, "lags", density=0.1, warmup_epochs=0) as handle:
-            for step in steps:
-                first, second = rows(rank, 2 * step), rows(rank, 2 * step + 1)
-                if is_apart:
-                    with handle.accumulating():
-                        model(first).backward()
-                    model(second).backward()
-                else:
-                    (model(first) + model(second)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            sent += handle.stats()["total_wire_bytes"]
-    return held(model), sent
-
-
-def test_shards_of_batches_that_accumulate_are_exchanged_once_as_their_sum(pools):
-    apart, at_once = (pools[4].run(accumulated, is_apart) for is_apart in (True, False))
-    for (ours, sent), (theirs, sent_at_once) in zip(apart, at_once):
-        assert sent == sent_at_once
-        for name in theirs:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
-
-
-def clip(model, handle, norm):
-    if handle is None:
-        nn.utils.clip_grad_norm_(model.parameters(), norm)
-    else:
-        handle.clip(norm=norm)
-
-
-def step_in_closure(model, optimizer, handle, rank, step):
-    def backpropagate():
-        optimizer.zero_grad()
-        loss = model(rows(rank, step))
-        loss.backward()
-        return loss
-
-    optimizer.step(backpropagate)
-
-
-def step_or_leave_it(model, optimizer, handle, rank, step, set_to_none=True):
-    model(rows(rank, step)).backward()
-    clip(model, handle, 0.5)
-    if step != 2:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=set_to_none)
-
-
-def clip_and_add(model, optimizer, handle, rank, step):
-    model(rows(rank, step)).backward()
-    clip(model, handle, 100.0)
-    model(rows(rank, 100 + step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-WAYS = {
-    "in a closure": step_in_closure,
-    "left out": step_or_leave_it,
-    "left out, and zeros": partial(step_or_leave_it, set_to_none=False),
-    "added to": clip_and_add,
-}
-
-
-def stepped(rank, kind, way, density):
-    """Train with our exchange, or without a density over both dimensions of the mesh, by torch's HSDP."""
-    forget_groups()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = cut(Sharded(kind), mesh if density is None else mesh["shard"])
-    optimizer, settings = model.configure_optimizers(), {"density": density, "warmup_epochs": 0}
-    if kind != "sgd":
-        settings["optimizer_correction"] = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
-    with nullcontext() if density is None else sparsify(model, optimizer, "lags", **settings) as handle:
-        for step in range(6):
-            WAYS[way](model, optimizer, handle, rank, step)
-    return held(model)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["sgd", "adamw, torch's rate"])
-@pytest.mark.parametrize("way", list(WAYS))
-def test_shards_are_exchanged_after_each_backward_wherever_its_step_is(pools, kind, way):
-    ours, native, sparse = (pools[4].run(stepped, kind, way, density) for density in (1.0, None, 0.1))
-    for one, other in zip(ours, native):
-        for name in other:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5)
-    assert_same(sparse[0], sparse[2])
-    assert_same(sparse[1], sparse[3])
-
-
-def train_on_after_an_addition(rank):
-    """Add a layer after a backward, where it is refused, go on with it, and then without it."""
-    forget_groups()
-    model = sharded("sgd")
-    optimizer = model.configure_optimizers()
-    with sparsify(model, optimizer, "lags", density=0.1, warmup_epochs=0) as handle:
-        for step in range(6):
-            if step == 4:
-                del model.extra, optimizer.param_groups[-1]
-            with pytest.raises(RuntimeError, match="before training") if step in (2, 3) else nullcontext():
-                model(rows(rank, step)).backward()
-                if step == 2:
-                    model.extra = fully_shard(nn.Linear(4, 4), mesh=next(model.parameters()).device_mesh)
-                    optimizer.add_param_group({"params": list(model.extra.parameters())})
-                handle.clip(norm=0.5)
-                optimizer.step()
-            optimizer.zero_grad()
-    return held(model)
-
-
-def test_a_layer_added_to_shards_is_refused_until_it_is_gone(pools):
-    ends = pools[4].run(train_on_after_an_addition)
-    assert_same(ends[0], ends[2])
-    assert_same(ends[1], ends[3])
-
-
-def built(rank, which):
-    forget_groups()
-    model = sharded("sgd", replicas=1 if which == "one replica" else 2)
-    optimizer = model.configure_optimizers()
-    scaler = torch.amp.GradScaler("cpu") if which == "scaler" else None
-    sparsify(model, [optimizer] * 2 if which == "optimizer=" else optimizer, scaler=scaler)
-
-
-@pytest.mark.parametrize("which", ["one replica", "scaler", "optimizer="])
-def test_what_cannot_be_is_refused_on_all_ranks(pools, which):
-    for failure in pools[4].run(refuse, built, which):
-        assert ("mesh of one replica" if which == "one replica" else which) in failure
-
-
-@contextmanager
-def launched(rank, settings, replicas=2):
-    """Yield a Fabric, a model that it has set up, and its optimizer."""
-    forget_groups()
-    settings = copy.deepcopy(dict(settings))
-    kind, shard = settings.pop("kind", "adamw"), settings.pop("shard", cut_replica)
-    strategy = SparseFabricModelParallelStrategy(shard, replicas=replicas, **settings)
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
-    expect()
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
-    model = fabric.setup_module(Sharded(kind))
-    try:
-        yield fabric, model, fabric.setup_optimizers(KINDS[kind](model.parameters()))
-    finally:
-        strategy.close()
-
-
-def cut_replica(model, mesh):
-    for layer in (*model.network, model):  # the last one is the root's, which FSDP leaves whole after an evaluation
-        fully_shard(layer, mesh=mesh["data_parallel"])
-    return model
-
-
-def in_fabric(fabric, model, optimizer, steps, accumulated=1, clip=None):
-    history = []
-    for number in steps:
-        batches = range(number * accumulated, (number + 1) * accumulated)
-        for batch in batches:
-            with fabric.no_backward_sync(model, enabled=batch != batches[-1]):
-                fabric.backward(model(rows(fabric.global_rank, batch)) / accumulated)
-        if clip is not None:
-            fabric.clip_gradients(model, optimizer, **clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(held(model.module))
-    return history
-
-
-def trained_by_fabric(rank, settings, accumulated, clip):
-    with launched(rank, settings) as (fabric, model, optimizer):
-        assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
-        with fabric.strategy.shared_model():
-            evaluate(model, rank)
-        history = in_fabric(fabric, model, optimizer, range(9), accumulated, clip)
-        return history, fabric.strategy.compression_stats(model)
-
-
-FABRIC = {
-    "SGD, accumulated, clipped": ({"kind": "sgd", **SPARSE, "warmup_epochs": 0}, 2, {"max_norm": 0.1}),
-    "accumulated, clipped": ({**SPARSE, **ADAMW["adamw"]}, 2, {"max_norm": 0.1}),
-    "clipped by value": ({**SPARSE, **ADAMW["adamw"]}, 1, {"clip_val": 0.01}),
-}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("settings", "accumulated", "clip"), FABRIC.values(), ids=FABRIC)
-def test_fabric_makes_the_trainers_steps_to_the_bit(pools, settings, accumulated, clip):
-    way = {"accumulate_grad_batches": accumulated, "gradient_clip_val": next(iter(clip.values()))}
-    way["gradient_clip_algorithm"] = "value" if "clip_val" in clip else "norm"
-    ours = {name: value for name, value in settings.items() if name != "kind"}
-    module = partial(Sharded, settings.get("kind", "adamw"))
-    expected = fits(pools[4], module, ours, limit_train_batches=9 * accumulated, **way)
-    answers = pools[4].run(trained_by_fabric, settings, accumulated, clip)
-    for (history, stats), other in zip(answers, expected):
-        assert_same(history, other["history"][accumulated - 1 :: accumulated])
-        assert stats["total_wire_bytes"] > 0
-
-
-def saved_by_fabric(rank, settings, path, replicas, steps, loads):
-    """Train, maybe from a checkpoint, and save; return the parameters after each step, and what was kept then."""
-    with launched(rank, settings, replicas) as (fabric, model, optimizer):
-        state = {"model": model, "optimizer": optimizer, "step": steps[0]}
-        if loads:
-            rest = fabric.load(path, state)
-            assert rest == {}
-            assert state["step"] == steps[0]
-        kept = copy.deepcopy(fabric.strategy.handle(model).engine.state_dict()["memory"]) if loads else {}
-        history = in_fabric(fabric, model, optimizer, range(*steps))
-        if not loads:
-            fabric.save(path, {**state, "step": steps[1]})
-            kept = copy.deepcopy(fabric.strategy.handle(model).engine.state_dict()["memory"])
-        return history + in_fabric(fabric, model, optimizer, range(steps[1], 9)), kept
-
-
-SAVED = {
-    **{name: RESUMED[name] for name in ("AdamW", "AdamW, one file", "SparseLoCo, one file")},
-    # Without states torch makes a step of zeros at every save, which is none of the training's.
-    "without states": ("stateless", {**SPARSE, "warmup_epochs": 0}, True),
-    "without states, in rounds": ("stateless", ROUNDS["sparse"], True),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "settings", "is_distributed"), SAVED.values(), ids=SAVED)
-def test_fabric_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distributed):
-    way = ({"kind": kind, **settings, "save_distributed_checkpoint": is_distributed}, str(tmp_path / "mid.ckpt"), 2)
-    straight = pools[4].run(saved_by_fabric, *way, (0, 5), False)
-    again = pools[4].run(saved_by_fabric, *way, (5, 5), True)
-    never_saved = fits(pools[4], partial(Sharded, kind), settings, limit_train_batches=9)
-    for (history, kept), (rest, taken_up), other in zip(straight, again, never_saved):
-        assert_same(history, other["history"])
-        assert_same((rest, taken_up), (history[5:], kept))
-
-
-@pytest.mark.exhaustive
-def test_fabric_cuts_anew_for_other_numbers_of_shards(pools, tmp_path):
-    way = ({**SPARSE, **ADAMW["adamw"]}, str(tmp_path / "mid.ckpt"))
-    two = pools[4].run(saved_by_fabric, *way, 2, (0, 5), False)
-    one = pools[4].run(saved_by_fabric, *way, 4, (5, 5), True)
-    replicas = put_together([kept["update"] for _, kept in two], 2)
-    for _, kept in one:
-        for name, update in kept["update"].items():
-            torch.testing.assert_close(update, torch.stack([each[name] for each in replicas]).mean(dim=0))
-
-
-def refused_by_fabric(rank, which):
-    if which == "joint":
-        with launched(rank, SPARSE) as (fabric, *_):
-            model = Sharded()
-            fabric.setup(model, KINDS["sgd"](model.parameters()))
-    elif which == "no optimizer":
-        with launched(rank, SPARSE) as (fabric, *_):
-            fabric.setup_module(Sharded())(rows(rank, 0))
-    elif which == "replicas":
-        with launched(rank, SPARSE, replicas=3):
-            raise AssertionError
-    else:
-        with launched(rank, {**SPARSE, "shard": uncut}) as rest:
-            in_fabric(*rest, range(1))
-
-
-def uncut(model, mesh):
-    return model
-
-
-WRONG = {
-    "joint": "trains no parameter",
-    "no optimizer": "no optimizer of it has been set up",
-    "replicas": "replicas=3",
-    "uncut": "fully_shard has cut nothing",
-}
-
-
-@pytest.mark.parametrize(("which", "words"), WRONG.items(), ids=WRONG)
-def test_fabric_refuses_on_all_ranks_what_cannot_be(pools, which, words):
-    for failure in pools[4].run(refuse, refused_by_fabric, which):
-        assert words in failure
-
-
-def alone(rank):
-    with launched(rank, SPARSE, "nodes") as (fabric, model, optimizer):
-        in_fabric(fabric, model, optimizer, range(2))
-        assert fabric.strategy.handle() is None
-        return fabric.strategy.compression_stats(model)
-
-
-def test_fabric_with_one_replica_exchanges_nothing(pools):
-    assert pools[4].first(2).run(alone) == [{}, {}]
 
 
 def whole_gradient(rank):

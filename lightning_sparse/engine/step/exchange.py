@@ -807,9 +807,7 @@ class Exchange(SharedOnCopy):
     def _agreed_order(self, backward: Backward) -> list[Member]:
         """Return rank 0's order of gradients, those that it has not used last, as they are defined from the end."""
         unused = [each for each in reversed(self._members) if each not in backward.marks]
-        if (
-            self._route.is_sharded
-        ):  # those of a module come all at once, and through some entry points none before the step
+        if self._route.is_sharded:  # those of a module come all at once
             return self._members[::-1]
         route, order = self._route, [*backward.marks, *unused]
         own = torch.tensor([each.position for each in order]).to(route.pipeline.collectives.device)

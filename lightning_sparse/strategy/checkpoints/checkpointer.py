@@ -28,13 +28,13 @@ from lightning_sparse.strategy.checkpoints.shards import (
     read_header,
     read_state,
 )
-from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricParallelStrategy, ParallelStrategy
+from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricDDPStrategy, ParallelStrategy
 
 
 class Checkpointer:
     """The ranks' parts of checkpoints."""
 
-    def __init__(self, strategy: Union[ParallelStrategy, FabricParallelStrategy], resumes: bool) -> None:
+    def __init__(self, strategy: Union[ParallelStrategy, FabricDDPStrategy], resumes: bool) -> None:
         # The checkpoint that was read, until it is restored from: Lightning's file, and its save, if one is wanted.
         self.loaded: Optional[tuple[str, Optional[SaveHeader]]] = None
         self.node_ranks = 1  # that share what is kept; 1 where each keeps all
