@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, PyTorchProfiler, Trainer
-from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # after those in which ``schedule="merged"`` tries groupings
 _WORKER = {"select": "#f0b429", "encode": "#8d6e63", "exchange": "#2186eb", "commit": "#3f9142"}
@@ -73,7 +72,7 @@ class OverlapTimeline(StepObserver):
         self._backward.__exit__(None, None, None)
 
     @override
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
+    def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
         profiled = self._profile
         self.teardown()
         if profiled is not None:

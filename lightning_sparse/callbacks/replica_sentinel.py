@@ -1,24 +1,20 @@
-"""Watch that all ranks train one and the same model."""
+"""Watch that all ranks train one and the same model, to the bit, as they do by construction."""
 
 from typing import ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, engine_of
+from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.compressors.registry import checked_name
+from lightning_sparse.engine import Engine
 from lightning_sparse.loop.checks import ReplicaError, check_replicas
-from lightning_sparse.strategy.lightning import LightningModule, Trainer
-from lightning_sparse.strategy.trainer import SparseDDPStrategy
+from lightning_sparse.strategy.lightning import Trainer
 
 
 class ReplicaSentinel(StepObserver):
-    """Compare a fingerprint of every parameter over ranks, and name the first that differs.
-
-    Replicas stay bit-identical by construction; what makes them differ is a parameter changed on some ranks only, a
-    layer outside the model that DDP knows, or failing hardware. A comparison reads the parameters once and gathers
-    eight bytes for each; other steps cost nothing.
+    """Compare a fingerprint of every parameter, of eight bytes, over ranks, and name the first that differs.
 
     Args:
         every_n_steps: compare after every so many steps.
@@ -40,9 +36,9 @@ class ReplicaSentinel(StepObserver):
         self.action = checked_name("action", action, self.actions)
 
     @override
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
+    def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
         try:
-            check_replicas(engine_of(strategy), f"after step {step}")
+            check_replicas(engine, f"after step {step}")
         except ReplicaError as error:
             if self.action == "raise":
                 raise

@@ -1,106 +1,50 @@
-"""Output of loggers beyond scalars, which TensorBoard shows: charts and pages of text."""
+"""What TensorBoard shows beyond scalars: charts in the tab "Custom Scalars", and tables in the tab "Text"."""
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Container, Sequence
 
-from lightning_sparse.engine.observe import ExchangeRecord
-from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
-# Charts of the tab "Custom Scalars", in this order. Each has one statistic: a line for each run, whose colours the tab
-# explains; lines of one run have one colour, and no legend.
+# Each chart has one statistic: a line for each run, as lines of one run have one colour, and no legend.
 _CHARTS = {
     "sparse: how much is sent": {
-        "Density, log10 of the fraction of elements": "log10_density",
-        "Sent by a rank in a step, bytes": "wire_bytes",
-        "Sent by a rank to other nodes in a step, bytes": "link_bytes",
-        "Compression ratio, times": "compression_ratio",
-        "Sent by a rank since the start, bytes": "total_wire_bytes",
-        "Compression ratio since the start, times": "total_compression_ratio",
+        "log10_density": "Density, log10 of the fraction of elements",
+        "wire_bytes": "Sent by a rank in a step, bytes",
+        "link_bytes": "Sent by a rank to other nodes in a step, bytes",
+        "compression_ratio": "Compression ratio, times",
+        "total_wire_bytes": "Sent by a rank since the start, bytes",
+        "total_compression_ratio": "Compression ratio since the start, times",
     },
     "sparse: where the time of a step goes": {
-        "Step, seconds": "step_seconds",
-        "Exposed exchange, seconds": "exposed_seconds",
-        "Exposed since the start, part of the time": "exposed_share",
-        "Backward, seconds": "backward_seconds",
-        "Selection, seconds": "select_seconds",
-        "Exchange, seconds": "exchange_seconds",
-        "Commit, seconds": "commit_seconds",
-        "Throughput, samples a second": "samples_per_second",
+        "step_seconds": "Step, seconds",
+        "exposed_seconds": "Exposed exchange, seconds",
+        "exposed_share": "Exposed since the start, part of the time",
+        "backward_seconds": "Backward, seconds",
+        "select_seconds": "Selection, seconds",
+        "exchange_seconds": "Exchange, seconds",
+        "commit_seconds": "Commit, seconds",
+        "samples_per_second": "Throughput, samples a second",
     },
     "sparse: residual": {
-        "Residual over the gradient, ratio of norms": "residual_to_gradient",
-        "Pending updates over the update, ratio of norms": "update_error",
-        "Age of the second moment, steps": "second_moment_age",
-        "Drift of replicas over parameters, ratio of norms": "replica_divergence",
+        "residual_to_gradient": "Residual over the gradient, ratio of norms",
+        "update_error": "Pending updates over the update, ratio of norms",
+        "second_moment_age": "Age of the second moment, steps",
+        "replica_divergence": "Drift of replicas over parameters, ratio of norms",
     },
 }
 
 
-def log_layout(trainer: Trainer, shown: Sequence[str]) -> None:
-    """Have TensorBoard's tab "Custom Scalars" open sorted, with a chart for each statistic that is shown."""
-    shown = [*shown, "log10_density"]
-    layout: dict[str, dict[str, list[Any]]] = {
-        # Tags are regular expressions; without an end, those that begin alike would be drawn, too.
-        category: {title: ["Multiline", [f"sparse/{name}$"]] for title, name in charts.items() if name in shown}
-        for category, charts in _CHARTS.items()
-    }
-    for logger in _boards(trainer):
-        logger.experiment.add_custom_scalars({category: charts for category, charts in layout.items() if charts})
+def log_layout(trainer: Trainer, shown: Container[str]) -> None:
+    """Have "Custom Scalars" open sorted; tags are regular expressions, and need an end."""
+    some = {category: {name: charts[name] for name in charts if name in shown} for category, charts in _CHARTS.items()}
+    layout = {key: {title: ["Multiline", [f"sparse/{name}$"]] for name, title in some[key].items()} for key in some}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_custom_scalars({key: charts for key, charts in layout.items() if charts})
 
 
-def log_log_density(trainer: Trainer, density: float, step: int) -> None:
-    """Give TensorBoard the logarithm of the density, which falls from 1 to a thousandth: its charts have even axes."""
-    if density > 0:
-        for logger in _boards(trainer):
-            logger.experiment.add_scalar("sparse/log10_density", math.log10(density), step)
-
-
-def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:
-    """Show a page of text in TensorBoard."""
-    for logger in _boards(trainer):
-        logger.experiment.add_text(tag, markdown, step)
-
-
-def plan_page(compressor: str, plan: Optional[Plan], record: ExchangeRecord) -> str:
-    """Write what is sent, in the groups of the plan or else of ``record``, and what that should take, in Markdown."""
-    facts: dict[str, object] = {"compressor": compressor}
-    if plan is None:
-        columns = ["group", "parameters", "elements", "asked for", "bytes"]
-        rows: list[list[object]] = [
-            [position, _names(each.names), each.elements, each.counts + each.dense_elements, each.wire_bytes]
-            for position, each in enumerate(record.groups)
-        ]
-        note = "Groups are not planned, or their plan is still being measured. These are the groups of this step.\n\n"
-        return f"{note}{_list({**facts, 'groups': len(rows)})}\n\n{table(columns, rows)}"
-    facts["groups"] = len(plan.groups)
-    facts["backward and exchange, measured"] = _milliseconds(plan.seconds)
-    facts["of it after backward, measured"] = _milliseconds(plan.exposed_seconds)
-    facts["fastest step measured, by number of groups"] = ", ".join(
-        f"{groups}: {_milliseconds(each)}" for groups, each in plan.tried
-    )
-    rows = [[position, _names(names)] for position, names in enumerate(plan.groups)]
-    return f"{_list(facts)}\n\n{table(['group', 'parameters'], rows)}"
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Write a table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def _list(facts: Mapping[str, object]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return f"`{names[0]}`" if len(names) == 1 else f"{len(names)}, from `{names[0]}` to `{names[-1]}`"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
-
-
-def _boards(trainer: Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+def log_table(trainer: Trainer, tag: str, rows: Sequence[Sequence[object]], step: int, text: str = "") -> None:
+    """Show a table below a text, both in Markdown; the first row names the columns."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(tag, "\n".join([text, "", *lines]), step)

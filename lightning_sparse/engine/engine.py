@@ -181,10 +181,10 @@ class Engine(SharedOnCopy):
 
     def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
         """End a step."""
-        self.recorder.totals.end_step()
         self.densities.count_step(optimizer, epoch)
         if type(self.replicas) is not Replicas:  # which have nothing to count
             self.replicas.count_step(optimizer)
+        self.recorder.totals.end_step()  # which waits for what replicas exchange after it, too
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
@@ -203,7 +203,7 @@ class Engine(SharedOnCopy):
         if recorder.last is None:
             return {}
         totals = recorder.totals.as_stats(recorder.has_levels)
-        stats = {**mean_stats([recorder.last_step], recorder.has_levels), **totals}
+        stats = {**mean_stats(recorder.last_step, recorder.has_levels), **totals}
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:

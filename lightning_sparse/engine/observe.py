@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain, starmap
-from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple, Optional, Union
 
@@ -111,7 +110,7 @@ def _no_mark() -> None:
 
 Mark = Any  # a host time in seconds (float), or an event of the device
 _FP32_BYTES = 4
-_MOST_EXCHANGES = 255  # before the last one, of a step that may never come
+_MOST_RECORDS = 256  # of a step that may never end, or between two lines of a log
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # by ranks
 
 
@@ -181,7 +180,9 @@ class ExchangeRecord:
         self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
         self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
         self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
-        self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
+        self.step = 0  # number of the optimizer step that it is for
+        self.covered_steps = 0  # those of a round of local steps; 0 for an exchange of gradients, of one step
+        self.is_logged = False
         self.is_dense = False  # plain DDP made the exchange, whose times are not known
         self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
         self.sent: list[Union[float, Tensor]] = []  # elements, by group; tensors as the device has not been asked
@@ -206,7 +207,7 @@ class ExchangeRecord:
     @property
     def dense_bytes(self) -> float:
         """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
-        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps)
+        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * max(1, self.covered_steps))
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages, of groups and of the exchange as a whole."""
@@ -234,20 +235,16 @@ def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
     return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)
 
 
-Step = Sequence[ExchangeRecord]  # what was exchanged for one optimizer step, a record for each backward
-
-
-def mean_stats(steps: Sequence[Step], has_levels: bool) -> dict[str, float]:
+def mean_stats(records: Sequence[ExchangeRecord], has_levels: bool) -> dict[str, float]:
     """Return the public statistics, means over optimizer steps (times: not over plain DDP's); waits for a device."""
-    exchanges = list(chain.from_iterable(steps))
-    wire_bytes = mean_of(steps, lambda each: each.wire_bytes)
-    dense = mean_of(steps, lambda each: each.dense_bytes)
-    ours = compressed(steps)
-    sent = sum(chain.from_iterable(each.sent for each in exchanges))
+    wire_bytes = mean_of(records, lambda each: each.wire_bytes)
+    dense = mean_of(records, lambda each: each.dense_bytes)
+    ours = compressed(records)
+    sent = sum(chain.from_iterable(each.sent for each in records))
     return {
-        "density": float(sent) / max(1, sum(each.elements for each in exchanges)),
+        "density": float(sent) / max(1, sum(each.elements for each in records)),
         "wire_bytes": wire_bytes,
-        **({"link_bytes": wire_bytes - mean_of(steps, lambda each: each.node_bytes)} if has_levels else {}),
+        **({"link_bytes": wire_bytes - mean_of(records, lambda each: each.node_bytes)} if has_levels else {}),
         "dense_bytes": dense,
         "compression_ratio": compression_ratio(dense, wire_bytes),
         "select_seconds": mean_of(ours, lambda each: each.seconds("select", "encode")),
@@ -256,14 +253,16 @@ def mean_stats(steps: Sequence[Step], has_levels: bool) -> dict[str, float]:
     }
 
 
-def compressed(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of which nothing was left to plain DDP."""
-    return [step for step in steps if not any(each.is_dense for each in step)]
+def compressed(records: Sequence[ExchangeRecord]) -> list[ExchangeRecord]:
+    """Return those of the steps of which nothing was left to plain DDP."""
+    dense = {each.step for each in records if each.is_dense}
+    return [each for each in records if each.step not in dense]
 
 
-def mean_of(steps: Sequence[Step], number: Callable[[ExchangeRecord], float]) -> float:
-    """Return the mean over steps of what their exchanges come to together; NaN of no step."""
-    return fmean(sum(map(number, step)) for step in steps) if steps else math.nan
+def mean_of(records: Sequence[ExchangeRecord], number: Callable[[ExchangeRecord], float]) -> float:
+    """Return what the exchanges of an optimizer step come to together, on average; NaN of no step."""
+    steps = len({each.step for each in records if not each.covered_steps}) + sum(e.covered_steps for e in records)
+    return sum(map(number, records)) / steps if steps else math.nan
 
 
 def compression_ratio(dense: float, sent: float) -> float:
@@ -277,12 +276,16 @@ class Totals:
     def __init__(self) -> None:
         self.steps = 0  # of optimizers, those left to plain DDP included
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
-        self._exposed_seconds = 0.0
-        self._unread: deque[tuple[Mark, Mark]] = deque()  # exposed, and a device may not have come to the end of it
+        self._exposed: list[tuple[Mark, Mark]] = []  # in the step in progress
         self._is_dense = False
-        self._seconds = 0.0
-        self._border = perf_counter()
         self._paused: Optional[float] = None
+        self.forget_times()
+
+    def forget_times(self) -> None:
+        """Forget how long the steps so far have taken."""
+        self._seconds = self._exposed_seconds = 0.0
+        self._unread: deque[tuple[Mark, Mark]] = deque()  # exposed, and a device may not have come to the end of it
+        self._border = perf_counter()
 
     def add(self, record: ExchangeRecord) -> None:
         """Add an exchange that has ended, as far as the host knows."""
@@ -295,10 +298,9 @@ class Totals:
             self.expose(record.backward_end, record.end)
 
     def expose(self, start: Mark, end: Mark) -> None:
-        """Count the time between two marks as one in which training stands still."""
-        self._unread.append((start, end))
-        while self._unread and Clock.has_passed(self._unread[0][1]):
-            self._exposed_seconds += _exposed(*self._unread.popleft())
+        """Count the time between two marks as one in which the step in progress stands still."""
+        if self._paused is None:
+            self._exposed.append((start, end))
 
     def pause(self) -> None:
         """Count no time until :meth:`resume`: a validation between two batches of a step is no part of it."""
@@ -307,6 +309,8 @@ class Totals:
     def resume(self) -> None:
         """Count time from here on; where nothing was paused, all that went before is no part of a step."""
         now = perf_counter()
+        if self._paused is None:
+            self._exposed.clear()
         self._border, self._paused = now if self._paused is None else self._border + now - self._paused, None
 
     def end_step(self) -> None:
@@ -314,8 +318,12 @@ class Totals:
         border, self._border = self._border, perf_counter()
         if not self._is_dense:  # of which nobody knows what was exposed
             self._seconds += self._border - border
+            self._unread.extend(self._exposed)
+        self._exposed.clear()
         self._is_dense = False
         self.steps += 1
+        while self._unread and Clock.has_passed(self._unread[0][1]):
+            self._exposed_seconds += _exposed(*self._unread.popleft())
 
     def as_stats(self, has_levels: bool) -> dict[str, float]:
         """Return the public statistics; on a device this may wait."""
@@ -329,7 +337,8 @@ class Totals:
         if self.steps:
             stats["total_steps"] = float(self.steps)
             exposed = self._exposed_seconds + sum(starmap(_exposed, self._unread))
-            stats["exposed_share"] = exposed / self._seconds if self._seconds else math.nan
+            # A device may be behind the host, by whose clock steps are timed.
+            stats["exposed_share"] = min(1.0, exposed / self._seconds) if self._seconds else math.nan
         return stats
 
 
@@ -342,7 +351,6 @@ class Recorder:
         self.has_levels = node_ranks > 1  # some ranks share a gradient
         self.current = ExchangeRecord(*self._ranks)  # changes only between two backwards
         self.forget()
-        self.continues_step = False  # whether the coming exchange is of the step of the one before
         self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
         self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
@@ -352,7 +360,7 @@ class Recorder:
         """Forget the steps so far, of a training that goes on from another state than theirs."""
         self.totals = Totals()
         self.last: Optional[ExchangeRecord] = None  # that ended, with the engine or with plain DDP
-        self.last_step: Step = ()  # all of the optimizer step that goes on, or of the last one if none has come since
+        self.records = deque[ExchangeRecord](maxlen=_MOST_RECORDS)  # that ended last
 
     def begin_backward(self) -> None:
         """Record that a backward begins; of several in one step the last one counts."""
@@ -447,8 +455,14 @@ class Recorder:
 
     def _keep(self, record: ExchangeRecord) -> None:
         self.totals.add(record)
-        self.last_step = (*(self.last_step[-_MOST_EXCHANGES:] if self.continues_step else ()), record)
+        record.step = self.totals.steps
+        self.records.append(record)
         self.last = record
+
+    @property
+    def last_step(self) -> list[ExchangeRecord]:
+        """All of the optimizer step that goes on, or of the last one if none has come since."""
+        return [each for each in self.records if each.step == self.records[-1].step]
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
         """Record a step whose gradients, of so many elements and bytes, plain DDP exchanges."""

@@ -152,6 +152,8 @@ class BackendChoice(SharedOnCopy):
         self.wants_dense, self._engine.densities.sends_all = is_dense, False
         for _ in range(_SETTLING_STEPS):
             yield
+        if is_dense:
+            self._engine.recorder.totals.forget_times()  # which were those of trials
 
     def _tell(self, comparison: Comparison, turns: int) -> None:
         ours, theirs = comparison.ours, comparison.theirs

@@ -395,7 +395,6 @@ class Training:
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
         continued = self.engine.arrived.continued
-        self.engine.recorder.continues_step = bool(continued)
         if self.is_dense:
             adam = self.view.adam
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)

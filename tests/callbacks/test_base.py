@@ -82,6 +82,7 @@ TOGETHER = [
     ("topk", [ADAPTIVE, Other([Warmup(4)])], Small, "AdaptiveDensity and Other"),
     *[(name, [ADAPTIVE], Small, "") for name in ("topk", "lags", "dgc")],
     (UNCORRECTED, [MOMENTUM], WithAdam, "Adam"),
+    ("topk", [MOMENTUM], WithAdam, "SGD"),
     ("topk", [MOMENTUM], partial(WithSGD, dampening=0.5), "dampening=0.5"),
     ("topk", [MomentumCorrection(momentum=0.5)], WithSGD, "momentum=0.5"),
     *[(name, [MOMENTUM], WithSGD, name.upper()) for name in ("dgc", "sdagc", "a2sgd")],

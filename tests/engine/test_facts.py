@@ -1,6 +1,7 @@
 """Facts of steps: how little is held of one that has ended, and sums over all of them."""
 
 import math
+from itertools import count
 from unittest import mock
 
 import pytest
@@ -61,6 +62,14 @@ def step(backward_end, end):
     return record
 
 
+@pytest.fixture
+def ten_seconds(monkeypatch):
+    """Have a step take ten seconds."""
+    now = count(0.0, 10.0)
+    monkeypatch.setattr("lightning_sparse.engine.observe.perf_counter", lambda: next(now))
+
+
+@pytest.mark.usefixtures("ten_seconds")
 def test_nobody_waits_for_a_device_before_somebody_asks():
     totals = Totals()
     steps = [(Event(float(number)), Event(number + 0.25)) for number in range(5)]
@@ -70,11 +79,11 @@ def test_nobody_waits_for_a_device_before_somebody_asks():
         if number == 2:
             for event in (*steps[0], *steps[1]):
                 event.has_passed = True
-    assert len(totals._unread) == 3
     totals.end_step()
+    assert len(totals._unread) == 3
     for backward_end, _ in steps:  # comes before the end, for which one waits
         backward_end.has_passed = True
-    assert totals.as_stats(has_levels=False)["exposed_share"] * totals._seconds == pytest.approx(5 * 0.25)
+    assert totals.as_stats(has_levels=False)["exposed_share"] == pytest.approx(5 * 0.25 / 10)
 
 
 def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
@@ -112,13 +121,13 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     assert stats["exposed_share"] == (0.5 + 0.5) / (2 + 2)
 
 
+@pytest.mark.usefixtures("ten_seconds")
 @pytest.mark.parametrize("has_passed", [False, True])
 def test_a_wait_after_a_step_counts_once_whether_or_not_the_device_has_come_to_the_end_of_the_step(has_passed):
     recorder = Recorder(torch.device("cpu"), ranks=4)
     marks = [Event(each) for each in (1.0, 1.5, 2.0, 2.25)]
     for mark in marks:
         mark.has_passed = has_passed
-    recorder.totals.resume()
     with mock.patch.object(recorder.clock, "mark", iter(marks).__next__):
         recorder.end_backward()
         recorder.end_exchange()
@@ -128,12 +137,12 @@ def test_a_wait_after_a_step_counts_once_whether_or_not_the_device_has_come_to_t
     for mark in marks:
         mark.has_passed = True
     share = recorder.totals.as_stats(has_levels=False)["exposed_share"]
-    assert share * recorder.totals._seconds == pytest.approx(0.75)
-    assert mean_stats([recorder.last_step], has_levels=False)["exposed_seconds"] == 0.75
+    assert share == pytest.approx(0.75 / 10)
+    assert mean_stats(recorder.last_step, has_levels=False)["exposed_seconds"] == 0.75
 
 
 def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_not(monkeypatch):
-    now = iter([0.0, 10.0, 12.0, 30.0, 33.0])
+    now = iter([0.0, 10.0, 12.0, 30.0, 33.0, 34.0, 35.0, 36.0])
     monkeypatch.setattr("lightning_sparse.engine.observe.perf_counter", lambda: next(now))
     totals = Totals()
     totals.resume()
@@ -141,19 +150,25 @@ def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_n
     totals.resume()  # 18 s later
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 3 s more
-    assert totals.as_stats(has_levels=False)["exposed_share"] == 0.5 / (2 + 3)
+    totals.pause()
+    totals.expose(40.0, 90.0)  # a round that ends before a validation
+    totals.resume()  # 1 s later
+    totals.end_step()  # 1 s more
+    totals.expose(40.0, 90.0)  # of no step: training has ended
+    assert totals.as_stats(has_levels=False)["exposed_share"] == 0.5 / (2 + 3 + 1 + 1)
 
 
 def test_of_narrow_gradients_plain_ddp_sends_less():
-    stats = mean_stats([[ExchangeRecord.of_dense(100, 200, ranks=4, node_ranks=1)]], has_levels=False)
+    stats = mean_stats([ExchangeRecord.of_dense(100, 200, ranks=4, node_ranks=1)], has_levels=False)
     assert (stats["wire_bytes"], stats["dense_bytes"], stats["compression_ratio"]) == (300.0, 600.0, 2.0)
 
 
 def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
     plain, ours = ExchangeRecord.of_dense(100, 400, ranks=4, node_ranks=1), step(1.0, 1.5)
-    stats = mean_stats([[plain]], has_levels=False)
+    stats = mean_stats([plain], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0
     assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0
     assert all(math.isnan(stats[name]) for name in ("select_seconds", "exchange_seconds", "exposed_seconds"))
-    both = mean_stats([[plain], [ours]], has_levels=False)
+    ours.step = 1
+    both = mean_stats([plain, ours], has_levels=False)
     assert (both["wire_bytes"], both["density"], both["exposed_seconds"]) == (330.0, 0.5, 0.5)

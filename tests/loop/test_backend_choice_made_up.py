@@ -20,11 +20,14 @@ class MadeUpEngine:
     """As much of an engine as the choice asks for; a plan takes it some steps."""
 
     def __init__(self, density, exposed):
-        self.planner = self.densities = self
+        self.planner = self.densities = self.recorder = self.totals = self
         self.sends_all = False
         self.plan = None
         self._density, self._exposed = density, exposed
         self._steps = 0
+
+    def forget_times(self):
+        """Forget the times of trials."""
 
     def make_step(self):
         self._steps += 1
@@ -78,7 +81,9 @@ def test_it_says_what_it_does_and_what_came_of_it():
     ],
 )
 def test_what_is_not_worth_the_delay_is_left_to_ddp(ours, density, why):
-    were_plain, said = live(lambda step: 0.1, lambda step: ours, 300, density)
+    with mock.patch.object(MadeUpEngine, "forget_times") as forget_times:
+        were_plain, said = live(lambda step: 0.1, lambda step: ours, 300, density)
+    assert forget_times.called  # what the trials have exposed is no part of DDP's steps
     assert all(were_plain[-100:])
     assert said[-1].endswith(f"as measured; chosen: plain DDP, {why}")
 
