@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 Kind = TypeVar("Kind", bound=type[Any])
 # A strategy's name, a command, an attribute, an argument of an entry point, or "Class.argument" of a class.
 REMOVED: dict[str, str] = {
+    "RequeueAtStepEnd": "the strategy requeues by itself: leave the callback out",
     "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",

@@ -9,7 +9,6 @@ from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
 from lightning_sparse.compressors.density import ErrorBudget, Measurement, Rule, RuleContext, Warmup
 from lightning_sparse.removed import refuse_removed
-from lightning_sparse.strategy.requeue import RequeueAtStepEnd
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -25,7 +24,6 @@ __all__ = [
     "MomentumCorrection",
     "OverlapTimeline",
     "ReplicaSentinel",
-    "RequeueAtStepEnd",
     "Rule",
     "RuleContext",
     "Warmup",

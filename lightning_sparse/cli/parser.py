@@ -14,7 +14,6 @@ from lightning_sparse import callbacks
 from lightning_sparse.compressors.registry import unknown_name
 from lightning_sparse.strategy.lightning import ArgsType, LightningArgumentParser, LightningCLI, StrategyRegistry
 from lightning_sparse.strategy.names import meant_by, systems
-from lightning_sparse.strategy.requeue import RequeueAtStepEnd
 
 for _name in callbacks.__all__:
     getattr(callbacks, _name)  # help and short names know what has been imported
@@ -104,7 +103,7 @@ def _named(kind: type, arguments: dict[str, Any]) -> Namespace:
 
 
 class SparseCLI(LightningCLI):
-    """Lightning's command line, with this package's strategy names known to it, and SLURM's signals answered."""
+    """Lightning's command line, with this package's strategy names known to it."""
 
     def __init__(self, **kwargs: Any) -> None:
         # A job that SLURM puts back, or torchrun starts again, finds the file that its first run has written.
@@ -113,7 +112,6 @@ class SparseCLI(LightningCLI):
         defaults: dict[str, Any] = {
             "parser_class": SentenceParser,
             "save_config_kwargs": {"overwrite": overwrites},
-            "trainer_defaults": {"callbacks": [RequeueAtStepEnd()]},
         }
         super().__init__(**{**defaults, **kwargs})
 

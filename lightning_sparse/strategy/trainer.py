@@ -41,7 +41,7 @@ from lightning_sparse.strategy.lightning import (
     _WrappingCheckpointIO,
 )
 from lightning_sparse.strategy.meeting_points import MeetingPoints
-from lightning_sparse.strategy.signals import Termination
+from lightning_sparse.strategy.stop import GracefulStop
 from lightning_sparse.strategy.uneven import check_logged, check_ranks_apart
 
 _MODEL = "model"  # the name of the one that there is, in checkpoints
@@ -83,7 +83,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _timeout: Optional[timedelta]
     _has_failed = False
     _meetings: Optional[MeetingPoints] = None  # where replicas may be apart, or in shards; the last fit's after it
-    _termination: Optional[Termination] = None
     _replaced: ExitStack  # which gives back methods in whose place ours stand
 
     @property
@@ -137,6 +136,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             self._has_failed = False
             post_error(None)
             self._start(trainer)
+            if self.world_size > 1:
+                stop = GracefulStop()
+                trainer.callbacks.append(stop)  # type: ignore[attr-defined]
+                self._replaced.callback(stop.close, trainer)
 
     def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
         """Begin the exchange of the model, or of what stands for it, unless there is nobody to exchange with."""
@@ -176,10 +179,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def _begin_steps(self) -> None:
         """Tell the loop, and users, of the steps that begin now."""
         trainer = self._trainer
-        self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         training = self._loop.training
-        exchanges = partial(getattr, None if training is None else training.engine.source, "exchanges", 0)
-        self._termination = Termination(trainer, exchanges) if self.world_size > 1 else None
         if training is None:
             return
         if self._meetings is not None:
@@ -261,14 +261,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         self._loop.replicas.adopt()  # what callbacks have averaged is each rank's own
-        self._answer_signals(has_ended=True)
         super().on_train_end()
-
-    def _answer_signals(self, has_ended: bool) -> None:
-        """Have Lightning answer signals again."""
-        if self._termination is not None:
-            self._termination.close(has_ended)
-            self._termination = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -320,7 +313,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._answer_signals(has_ended=False)
         self._replaced.close()
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()

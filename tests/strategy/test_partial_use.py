@@ -420,7 +420,7 @@ def groups_asked_for(rank):
 
 
 def test_ranks_agree_on_what_is_trained_without_a_backend_of_another_kind(pair):
-    assert pair.run(groups_asked_for) == [[None, None]] * 2  # for exchanges, and for news of signals
+    assert pair.run(groups_asked_for) == [[None]] * 2
 
 
 class Tied(Freezing):

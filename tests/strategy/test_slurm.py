@@ -1,7 +1,6 @@
 """Trainings on a real SLURM cluster of several nodes, on this machine."""
 
 import json
-import math
 import os
 import socket
 import sys
@@ -15,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.strategy.cluster import REQUIRED, Cluster, missing
 
 ROOT = Path(__file__).parents[2]
-NODES = 3
+NODES = 2
 
 
 @pytest.fixture(scope="module")
@@ -99,53 +98,26 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, wor
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-def test_a_signalled_job_saves_goes_back_and_continues_with_the_nodes_that_are_left(cluster, work):
-    options = ["--nodes=2:3", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
-    options += [f"--config={ROOT}/tests/strategy/slow.yaml"]
-    options += ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=5"]
-    told = cluster.run("lightning-sparse", "submit", *options, folder=work)
-    job = told.split()[1]
-    log, steps = work / "jobs" / f"train-{job}.log", work / "steps.jsonl"
-    assert str(log) in told
+def test_a_signalled_job_saves_is_requeued_and_resumes(cluster, work):
+    script = (work / "examples" / "slurm" / "several_nodes.sbatch").read_text()
+    changed = script.replace("--config configs/lags.yaml", f"--config {ROOT}/tests/strategy/slow.yaml")
+    (work / "job.sbatch").write_text(changed)
+    job = cluster.submit("job.sbatch", folder=work)
+    log, steps = work / f"sparse-several-nodes-{job}.log", work / "steps.jsonl"
     wait_for(lambda: len(lines_of(steps)) >= 13, 150, cluster, log)
-    cluster.run("scontrol", "update", "nodename=n3", "state=drain", "reason=gone")
-    try:
-        cluster.run("scancel", "--signal=USR1", job)
-        wait_for(lambda: any(line["epoch"] == 2 for line in lines_of(steps)), 150, cluster, log)
-        cluster.run("scancel", "--signal=USR1", job)
-        assert cluster.wait_until_ended(job, timeout=120)["JobState"] == "COMPLETED", log.read_text()
-    finally:
-        cluster.run("scontrol", "update", "nodename=n3", "state=resume")
+    cluster.run("scancel", "--signal=USR1", job)
+    wait_for(lambda: len(lines_of(steps)) >= 28, 150, cluster, log)
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait_until_ended(job, timeout=120)["JobState"] == "COMPLETED", log.read_text()
     *written, end = lines_of(steps)
     assert [line["restarts"] for line in written] == sorted(line["restarts"] for line in written)
-    first, second, third = (
-        [(line["step"], line["epoch"], line["batch"]) for line in written if line["restarts"] == times]
-        for times in range(3)
-    )
-    for number, made in ((1, first), (2, second)):
+    made = [[line["step"] for line in written if line["restarts"] == times] for times in range(3)]
+    # Of three epochs no step is left out, and none made twice.
+    assert made == [list(range(1, 15)), list(range(15, 30)), list(range(30, 49))]
+    for number, each in enumerate(made[:2], 1):
         checkpoint = work / "jobs" / job / f"hpc_ckpt_{number}.ckpt"
-        # At the end of a step, and with nothing done after it, that would be done twice.
-        assert torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"] == made[-1][0]
-    saved = first[-1][0]
-    assert saved == 15  # signalled after the thirteenth, agreed on while the fifteenth ran
-    # Of 128 samples an epoch three ranks had 12 in a step, in 11 of them; two have 8, in 16.
-    left = max(0, 128 - 12 * ((saved - 1) % 11 + 1))
-    ends = saved + math.ceil(left / 8)  # the second epoch
-    # In the middle of an epoch, and neither from its start nor with a step left out.
-    assert second + third == [
-        (step, 1 + (step > ends), (step - ends - 1) % 16) for step in range(saved + 1, ends + 16 + 1)
-    ]
-    assert 1 <= len(third) < 16
+        assert torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"] == each[-1]
     assert end["hosts"] == ["n1", "n2"]
     assert end["identical"]
     assert end["stats"]["compression_ratio"] > 5
     assert end["loss"] < 0.9
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(240)
-def test_python_without_srun_is_refused_at_once(cluster, work):
-    fit = "lightning-sparse fit --model=tests.strategy.slow.Slow --trainer.strategy=sparse_topk"
-    job = cluster.submit("--ntasks-per-node=2", f"--wrap={fit}", folder=work)
-    assert cluster.wait_until_ended(job, timeout=200)["JobState"] == "FAILED"
-    assert "put srun before the command" in (work / f"slurm-{job}.out").read_text()

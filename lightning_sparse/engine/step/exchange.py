@@ -640,7 +640,6 @@ class Exchange(SharedOnCopy):
         self._last_graph = -1  # the backward whose end was seen last
         self._heard_graph = -1  # that whose beginning was
         self._backward: Optional[Backward] = None  # whose gradients have begun to come, and are not means yet
-        self.exchanges = 0  # that have ended, as many on all ranks
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
 
@@ -801,7 +800,7 @@ class Exchange(SharedOnCopy):
             self._order = Order(self._agreed_order(backward), self._order.all_used.device)
         with shown("exposed"):
             backward.finish(self._order)
-        self._used, self._backward, self.exchanges = set(), None, self.exchanges + 1
+        self._used, self._backward = set(), None
         self._end()
 
     def _agreed_order(self, backward: Backward) -> list[Member]:

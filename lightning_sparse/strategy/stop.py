@@ -1,0 +1,110 @@
+"""SIGTERM, and SLURM's signal before its time limit, are answered on all ranks after the same step."""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from time import perf_counter
+from types import FrameType
+from typing import Any, Optional
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_sparse.strategy.lightning import Callback, LightningModule, SIGTERMException, SLURMEnvironment, Trainer
+
+
+class GracefulStop(Callback):
+    """End or requeue all ranks after the same step when one of them is signalled; strategies add it for a fit.
+
+    The handler sets a flag, and every few seconds ranks compare their flags. Lightning's own handlers save and exchange
+    wherever each rank is, and from 2.6 on its ranks wait for each other in every batch (its issue 21487).
+    """
+
+    SECONDS = 5.0  # between two comparisons
+
+    def __init__(self) -> None:
+        self._received: set[int] = set()
+        self._replaced: dict[int, Any] = {}
+        self._before: Any = signal.getsignal(signal.SIGTERM)  # Lightning has not registered its handlers yet
+        self._requeue_signal = 0  # none
+
+    def _register(self, trainer: Trainer) -> None:
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue_signal = environment.requeue_signal or 0
+        if not self._replaced and threading.current_thread() is threading.main_thread():
+            for number in {signal.SIGTERM, self._requeue_signal or signal.SIGTERM}:
+                self._replaced[number] = signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: Optional[FrameType]) -> None:
+        self._received.add(number)
+        if number == signal.SIGTERM and callable(self._before):
+            self._before(number, frame)
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._register(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._register(trainer)
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        self._step, self._next_step, self._began = trainer.global_step, trainer.global_step + 1, perf_counter()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        if (step := trainer.global_step) < self._next_step:  # also between two batches of one step
+            return
+        seconds = (perf_counter() - self._began) / (step - self._step)
+        ends, requeues, seconds = self._compare(trainer, seconds)
+        self._step, self._next_step, self._began = step, step + max(1, round(self.SECONDS / seconds)), perf_counter()
+        if requeues:
+            self._received.discard(self._requeue_signal)
+            _save_and_requeue(trainer)
+        _end_if(ends, trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _end_if(self._compare(trainer, 0.0)[0], trainer)
+
+    def _compare(self, trainer: Trainer, seconds: float) -> list[float]:
+        """Return whether any rank received SIGTERM, whether any received the other signal, and the most seconds."""
+        own = [float(number in self._received) for number in (signal.SIGTERM, self._requeue_signal)]
+        strategy: Any = trainer.strategy
+        most = strategy.reduce(torch.tensor([*own, seconds], device=strategy.root_device), reduce_op="max")
+        return list(most.tolist())
+
+    def close(self, trainer: Any) -> None:
+        """Restore what was replaced, also after an error."""
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+
+
+def _end_if(any_received: float, trainer: Trainer) -> None:
+    if any_received:
+        trainer._signal_connector.received_sigterm = True  # which users may read
+        raise SIGTERMException
+
+
+def _save_and_requeue(trainer: Trainer) -> None:
+    path = trainer.strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+    trainer.save_checkpoint(path)
+    rank_zero_info(f"saved {path} after step {trainer.global_step}")
+    if trainer.strategy.broadcast(trainer.is_global_zero and _requeue()):
+        raise SystemExit(0)  # later steps would be done, and logged, twice
+
+
+def _requeue() -> bool:
+    job = os.environ["SLURM_JOB_ID"]
+    if shutil.which("scontrol") is None:
+        rank_zero_warn(f"scontrol is not found here, such as in a container; job {job} trains on until its end")
+        return False
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)  # noqa: S603, S607
+    if done.returncode > 0:  # below 0 a signal ended it: SLURM may end the job's processes before its answer
+        rank_zero_warn(f"SLURM does not requeue job {job}, which trains on until its end: {done.stderr.strip()}")
+    return done.returncode <= 0

@@ -1,0 +1,133 @@
+"""SIGTERM, and SLURM's signal, end or requeue all ranks after the same step."""
+
+import os
+import signal
+import warnings
+from threading import Thread
+from unittest import mock
+
+import pytest
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.environments import SLURMEnvironment
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.strategy.stop import GracefulStop
+from tests.helpers.trainers import Small, make_trainer
+
+STEPS = 16
+JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+class SignalAt(Callback):
+    """Send this process a signal in a batch."""
+
+    def __init__(self, batch, number):
+        self.batch, self.number = batch, number
+
+    def on_train_batch_start(self, trainer, module, batch, batch_index):
+        if batch_index == self.batch:
+            os.kill(os.getpid(), self.number)
+
+
+def put_scontrol(folder, end="exit 0"):
+    """Put a command in place of SLURM's that writes down what is asked of it, and ends as told."""
+    path = folder / "scontrol"
+    path.write_text(f'#!/bin/sh\necho "$*" >> {folder}/asked\n{end}\n')
+    path.chmod(0o755)
+
+
+def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None, settings=None, in_thread=False):
+    """Fit; return what ended it, after which step, how often a user's SIGTERM handler ran, whether all is restored."""
+    job = {**JOB, "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "PATH": folder}
+    is_job = number == signal.SIGUSR1
+    seen, ends, numbers = [], [], (signal.SIGTERM, signal.SIGUSR1)
+    first = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    before = [signal.getsignal(each) for each in numbers]
+    callbacks = [SignalAt(batch, number)] if rank in signalled else []
+    callbacks.append(
+        ModelCheckpoint(f"{folder}/saves", filename="last", save_on_exception=True, every_n_train_steps=1000)
+    )
+    more = {"callbacks": callbacks, "enable_checkpointing": True, "default_root_dir": folder, **(more or {})}
+    more |= {"plugins": [SLURMEnvironment()]} if is_job else {}
+    with mock.patch.dict(os.environ, job if is_job else {}), mock.patch.object(GracefulStop, "SECONDS", seconds):
+        trainer = make_trainer(rank, SparseDDPStrategy("topk", density=0.1, **(settings or {})), **more)
+
+        def fit():
+            try:
+                trainer.fit(Small())
+            except SystemExit as error:
+                ends.append(type(error).__name__)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message=".*trains on until its end")
+            if in_thread and rank == 1:
+                thread = Thread(target=fit)
+                thread.start()
+                thread.join()
+            else:
+                fit()
+    is_restored = [signal.getsignal(each) for each in numbers] == before
+    is_restored &= not any(isinstance(each, GracefulStop) for each in trainer.callbacks)
+    is_restored &= "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+    signal.signal(signal.SIGTERM, first)
+    assert trainer.received_sigterm == (ends == [SIGTERMException.__name__])
+    return ends, trainer.global_step, len(seen), is_restored, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("signalled", "batch", "more", "settings", "stop"),
+    [
+        ((0,), 5, {}, {}, 6),
+        ((1,), 5, {}, {}, 6),
+        ((0, 1), STEPS - 1, {}, {}, STEPS),
+        ((1,), 6, {"accumulate_grad_batches": 4}, {}, 2),  # in the midst of the second step
+        ((1,), 5, {}, {"local_steps": 4}, 6),
+    ],
+)
+def test_all_ranks_end_and_save_after_the_same_step(signalled, batch, more, settings, stop, pair, tmp_path):
+    ends = pair.run(fit_signalled, str(tmp_path), signalled, batch, signal.SIGTERM, 0.0, more, settings)
+    assert ends == [(["SIGTERMException"], stop, int(rank in signalled), True, []) for rank in range(2)]
+    (saved,) = (tmp_path / "saves").glob("*.ckpt")
+    assert torch.load(saved, map_location="cpu", weights_only=True)["global_step"] == stop
+
+
+def test_ranks_compare_every_few_seconds_and_at_the_end(pair, tmp_path):
+    ends = pair.run(fit_signalled, str(tmp_path), (1,), 5, signal.SIGTERM, 3600.0)
+    assert ends == [(["SIGTERMException"], STEPS, int(rank == 1), True, []) for rank in range(2)]
+
+
+def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair, tmp_path):
+    ends = pair.run(fit_signalled, str(tmp_path), (0,), 5, signal.SIGTERM, 0.0, None, None, True)
+    assert ends == [(["SIGTERMException"], 6, int(rank == 0), True, []) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("signalled", "end"),
+    [((0,), "exit 0"), ((1,), "exit 0"), ((0, 1), "kill -TERM $$")],  # SLURM may end scontrol, too, before it answers
+)
+def test_all_ranks_save_and_requeue_after_the_same_step(signalled, end, pair, tmp_path):
+    put_scontrol(tmp_path, end)
+    ends = pair.run(fit_signalled, str(tmp_path), signalled, 4, signal.SIGUSR1)
+    assert ends == [(["SystemExit"], 5, 0, True, [])] * 2
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", map_location="cpu", weights_only=True)
+    assert saved["global_step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("echo no such job >&2; exit 1", "SLURM does not requeue job 77, which trains on until its end: no such job"),
+        (None, "scontrol is not found here, such as in a container; job 77 trains on"),
+    ],
+)
+def test_a_job_that_is_not_requeued_saves_and_trains_on(end, said, pair, tmp_path):
+    if end is not None:
+        put_scontrol(tmp_path, end)
+    first, second = pair.run(fit_signalled, str(tmp_path), (0, 1), 4, signal.SIGUSR1)
+    assert first[:4] == second[:4] == ([], STEPS, 0, True)
+    assert said in first[4][0]
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
