@@ -112,7 +112,7 @@ def train_adaptively(rank, network, steps):
     with sparse_ddp(Slow(), compressor, density=0.02, log=lambda line: None) as (ddp, engine):
         slow_down(engine, network)
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
-            pass
+            engine.end_step()
         return parameters_of(ddp), engine.planner.plan, engine.compression_stats()
 
 

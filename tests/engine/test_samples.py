@@ -47,6 +47,7 @@ def train(rank, compressor, schedule, asks):
             samples = engine.pipeline.recorder.last_samples
             inside = {} if samples is None else samples.facts()
             book.append((inside, outside, engine.compression_stats()))
+            engine.end_step()
         return book, parameters_of(ddp)
 
 

@@ -37,6 +37,7 @@ def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
         for step in range(STEPS):
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
+            engine.end_step()
         numels = {name: parameter.numel() for name, parameter in ddp.module.named_parameters()}
         travelled = [name for group in engine.recorder.last.groups for name in group.names]
         return engine.compression_stats()[kind], [numels[name] for name in travelled]
