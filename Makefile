@@ -24,7 +24,7 @@ test-all: test
 # The loop of a change: functions, doctests, and the laws for every compressor.
 quick: $(READY)
 	$(BIN)/python -m pytest -m "not clock and not exhaustive" $(TOGETHER) lightning_sparse tests/functional \
-		tests/schedule tests/compressors tests/test_architecture.py tests/testing/test_laws.py
+		tests/schedule tests/compressors tests/test_architecture.py tests/testing/test_conformance.py
 
 # The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs, a thousand random
 # trainings; as root, links are cut.

@@ -1,4 +1,4 @@
-"""Fixtures beside those of ``lightning_sparse.testing.plugin``, which users of the kit have as well."""
+"""Fixtures, and which cases of a test are run."""
 
 import os
 from collections import defaultdict
@@ -7,7 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_sparse.engine.refusals import takes_wire
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.subjects import subject_of
 from tests.helpers.commands import Interpreter
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
@@ -31,12 +33,21 @@ class FirstApart(Pool):
         super()._start()
 
 
+def is_possible(item):
+    """Tell whether a case's compressor takes its wire."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    name, wire = given.get("compressor"), given.get("wire")
+    return not (isinstance(name, str) and isinstance(wire, str)) or takes_wire(subject_of(name), wire)
+
+
 def pytest_collection_modifyitems(items):
-    """Leave to ``make test-all`` what a sample of a test's cases does without."""
+    """Leave out what is refused, and leave to ``make test-all`` what a sample of a test's cases does without."""
+    items[:] = filter(is_possible, items)
     tests = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
-            tests[item.path, item.originalname].append(item)
+            check = item.callspec.params.get("check")
+            tests[item.path, item.originalname, check and check.holds].append(item)
     for cases in tests.values():
         for item in set(cases) - set(sample(cases, *cases[0].get_closest_marker("sampled").args)):
             item.add_marker("exhaustive")
@@ -55,6 +66,12 @@ def pools():
     largest = FirstApart(4, preload=IMPORTED)
     yield {ranks: largest.first(ranks) for ranks in (1, 2, 3, 4)}
     largest.stop()
+
+
+@pytest.fixture
+def pair(pools):
+    """Two ranks."""
+    return pools[2]
 
 
 @pytest.fixture(scope="session")

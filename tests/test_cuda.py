@@ -11,9 +11,9 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.schedule import FixedSize, Layerwise, Single
-from lightning_sparse.testing.laws.mass import balance
+from lightning_sparse.testing.invariants import balance
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import each_schedule, each_wire
+from lightning_sparse.testing.subjects import SCHEDULE_NAMES, WIRES
 from tests.compressors.virtual import Net
 from tests.helpers.devices import DEVICE, needs_cuda
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, batch, sparse_ddp, watch_gradients
@@ -64,7 +64,7 @@ def train_late(rank, schedule, steps):
     return arrived, history
 
 
-@each_schedule
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_one_rank_on_nccl_is_error_feedback_and_every_stream_waits_for_the_other(nccl, schedule):
     torch.manual_seed(0)
     parameters = {name: tensor.detach().clone() for name, tensor in Net().named_parameters()}
@@ -82,8 +82,8 @@ def test_one_rank_on_nccl_is_error_feedback_and_every_stream_waits_for_the_other
             torch.testing.assert_close(trained[name], parameters[name], rtol=0, atol=1e-6)
 
 
-@each_wire
-@each_schedule
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
 def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(nccl, compressor, schedule, wire):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
@@ -125,7 +125,7 @@ def backward_without_waiting(rank, settings):
     return None
 
 
-@each_wire
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("schedule", [Layerwise(), FixedSize(2000), Single()], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("compressor", NEVER_WAITING)
 def test_the_host_never_waits_for_the_device(nccl, compressor, schedule, wire):

@@ -250,6 +250,31 @@ class CutSelection(Sequence[Selection]):
             torch._foreach_copy_(longer, [row[: len(tensor)] for row, tensor in zip(padded, longer)])
 
 
+def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
+    """Return what of the contract the indices break, if anything; ``size`` is the announced one.
+
+    Example::
+
+        >>> broken_rule(Selection(torch.ones(2), torch.tensor([3, 1]), 4), 4)
+        'whose indices do not ascend, each once'
+    """
+    values, indices = selection.values, selection.indices
+    if selection.numel != numel:
+        return f"whose numel={selection.numel} is another"
+    if indices is None:
+        return None
+    if indices.dtype is not torch.int64 or indices.dim() != 1 or values.shape != indices.shape:
+        return f"of values {tuple(values.shape)} and {indices.dtype} indices {tuple(indices.shape)}; want int64 [count]"
+    if size is not None and len(indices) != size.selected:
+        return f"with {len(indices)} indices, where selection_size() announces {size.selected}"
+    if not len(indices):
+        return None
+    least, most = map(int, indices.aminmax())
+    if least < 0 or most >= numel:
+        return f"with an index out of range: {least if least < 0 else most}"
+    return None if bool((indices.diff() > 0).all()) else "whose indices do not ascend, each once"
+
+
 def whole(tensors: Sequence[Tensor]) -> list[Selection]:
     """Select all of flat tensors."""
     return [Selection(tensor, None, tensor.numel()) for tensor in tensors]

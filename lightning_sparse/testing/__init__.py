@@ -1,4 +1,5 @@
-"""The conformance kit: the laws that our compressors are held to, for those of others; see ``docs/conformance.md``.
+"""The conformance kit: the invariants that our compressors keep, for those of others; see ``docs/conformance.md``."""
 
-The plugin is asked for by name: an entry point would import torch in every pytest run of the environment.
-"""
+from lightning_sparse.testing.invariants import Check, InvariantError, check_compressor, checks_for
+
+__all__ = ["Check", "InvariantError", "check_compressor", "checks_for"]

@@ -28,14 +28,21 @@ class Pool:
     """``ranks`` processes that form one process group; arguments and results travel on the CPU.
 
     Only the ``backend`` gloo lets several ranks share a GPU. ``preload`` names modules to import once, in a server from
-    which processes are forked: for functions that end processes, on the CPU only. ``group_timeout`` is a collective's.
+    which processes are forked: for functions that end processes, on the CPU only. ``group_timeout`` is a collective's,
+    ``timeout`` that of a run, in seconds.
     """
 
     def __init__(
-        self, ranks: int, backend: str = "gloo", preload: Sequence[str] = (), group_timeout: Optional[timedelta] = None
+        self,
+        ranks: int,
+        backend: str = "gloo",
+        preload: Sequence[str] = (),
+        group_timeout: Optional[timedelta] = None,
+        timeout: float = 120.0,
     ) -> None:
         self.ranks = ranks
         self._group_timeout = group_timeout
+        self._timeout = timeout
         self.backend = backend
         self._preload = list(preload)
         self._members: list[tuple[Any, Connection]] = []  # processes, and where they listen
@@ -47,32 +54,30 @@ class Pool:
         smaller.ranks = ranks
         return smaller
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
         """Return each rank's result of ``function(rank, *args)``; failures are one ``RemoteError``, see ``answers``."""
-        answers = self.answers(function, *args, timeout=timeout, patience=patience)
+        answers = self.answers(function, *args, **limits)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
         if failures:
             raise RemoteError("\n".join(failures))
         return [result for _, result in answers]
 
     def answers(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
+        self, function: Callable[..., Any], *args: Any, timeout: float = 0.0, patience: float = 0.0
     ) -> list[tuple[Optional[str], Any]]:
         """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result.
 
-        ``timeout`` (seconds) is for the first answer, ``patience`` for each after the one before, ``None`` for as long.
+        ``timeout`` (seconds; 0 for the pool's) is for the first answer, ``patience`` for each after the one before.
         """
         self._start()
-        connections = [connection for _, connection in self._members[: self.ranks]]
+        waiting = connections = [connection for _, connection in self._members[: self.ranks]]
         for connection in connections:
             _send(connection, (self.ranks, self._stores[self.ranks], function, args))
-        limit, waiting, answers = timeout, list(connections), {}
+        limit, answers = timeout or self._timeout, {}
         while waiting and (ready := wait(waiting, limit)):
             answers.update({connection: _answer(connection) for connection in waiting if connection in ready})
             waiting = [connection for connection in waiting if connection not in answers]
-            limit = timeout if patience is None else patience
+            limit = patience or limit
         answers.update(dict.fromkeys(waiting, (f"no answer within {limit} s", None)))
         in_order = [answers[connection] for connection in connections]
         if any(failure for failure, _ in in_order):

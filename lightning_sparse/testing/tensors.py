@@ -7,20 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-_VARIABLE = "LIGHTNING_SPARSE_TEST_DEVICE"
-
-
-def _chosen() -> torch.device:
-    kind = os.environ.get(_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"{_VARIABLE}={kind!r} must be 'cpu' or 'cuda'; leave it out for a GPU where there is one")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"{_VARIABLE}='cuda', but torch finds no GPU here; set it to 'cpu', or leave it out")
-    # With its index, as parameters report it.
-    return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-
-
-DEVICE = _chosen()
+_KIND = os.environ.get("LIGHTNING_SPARSE_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # with its index, as parameters report it
 
 
 def moved(value: Any, device: "torch.device | str") -> Any:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import DEFAULTS, LocalSteps, Settings
 from lightning_sparse.schedule import Schedule
-from lightning_sparse.testing.subjects import built
+from lightning_sparse.testing.subjects import Subject, subject_of
 from lightning_sparse.testing.tensors import DEVICE
 
 Tensors = dict[str, Tensor]
@@ -23,7 +22,7 @@ Tensors = dict[str, Tensor]
 @contextmanager
 def sparse_ddp(
     model: nn.Module,
-    compressor: "str | Compressor" = "topk",
+    compressor: Subject = "topk",
     density: Optional[float] = None,
     schedule: "str | Schedule" = "merged",
     log: Callable[[str], None] = print,
@@ -36,7 +35,7 @@ def sparse_ddp(
     chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
     chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
-    settings = Settings.of(built(compressor), density, **{"warmup_epochs": 0, **chosen})
+    settings = Settings.of(subject_of(compressor), density, **{"warmup_epochs": 0, **chosen})
     settings = replace(settings, local_steps=local_steps)  # rounds of one step, too, which nobody can ask for
     if settings.can_correct_adam:
         settings = settings.correcting_adam()

@@ -1,4 +1,4 @@
-"""Compressors that each break one law, for the conformance kit to find."""
+"""Compressors that each break one invariant, for the conformance kit to find."""
 
 import torch
 
@@ -57,4 +57,13 @@ class LooksAround(TopK):
         return Selection(tensor[indices], indices, tensor.numel())
 
 
-NOT_A_COMPRESSOR = 3
+class Returns(TopK):
+    """Returns other indices than those of the largest magnitudes."""
+
+    def __init__(self, change):
+        self._change = change
+
+    def select(self, names, accumulated, counts):
+        indices = [self._change(each.indices) for each in super().select(names, accumulated, counts)]
+        pairs = zip(accumulated, indices)
+        return [Selection(tensor.take(each.long() % len(tensor)), each, len(tensor)) for tensor, each in pairs]

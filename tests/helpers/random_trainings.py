@@ -39,7 +39,7 @@ from lightning_sparse.engine.refusals import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.schedule import Auto
-from lightning_sparse.testing.laws.replicas import Sluggish
+from lightning_sparse.testing.invariants import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands
 from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer

@@ -6,7 +6,6 @@ from lightning_sparse.testing.subjects import (
     COMPRESSOR_NAMES,
     SCHEDULE_NAMES,
     WIRES,
-    Promise,
     agrees,
     density_for,
     is_exact,

@@ -14,6 +14,7 @@ from lightning_sparse.compressors.selection import (
     FlatSelection,
     ReachingSelection,
     Selection,
+    broken_rule,
     grouped,
     overwrite,
     scatter,
@@ -69,6 +70,8 @@ class Part(NamedTuple):
 class GroupSelector:
     """Ask a compressor for its selections of a group; whole goes what has density 1, or takes far fewer bytes so."""
 
+    checks_on_device = False  # the host would wait for it; the conformance kit does
+
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
         feedback = compressor.feedback
         if compressor.selects_across_group and feedback.momentum is not None and feedback.masks_momentum:
@@ -112,8 +115,8 @@ class GroupSelector:
             parts.append(self._select_across(few, names, accumulated, densities, are_used))
         elif few:
             asked = [names[each] for each in few], [accumulated[each] for each in few], [counts[each] for each in few]
-            chosen = self._compressor.select(*asked)
-            for position, way in zip(few, self._ways_of(chosen), strict=True):
+            chosen = self._ask(*asked)
+            for position, way in zip(few, self._ways_of(chosen)):
                 ways[position] = way
         for wire in self._formats:
             positions = [position for position, way in enumerate(ways) if way is wire]
@@ -127,6 +130,25 @@ class GroupSelector:
             parts.append(Part(wire, positions, grouped(selection), [counts[each] for each in positions], tensors))
         self._used.update(part.wire for part in parts)
         return parts
+
+    def _ask(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
+        """Have the compressor select; ``ValueError`` for what breaks its contract and would fail, or hang, later."""
+        selections = self._compressor.select(names, accumulated, counts)
+        is_listed = not isinstance(selections, (FlatSelection, ReachingSelection))  # these are valid as they are built
+        if self.checks_on_device or (is_listed and accumulated[0].device.type == "cpu"):
+            self._check(names, accumulated, counts, selections)
+        return selections
+
+    def _check(
+        self, names: Sequence[str], tensors: Sequence[Tensor], counts: Sequence[int], selections: Sequence[Selection]
+    ) -> None:
+        name, size_of = type(self._compressor).__name__, self._compressor.selection_size
+        if len(selections) != len(tensors):
+            raise ValueError(f"{name}.select returned {len(selections)} selections for {len(tensors)} tensors")
+        for of, tensor, count, selection in zip(names, tensors, counts, selections):
+            size = size_of(tensor.numel(), count) if self._compressor.wire_format == "gather" else None
+            if rule := broken_rule(selection, tensor.numel(), size):
+                raise ValueError(f"{name}.select returned a selection of {of!r} ({tensor.numel()} elements) {rule}")
 
     def _way_of_dense(self, numel: int, density: float) -> Optional[WireFormat]:
         """Return the way of a tensor that is sent whole, ``None`` for one of which the compressor is asked."""
@@ -179,7 +201,7 @@ class GroupSelector:
             if is_used is False:  # where nobody used it, its residual would win the places in every step
                 piece.zero_()
         count = _merged_count(tensors, densities)
-        selection = grouped(self._compressor.select(names, [flat], [count]))
+        selection = grouped(self._ask(names, [flat], [count]))
         shares = [count * numel / sum(numels) for numel in numels]
         return Part(self._ways_of(selection)[0], positions, selection, shares, tensors, (flat, mean), are_used)
 

@@ -6,9 +6,14 @@ import torch
 from lightning_sparse import Owners, SparseDDPStrategy
 from lightning_sparse.compressors.dgc import DGC
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
-from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance, train_branches
-from lightning_sparse.testing.laws.replicas import outcomes_of
+from lightning_sparse.testing.invariants import (
+    assert_mass_is_conserved,
+    assert_nothing_moves,
+    balance,
+    outcomes_of,
+    train_branches,
+    train_with_gaps,
+)
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, sparse_ddp
 

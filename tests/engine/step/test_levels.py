@@ -11,10 +11,17 @@ from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.step.levels import LocalGradient
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.testing.laws.edges import Given, edges_of
-from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
-from lightning_sparse.testing.laws.mass import balance, train_branches
-from lightning_sparse.testing.laws.replicas import assert_close, outcomes_of, train_both
+from lightning_sparse.testing.invariants import (
+    Given,
+    assert_close,
+    assert_nothing_moves,
+    balance,
+    edges_of,
+    outcomes_of,
+    train_both,
+    train_branches,
+    train_with_gaps,
+)
 from lightning_sparse.testing.subjects import density_for
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp

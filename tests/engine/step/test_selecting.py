@@ -55,5 +55,5 @@ class ForgetsTheLast(WholeMatrices):
 
 
 def test_a_selection_is_wanted_of_each_parameter():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match=r"ForgetsTheLast\.select returned 1 selections for 2"):
         select(ForgetsTheLast(), {"matrix": 2, "bias": 4})

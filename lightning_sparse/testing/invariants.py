@@ -1,0 +1,456 @@
+"""The invariants of every compressor under every schedule, in real processes, as far as it declares them."""
+
+import copy
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple, Optional
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse.engine.engine as engine_module
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.refusals import takes_wire
+from lightning_sparse.engine.step.selecting import GroupSelector
+from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.schedule import FixedSize, Schedule
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.subjects import (
+    SCHEDULE_NAMES,
+    WIRES,
+    Subject,
+    agrees,
+    density_for,
+    is_exact,
+    is_grouping_free,
+    keeps,
+    settings_of,
+    subject_of,
+)
+from lightning_sparse.testing.tensors import DEVICE, assert_same, differences, moved
+from lightning_sparse.testing.wrapping import (
+    Edges,
+    Tensors,
+    backpropagate,
+    batch,
+    booked_step,
+    gradients_of,
+    parameters_of,
+    residuals_like,
+    sgd_steps,
+    sparse_ddp,
+    watch_gradients,
+)
+
+
+class InvariantError(AssertionError):
+    """A compressor breaks an invariant; the message has its name, the case, and what was seen."""
+
+
+class Check(NamedTuple):
+    """An invariant, for a compressor, in one case: ``check(pool)`` raises :class:`InvariantError` where it is broken.
+
+    Attributes:
+        holds: what is checked, one of the functions below.
+        compressor: of which.
+        case: the schedule, the wire, the number of ranks and what else is tried.
+    """
+
+    holds: Callable[..., None]
+    compressor: Subject
+    case: dict[str, Any]
+
+    def __call__(self, pool: Pool) -> None:
+        """Run in the first processes of a pool of three at least."""
+        case = dict(self.case)
+        try:
+            self.holds(pool.first(case.pop("ranks", 2)), self.compressor, **case)
+        except AssertionError as error:
+            raise InvariantError(f"{self} does not hold: {error}") from error
+
+    def __str__(self) -> str:
+        name = self.compressor if isinstance(self.compressor, str) else type(subject_of(self.compressor)).__name__
+        return "-".join([self.holds.__name__, name, *map(str, self.case.values())])
+
+
+def check_compressor(compressor: Subject, timeout: float = 120.0) -> None:
+    """Check every invariant of a compressor in three processes over gloo, which this function starts and ends.
+
+    Args:
+        compressor: a class or a function that builds one without arguments, an object, or a name of ours. Processes
+            import its module: call this function under ``if __name__ == "__main__":``, or in a test.
+        timeout: seconds for each run of those processes.
+
+    Raises:
+        InvariantError: for the first that is broken; its message has the invariant's name and what was seen.
+    """
+    pool = Pool(3, timeout=timeout)
+    try:
+        for check in checks_for(compressor):
+            check(pool)
+    finally:
+        pool.stop()
+
+
+def checks_for(compressor: Subject) -> list[Check]:
+    """Return a check for each invariant that a compressor has to keep by what it declares, in each case."""
+    subject = subject_of(compressor)
+    return [
+        Check(holds, compressor, case)
+        for holds, is_promised, cases in _INVARIANTS
+        if is_promised(subject)
+        for case in cases
+        if takes_wire(subject, case.get("wire", "float32"))
+    ]
+
+
+_Cases = Sequence[dict[str, Any]]
+_Promise = Callable[[Compressor], bool]
+_INVARIANTS: list[tuple[Callable[..., None], _Promise, _Cases]] = []
+_WAYS = [  # every schedule, every wire
+    {"schedule": "merged", "wire": "float32", "ranks": 2},
+    {"schedule": "layerwise", "wire": "bfloat16", "ranks": 3},
+    {"schedule": "single", "wire": "float16", "ranks": 2},
+    {"schedule": "layerwise", "wire": "2bit", "ranks": 3},
+    {"schedule": "single", "wire": "4bit", "ranks": 2},
+]
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_WIRES = [{"wire": way["wire"], "ranks": way["ranks"]} for way in _WAYS]
+
+
+def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -> Callable[..., Callable[..., None]]:
+    """Have compressors checked in these cases, those that declare something."""
+
+    def enter(holds: Callable[..., None]) -> Callable[..., None]:
+        _INVARIANTS.append((holds, is_promised, cases))
+        return holds
+
+    return enter
+
+
+@_invariant([{}])
+def selections_are_valid(pool: Pool, compressor: Subject) -> None:
+    """Indices are distinct, ascend, lie within their tensor, and are as many as announced."""
+    pool.run(balance, settings_of(compressor), 2)
+
+
+def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
+    """Train, and write down for every step gradients, what was applied, and the residuals before and after."""
+    torch.manual_seed(0)
+    book = []
+    checked = mock.patch.object(GroupSelector, "checks_on_device", True)
+    with checked, sparse_ddp(Edges(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        gradients = watch_gradients(ddp.module)
+        for step in range(steps):
+            book.append(booked_step(ddp, engine, gradients, ddp(batch(rank, step))))
+            optimizer.step()
+    return book
+
+
+@_invariant(_WAYS, keeps)
+def mass_is_conserved(pool: Pool, compressor: Subject, **way: str) -> None:
+    """Residual before + gradient = sent + residual after."""
+    assert_mass_is_conserved(pool.run(balance, settings_of(compressor, **way), 4))
+
+
+def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
+    """Check what :func:`balance` wrote down on every rank: what came in was applied, or is kept."""
+    for entries in zip(*books):
+        for name in entries[0]["gradient"]:
+            came = sum(entry["before"][name].double() + entry["gradient"][name].double() for entry in entries)
+            owed = torch.as_tensor(came) / len(books)
+            kept = torch.as_tensor(sum(entry["after"][name].double() for entry in entries)) / len(books)
+            arrived = entries[0]["applied"][name].double() + kept
+            rounding = 1e-6 * owed.abs().max().item() + 1e-12
+            torch.testing.assert_close(arrived, owed, rtol=2e-6, atol=rounding, msg=partial("{}: {}".format, name))
+
+
+class Given(nn.Module):
+    """Parameters with the gradients that :meth:`forward` is given; those that it is not given are unused."""
+
+    def __init__(self, gradients: Tensors) -> None:
+        super().__init__()
+        weights = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+        self.weights = nn.ParameterDict(weights)
+
+    def forward(self, gradients: Tensors) -> Tensor:
+        """Return a loss with these gradients."""
+        return torch.stack([(self.weights[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
+
+
+def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[dict[str, Tensors]]:
+    """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere; note what :func:`balance` does."""
+    book = []
+    names = ("shared", "sometimes", "never")
+    with sparse_ddp(Given(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
+        gradients = watch_gradients(ddp.module)
+        for step, uses in enumerate([3, 2 if rank == user else 1, 2 if rank == user else 1]):
+            inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
+            entry = booked_step(ddp, engine, gradients, ddp(dict.fromkeys(names[:uses], inputs)))
+            book.append({kind: {name[8:]: each for name, each in of.items()} for kind, of in entry.items()})
+    return book
+
+
+@_invariant(_WAYS)
+def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str) -> None:
+    """What one rank used is written on all, what none used on none, and no residual is spent or lost."""
+    books = pool.run(train_branches, settings_of(compressor, **way))
+    if keeps(subject_of(compressor)):
+        assert_mass_is_conserved(books)
+    later = {"shared": True, "never": False}
+    for book in books:
+        for entry, expected in zip(book, ({**later, "sometimes": True, "never": True}, later, later)):
+            for name, is_written in expected.items():
+                gradient = entry["applied"][name]
+                assert bool(gradient.any()) is is_written, f"{name}: {gradient}"
+    one, *others = (book[1]["applied"]["sometimes"] for book in books)
+    assert one.any(), "what one rank used is not written there"
+    if agrees(subject_of(compressor)):
+        assert all(one.equal(other) for other in others), "what one rank used differs between ranks"
+
+
+def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple[Tensors, Tensors]:
+    """Train a model behind the engine, and its twin behind plain DDP."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        torch.manual_seed(0)
+        twin = DistributedDataParallel(Edges().to(DEVICE))
+        for model in (ddp, twin):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            for step in range(5):
+                optimizer.zero_grad()
+                for micro in range(micro_batches - 1):
+                    with model.no_sync():
+                        model(batch(rank, 100 * step + micro)).backward()
+                model(batch(rank, 100 * step + 99)).backward()
+                optimizer.step()
+        engine.worker.raise_error()
+        return parameters_of(ddp), parameters_of(twin)
+
+
+@_invariant(
+    [
+        {"schedule": schedule, "micro_batches": batches, "ranks": ranks}
+        for schedule, batches, ranks in (("merged", 1, 2), ("layerwise", 3, 2), ("single", 1, 3), ("merged", 3, 3))
+    ],
+    is_exact,
+)
+def density_1_equals_ddp(pool: Pool, compressor: Subject, schedule: str, micro_batches: int) -> None:
+    """All being sent, the training is DDP's, with and without accumulation."""
+    density = None if density_for(compressor) is None else 1.0
+    settings = settings_of(compressor, schedule=schedule) | {"density": density}
+    assert_close(pool.run(train_both, settings, micro_batches))
+
+
+def assert_close(ranks: list[tuple[Tensors, Tensors]]) -> None:
+    """Check what :func:`train_both` returned on every rank: two models that differ by roundings."""
+    for ours, twin in ranks:
+        torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-6)
+
+
+class Sluggish(ExchangeWorker):
+    """An exchange worker that dawdles before every task, differently on every rank."""
+
+    def submit(self, run: Any, *others: Any, **named: Any) -> None:
+        """Queue a task behind a short sleep."""
+        chance = random.Random(f"{dist.get_rank()} {time.perf_counter_ns()}")
+
+        def run_late() -> None:
+            time.sleep(chance.random() * 0.005)
+            run()
+
+        super().submit(run_late, *others, **named)
+
+
+def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observed: bool) -> list[Tensors]:
+    """Train with delays in hooks and exchanges, and copy the parameters after every step."""
+    torch.manual_seed(0)
+    chance = random.Random(time.perf_counter_ns())
+    history = []
+    with mock.patch.object(engine_module, "ExchangeWorker", Sluggish), sparse_ddp(Edges(), **settings) as (ddp, engine):
+        for parameter in ddp.parameters():
+            parameter.register_hook(lambda gradient: time.sleep(chance.random() * 0.002))
+        losses = (ddp(batch(rank, step)) for step in range(steps))
+        for _ in sgd_steps(ddp, engine, losses, lr=0.01, momentum=0.9):
+            history.append(parameters_of(ddp))
+            if is_observed:
+                engine.compression_stats()
+    return history
+
+
+@_invariant(_WIRES)
+def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> None:
+    """Replicas are bitwise identical after every step whatever the timing, and no schedule changes a bit."""
+    schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
+    grouping_free = is_grouping_free(subject_of(compressor))
+    if not grouping_free:
+        schedules *= 2  # each of the four is then to agree with itself
+    one_model = agrees(subject_of(compressor))
+    outcomes = outcomes_of(pool, settings_of(compressor, wire=wire), schedules, one_model=one_model)
+    for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if grouping_free else outcomes[4:]):
+        assert_same(outcome, expected)
+
+
+def outcomes_of(
+    pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
+) -> list[list[list[Tensors]]]:
+    """Train with each schedule; return all ranks' parameters after every step, which are the same on all of them."""
+    outcomes = [pool.run(train_sluggishly, {**settings, "schedule": each}, steps, False) for each in schedules]
+    for first, *others in outcomes if one_model else ():
+        for history in others:
+            assert_same(history, first)
+    return outcomes
+
+
+@_invariant([{"schedule": schedule} for schedule in SCHEDULE_NAMES])
+def observer_changes_nothing(pool: Pool, compressor: Subject, schedule: str) -> None:
+    """Statistics that are read after each step change no bit."""
+    settings = settings_of(compressor, schedule=schedule)
+    runs = [pool.run(train_sluggishly, settings, 3, is_observed) for is_observed in (True, False)]
+    for observed, unobserved in zip(*runs):
+        assert_same(observed[-1], unobserved[-1])
+
+
+_PRIME = 997
+_PLACES = (0, _PRIME // 2, _PRIME - 1, random.Random(0).randrange(_PRIME))
+# What is not finite, and in which element of the prime size.
+GAPS = list(product((float("nan"), float("inf"), float("-inf")), _PLACES))
+
+
+def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[list[str], bool, bool]]:
+    """Train, with steps in which one rank's gradient is not finite.
+
+    Returns, for each, what it changed of what is kept, whether it shows here, and whether the next were all finite.
+    """
+    torch.manual_seed(0)
+    gaps = []
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        for step in range(2):
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
+        for step, (poison, place) in enumerate(GAPS, 1):
+            before = copy.deepcopy(engine.state_dict())
+            factor = poison if rank == gap_rank else 1.0
+            backpropagate(ddp, engine, ddp(batch(rank, 2 * step)) + ddp.module.prime[place] * factor)
+            changes = differences(before, engine.state_dict())
+            shows = not ddp.module.prime.grad.isfinite().all()
+            backpropagate(ddp, engine, ddp(batch(rank, 2 * step + 1)))
+            recovered = all(bool(gradient.isfinite().all()) for gradient in gradients_of(ddp).values())
+            gaps.append((changes, shows, recovered))
+    return gaps
+
+
+@_invariant(_WAYS)
+def nonfinite_gradients_change_no_state(pool: Pool, compressor: Subject, **way: str) -> None:
+    """A NaN or an infinity of one rank reaches the optimizer on all, and moves no residual and no state on any."""
+    assert_nothing_moves(pool.run(train_with_gaps, settings_of(compressor, **way), 1))
+
+
+def assert_nothing_moves(ranks: list[list[tuple[list[str], bool, bool]]]) -> None:
+    """Check what :func:`train_with_gaps` returned on every rank: it shows, and neither stays nor moves what is kept."""
+    for gaps in ranks:
+        for (poison, place), (changes, shows, recovered) in zip(GAPS, gaps, strict=True):
+            assert not changes, f"{poison} in element {place} changes {changes}"
+            assert shows, f"{poison} in element {place} is hidden"
+            assert recovered, f"{poison} in element {place} is not forgotten"
+
+
+EDGE_GRADIENTS = {
+    "one element": torch.tensor([2.0]),
+    "all zero": torch.zeros(70),
+    "all equal": torch.full((70,), 3.0),
+    "all negative": -torch.arange(1.0, 71.0),
+    "prime size": torch.linspace(-1, 1, 997),
+    "fewer elements than ranks": torch.tensor([1.0, -2.0]),
+    "beyond float16": torch.tensor([1e6, -3e38, 1.0, 1e-9]),
+    "denormal": torch.full((70,), 1e-42),
+    "large and equal": torch.full((200_000,), -0.5),
+}
+
+
+def edges_of(dtype: torch.dtype) -> Tensors:
+    """Return gradients of a type that are small, equal, zero, too large or too small for the wire."""
+    limit = torch.finfo(dtype).max
+    return {edge: gradient.double().clamp(-limit, limit).to(dtype) for edge, gradient in EDGE_GRADIENTS.items()}
+
+
+def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    """Exchange the same gradients from all ranks; return what was applied of each, and its residual here."""
+    gradients = moved(gradients, DEVICE)
+    with sparse_ddp(Given(gradients), **settings) as (ddp, engine):
+        backpropagate(ddp, engine, ddp(gradients))
+        residuals = residuals_like(engine, {f"weights.{name}": gradient for name, gradient in gradients.items()})
+        applied = {name: weight.grad.clone() for name, weight in ddp.module.weights.items()}
+        return {name: (applied[name], residuals[f"weights.{name}"]) for name in gradients}
+
+
+def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    """Exchange each gradient as that of a model of its own."""
+    return {name: exchange_given(rank, settings, {name: gradient})[name] for name, gradient in gradients.items()}
+
+
+def assert_applied_and_kept(
+    compressor: Subject, gradients: Tensors, ranks: list[dict[str, tuple[Tensor, Tensor]]]
+) -> None:
+    """Compare what every rank has applied of each gradient, and its residual there, with the gradient."""
+    for edge, gradient in gradients.items():
+        answers = [answer[edge] for answer in ranks]
+        for applied, _ in answers:
+            assert torch.equal(applied, answers[0][0]), f"{edge}: ranks differ"
+            assert applied.dtype == gradient.dtype, f"{edge}: of another type, {applied.dtype}"
+            assert applied.isfinite().all(), f"{edge}: not finite, {applied}"
+            assert not applied[gradient == 0].any(), f"{edge}: something has come of zeros, {applied}"
+        if keeps(subject_of(compressor)):
+            mass = answers[0][0].double() + sum(residual.double() for _, residual in answers) / len(answers)
+            rtol = max(torch.finfo(gradient.dtype).eps, 1e-6)
+            torch.testing.assert_close(
+                mass, gradient.double(), rtol=rtol, atol=1e-8, msg=partial("{}: mass is not conserved. {}".format, edge)
+            )
+
+
+@_invariant([{"wire": wire, "dtype": dtype} for wire, dtype in product(WIRES, _DTYPES)] + _WIRES)
+def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
+    """Gradients that are small, equal, zero, too large or too small arrive or are kept; as a model of its own, too."""
+    gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
+    if dtype is None:  # some look at the whole model: for a threshold, or to share it out
+        exchange = exchange_one_by_one
+        few = ("one element", "fewer elements than ranks")
+        gradients = gradients if pool.ranks == 2 else {edge: gradients[edge] for edge in few}
+    else:  # each travels alone: who selects across a group would take the largest of its elements, and none of most
+        settings["schedule"] = "layerwise"
+    assert_applied_and_kept(compressor, gradients, pool.run(exchange, settings, gradients))
+
+
+@_invariant(_WIRES)
+def zero_stays_zero(pool: Pool, compressor: Subject, wire: str) -> None:
+    """A value that is zero on all ranks arrives as zero and leaves no residual."""
+    # Of two signs, fewer than are sent: as of an embedding, of which a batch has used few rows.
+    gradient = torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)])
+    for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), {"rows": gradient}):
+        for tensor in answer["rows"]:  # what was applied, and what is kept
+            assert not tensor[gradient == 0].any(), f"something has come of zeros, {tensor}"
+
+
+def balance_in(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensors]]:
+    """Do what :func:`balance` does where floating point numbers have another type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return balance(rank, settings, 3)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@_invariant([{}])
+def default_dtype_is_exchanged(pool: Pool, compressor: Subject) -> None:
+    """Gradients of ``torch.set_default_dtype(torch.float64)`` arrive as such."""
+    for book in pool.run(balance_in, settings_of(compressor), torch.float64):
+        for name, gradient in (item for entry in book for item in entry["applied"].items()):
+            assert gradient.dtype is torch.float64, f"{name}: of another type, {gradient.dtype}"
+            assert gradient.isfinite().all(), f"{name}: not finite, {gradient}"
