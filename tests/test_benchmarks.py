@@ -8,7 +8,6 @@ import sys
 import time
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,24 +72,6 @@ def test_every_script_runs_in_its_smallest_form(tmp_path, words):
     assert ended.stdout
 
 
-def test_rates_delays_and_how_much_slower_they_become_are_those_asked_for():
-    assert [shape.parse_rate(text) for text in ("1gbit", "2.5gbit", "100mbit")] == [10**9, 2_500_000_000, 10**8]
-    assert [shape.parse_delay(text) for text in ("0", "100us", "0.5ms", "1s")] == [0, 100, 500, 10**6]
-    assert [shape.slower_rate(rate, 8) for rate in ("1gbit", "20mbit")] == ["125mbit", "2.5mbit"]
-    assert [shape.slower_delay(delay, 8) for delay in ("100us", "0", "10ms")] == ["800us", "0us", "80000us"]
-
-
-def test_lines_compare_within_the_run():
-    seen = {
-        "still": [results.Measurement([0.1, 0.1], 0.0, 0.0)],
-        "ddp": [results.Measurement([0.3, 0.4], 8e6, 12e6), results.Measurement([0.5, 0.6, 9.0], 8e6, 14e6)],
-    }
-    still, ddp = results.summarise("model", seen, "ddp", "still")
-    assert (ddp.median_ms, ddp.sent_mb, ddp.link_mb) == pytest.approx((500.0, 8.0, 13.0))
-    assert (ddp.to_ddp, ddp.to_no_communication) == pytest.approx((1.0, 5.0))
-    assert (still.to_ddp, still.to_no_communication) == pytest.approx((0.2, 1.0))
-
-
 def test_steps_of_two_batches_are_averaged(monkeypatch):
     ends = iter([0.0, 5.0, 6.0, 6.5, 9.0, 9.5, 11.0])
     monkeypatch.setattr(worker.time, "perf_counter", lambda: next(ends))
@@ -103,21 +84,6 @@ def test_steps_of_two_batches_are_averaged(monkeypatch):
     assert watch.longest() == 2.0
 
 
-def test_every_row_can_be_built():
-    assert set(rows.DEFAULT_ROWS) <= set(rows.ROWS)
-    for name, row in rows.ROWS.items():
-        assert training.trainer_of(row, 2).accumulate_grad_batches == row.batches_per_step, name
-        if row.hook is not None:
-            row.hook[0]()
-
-
-def test_bytes_follow_from_shapes():
-    shapes = [(100, 10, 5), (100,), ()]
-    assert rows.dense_bytes(shapes) == 4 * 5101
-    assert rows.power_sgd_bytes(shapes, rank=1) == 4 * (100 + 50 + 100 + 1)
-    assert rows.power_sgd_bytes(shapes, rank=20) == rows.dense_bytes(shapes)
-
-
 def test_a_paced_resnet50_is_the_published_one():
     with BACKPROP.open() as published:
         elements, seconds = zip(
@@ -126,15 +92,6 @@ def test_a_paced_resnet50_is_the_published_one():
     model = paced.PACED["resnet50"]
     assert [torch.Size(shape).numel() for shape in reversed(model.shapes())] == list(elements)
     assert model.ready_seconds() == pytest.approx(list(accumulate(seconds)), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "millions", "tensors"),
-    [("vgg16", 14.7, 41), ("lstm_ptb", 66.0, 11), ("gpt2", 124.4, 148), ("gpt_characters", 10.8, 76)],
-)
-def test_paced_models_have_the_published_sizes(name, millions, tensors):
-    shapes = paced.PACED[name].shapes()
-    assert (len(shapes), round(sum(torch.Size(each).numel() for each in shapes) / 1e6, 1)) == (tensors, millions)
 
 
 def test_a_paced_model_hands_each_gradient_over_when_it_is_due():
@@ -154,24 +111,6 @@ def test_a_paced_model_hands_each_gradient_over_when_it_is_due():
     # A busy machine may be late, and never early: the first gradient waits for the layer without a parameter, too.
     assert [moment - begin >= due for (_, moment), due in zip(arrived, (0.04 + 0.06, 0.04 + 0.08))] == [True, True]
     assert all(weight.grad.abs().sum() > 0 for weight in model.weights)
-
-
-def test_a_paced_network_trains_for_real_and_waits_in_training_alone(monkeypatch):
-    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
-    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(paced, "time", clock)
-    network, arrived = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 1, bias=False)), []
-    paced.pace(network, forward_seconds=1.0, backward_seconds=4.0)
-    for weight in network.parameters():
-        weight.register_post_accumulate_grad_hook(lambda weight: arrived.append((weight.numel(), clock.now)))
-    expected = torch.autograd.grad(network.eval()(torch.ones(1, 3)).sum(), list(network.parameters()))
-    assert clock.now == 105.0, "a gradient was asked for; forward alone waits in training only"
-    with torch.no_grad():
-        network(torch.ones(1, 3))
-    assert clock.now == 105.0
-    network.train()(torch.ones(1, 3)).sum().backward()
-    assert arrived == [(3, 107.0), (9, 110.0)]
-    assert all(map(torch.equal, [weight.grad for weight in network.parameters()], expected))
 
 
 def test_a_stopped_training_counts_as_all_of_its_steps(tmp_path, monkeypatch, capsys):

@@ -34,12 +34,6 @@ def test_image_example_sends_less_than_ddp(pair, tmp_path):
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 50
 
 
-def test_the_demo_says_what_its_bytes_are_worth():
-    _, dense, sparse = demo.expected(250_000).splitlines()  # 1 MB, of which two ranks send each other all
-    assert [float(cell) for cell in dense.replace("ms", "").split()[1:]] == pytest.approx([5 + 8 + 0.2, 5 + 80 + 0.2])
-    assert [float(cell) < 6 for cell in sparse.replace("ms", "").split()[1:]] == [True, True]
-
-
 @pytest.mark.exhaustive
 def test_gpt_example_sends_less_than_ddp(pair, text_file):
     small = ("--length", "16", "--width", "32", "--blocks", "1", "--epochs", "2", "--epoch-steps", "20")

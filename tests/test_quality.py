@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.engine.settings import LocalSteps, Settings
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
 from tests.helpers.devices import DEVICE
@@ -64,34 +64,6 @@ def test_threads_do_what_processes_do(pair, compressor, is_adam):
         assert ranks.wire_bytes == sent
 
 
-@pytest.mark.exhaustive
-def test_local_steps_follow_synchronous_ones(monkeypatch):
-    monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
-
-    def score(system, local):
-        run = quality.Run("text", "adamw95", system, None, 1, 4e-3, 4, 2, "float32", local=local)
-        return quality.train(run)["score"]
-
-    ddp, averages = score("ddp", ""), score("ddp", "2:1:0:1:2")
-    assert score("dense", "2:1:0:1:4") == ddp
-    assert score("dense", "2:1:0:1:2") == pytest.approx(averages, rel=1e-5)
-    assert averages != pytest.approx(ddp, rel=1e-4)
-
-
-def test_power_sgd_sends_everything_in_the_end():
-    torch.manual_seed(0)
-    matrix, bias = torch.randn(20, 30), torch.randn(30)
-    hook, received = virtual.PowerSGD(1, lambda tensors: None), []
-    for _ in range(1000):
-        gradients = [matrix.clone(), bias.clone()]
-        hook.average(gradients)
-        assert torch.equal(gradients[1], bias)
-        received.append(gradients[0])
-    assert torch.equal(received[9], matrix)
-    assert torch.linalg.matrix_rank(received[10]) == 1
-    assert torch.stack(received[10:]).mean(dim=0).sub(matrix).norm() < 0.05 * matrix.norm()
-
-
 def test_power_sgd_of_as_many_columns_as_a_mean_gradient_has_is_exact():
     torch.manual_seed(0)
     inputs, wanted = torch.randn(2, 30), torch.randn(2, 20)  # a rank has one sample of each: its gradient is of rank 1
@@ -111,24 +83,6 @@ def test_power_sgd_of_as_many_columns_as_a_mean_gradient_has_is_exact():
         assert torch.allclose(member.network.weight, expected, atol=1e-4)
     whole, factors = 4 * (20 * 30 + 20), 4 * (2 * (20 + 30) + 20)
     assert ranks.wire_bytes == 10 * whole + 2 * factors
-
-
-def test_a_rank_without_a_batch_changes_nothing():
-    settings = partial(Settings.of, "dense", schedule="single", local_steps=LocalSteps(2, 1.0, 0.0))
-    ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=False), settings, 4)
-    alone = network()
-    optimizer = build_optimizer(alone, is_adam=False)
-    for step in range(4):
-        loss = lambda model, step=step: model(batch(0, step))  # noqa: E731
-        ranks.step([loss, loss if step < 2 else None])
-        optimizer.zero_grad()
-        alone(batch(0, step)).backward()
-        optimizer.step()
-    ranks.close()
-    for member in ranks.ranks:
-        found = member.network.state_dict()
-        assert all(torch.allclose(found[name], each) for name, each in alone.state_dict().items())
-        assert not any(torch.equal(found[name], each) for name, each in network().state_dict().items() if each.numel())
 
 
 @pytest.mark.parametrize("system", ["dense", *quality.SYSTEMS])

@@ -7,10 +7,8 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.tuner import Tuner
 
-from lightning_sparse.testing.tensors import differences
 from tests.compatibility.modules import COMPILER, Plain
 from tests.compatibility.running import ROUND
-from tests.helpers.random_trainings import AverageAtValidation
 from tests.helpers.trainers import weights
 
 CLIP = 0.01
@@ -60,7 +58,6 @@ def steps_are(expected):
 one_step_a_batch = steps_are(range(1, 9))
 two_steps_a_batch = steps_are(range(2, 17, 2))
 two_steps_in_two_batches = steps_are([0, 2, 2, 4, 4, 6, 6, 8])
-two_epochs_by_turns = steps_are(range(1, 17))
 
 
 def normalized_together(first, second):
@@ -68,10 +65,6 @@ def normalized_together(first, second):
     for one, other in zip(first.batches, second.batches):
         assert one.buffers == other.buffers
         assert "network.1.running_mean" in one.buffers
-
-
-def halved_rates(first, second):
-    assert rates(first) == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
 
 
 def fit_and_evaluate(trainer, module):
@@ -112,11 +105,6 @@ def continued(first, second):
         assert not torch.equal(parameter, first.after[name])
 
 
-def no_velocity(first, second):
-    one_step_a_batch(first, second)
-    assert "momentum_buffer" not in first.kept
-
-
 def moments(first, second):
     assert first.kept == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -142,16 +130,6 @@ def compiled(first, second):
     assert first.notes["graphs"] > 0
 
 
-def each_row_once(first, second):
-    totals = [batch.total for outcome in (first, second) for batch in outcome.batches]
-    assert [batch.size for batch in first.batches + second.batches] == [4] * 16
-    assert sum(totals) == pytest.approx(float(Plain().train_dataloader().dataset.rows.sum()), abs=1e-3)
-
-
-def short_last(first, second):
-    assert [batch.size for batch in first.batches] == [4] * 7 + [2]
-
-
 def keepers(folder, patience):
     # Nothing is so much better than before that it counts.
     stopping = EarlyStopping("val_loss", min_delta=100.0, patience=patience, check_on_train_epoch_end=False)
@@ -166,12 +144,6 @@ def fit_and_load_the_best(trainer, module):
     score = float(trainer.checkpoint_callback.best_model_score)
     (validated,) = trainer.validate(best, verbose=False)
     return {"starts": starts, "score": score, "validated": validated["val_loss"], "epochs": trainer.current_epoch}
-
-
-def stopped_early(first, second):
-    assert first.notes["epochs"] == 2
-    assert steps(first)[-1] == 16
-    assert first.notes["validated"] == pytest.approx(first.notes["score"], rel=1e-5)
 
 
 def averaging(folder):
@@ -189,65 +161,10 @@ def averaged(first, second):
         torch.testing.assert_close(parameter, sum(starts) / 4, rtol=1e-5, atol=1e-6)
 
 
-class Swaps(AverageAtValidation):
-    """It notes, too, whether training goes on from the weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.trained, self.own, self.resumed = {}, {}, []
-
-    def on_train_batch_start(self, trainer, pl_module, *batch):
-        present = weights(pl_module)
-        self.resumed.append(any(not differences(present, known) for known in (self.trained, self.own) if known))
-
-    def on_train_batch_end(self, trainer, pl_module, *batch):
-        super().on_train_batch_end(trainer, pl_module, *batch)
-        self.trained = weights(pl_module)
-
-
-def fit_swapping(trainer, module):
-    swaps = Swaps()
-    trainer.callbacks.insert(0, swaps)
-    trainer.fit(module)
-    return {"failures": swaps.failures, "resumed": swaps.resumed}
-
-
-def swapped(first, second):
-    for outcome in (first, second):
-        assert outcome.validated == 4
-        assert outcome.notes["failures"] == 0
-        assert outcome.notes["resumed"] == [True] * 8
-
-
-def fit_noting_the_start(trainer, module):
-    trainer.fit(module)
-    return {"started": module.started}
-
-
-def tracked(first, second):
-    if "local_steps" in first.batches[-1].stats:
-        assert first.buffers == second.buffers
-    else:
-        assert first.notes["started"] == second.notes["started"]
-    assert first.buffers["level"] != [0.0]
-
-
 def means(first, second):
     for one, other in zip(first.batches, second.batches):
         assert one.logged["loss"] == other.logged["loss"] == pytest.approx((one.loss + other.loss) / 2, rel=1e-5)
         assert one.loss != other.loss
-
-
-def same_batches(first, second):
-    totals = [batch.total for batch in first.batches]
-    assert totals == totals[:2] * 3
-    assert totals[0] != totals[1]
-    assert steps(first)[-1] == 6
-
-
-def one_batch(first, second):
-    assert steps(first) == [1]
-    assert first.validated == 1
 
 
 def find_a_rate(trainer, module):

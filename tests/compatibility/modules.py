@@ -5,8 +5,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins import LayerSync
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import Rows, Small
 
@@ -136,31 +136,6 @@ class Normalized(Plain):
         self.network.insert(1, nn.BatchNorm1d(64))
 
 
-class Tracking(Plain):
-    """A buffer that every step assigns anew, from what this rank sees."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.register_buffer("level", torch.zeros(1))
-        self.started = []
-
-    def training_step(self, batch, batch_index):
-        self.started.append(float(self.level))
-        self.level = 0.5 * self.level + batch.mean()
-        return super().training_step(batch, batch_index)
-
-
-class Taught(Plain):
-    """A frozen parameter that follows a trained one, in a way that no version of a tensor counts."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.teacher = nn.Parameter(torch.zeros(32), requires_grad=False)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.teacher.data = 0.5 * (self.teacher.data + self.network[2].bias.data)
-
-
 class SumOverRanks(torch.autograd.Function):
     """Add up over ranks, in backward as in forward."""
 
@@ -194,27 +169,3 @@ class NormSync(LayerSync):
 
     def revert(self, model):
         return model
-
-
-class Scheduled(Plain):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class Stream(IterableDataset[Tensor]):
-    """Rows that arrive one after the other, every second one for each of two ranks."""
-
-    def __iter__(self):
-        return iter(Rows(64).rows[dist.get_rank() :: 2])
-
-
-class Streaming(Plain):
-    def train_dataloader(self):
-        return DataLoader(Stream(), batch_size=4)
-
-
-class Uneven(Plain):
-    def train_dataloader(self):
-        return DataLoader(Rows(60), batch_size=4)

@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import torch
-
 from lightning_sparse import AdamCorrection
 from tests.compatibility import checks, modules
 from tests.compatibility.running import Feature
@@ -63,25 +61,14 @@ ROWS = (
         lambda folder: {"plugins": [modules.NormSync()]},
         module=modules.Normalized,
     ),
-    Feature("a learning rate scheduled by step", checks.halved_rates, module=modules.Scheduled),
     Feature("`validate`, `test`, `predict` after `fit`", checks.evaluated, use=checks.fit_and_evaluate),
     Feature("two `fit`s of one Trainer", checks.continued, use=checks.fit_twice),
-    Feature(
-        "SGD without momentum", checks.no_velocity, module=partial(modules.Plain, partial(torch.optim.SGD, lr=0.1))
-    ),
     Feature("Adam", checks.moments, module=partial(modules.Plain, modules.adam), strategy=_SOON),
     Feature(
         "AdamW, `gradient_clip_val`, `accumulate_grad_batches=2`",
         checks.moments_of_windows,
         lambda folder: {"gradient_clip_val": checks.CLIP, "accumulate_grad_batches": 2, "max_epochs": 2},
         module=partial(modules.Plain, modules.adamw),
-        strategy=_SOON,
-    ),
-    Feature(
-        "AdamW, manual optimization, two optimizers in turn",
-        checks.two_epochs_by_turns,
-        lambda folder: {"max_epochs": 2},
-        module=partial(modules.ByHand, modules.adamw),
         strategy=_SOON,
     ),
     Feature(
@@ -111,43 +98,13 @@ ROWS = (
         module=modules.PartlyCompiled,
         use=checks.fit_counting_graphs,
     ),
-    Feature("an `IterableDataset`", checks.each_row_once, module=modules.Streaming),
-    Feature("an uneven last batch", checks.short_last, module=modules.Uneven),
-    Feature(
-        "`ModelCheckpoint`, `EarlyStopping`",
-        checks.stopped_early,
-        lambda folder: {"max_epochs": 5, "callbacks": checks.keepers(folder, patience=1), "enable_checkpointing": True},
-        use=checks.fit_and_load_the_best,
-    ),
     Feature(
         "`ModelCheckpoint`, `EarlyStopping`, `StochasticWeightAveraging`",
         checks.averaged,
         lambda folder: {**checks.averaging(folder), "enable_checkpointing": True},
         use=checks.fit_and_load_the_best,
     ),
-    Feature(
-        "a callback that swaps weights in `on_validation_start`, and back in `on_validation_end` (EMA)",
-        checks.swapped,
-        lambda folder: {"val_check_interval": 4},
-        use=checks.fit_swapping,
-    ),
-    Feature(
-        "a buffer that each step assigns anew", checks.tracked, module=modules.Tracking, use=checks.fit_noting_the_start
-    ),
-    Feature(
-        "a frozen parameter that follows a trained one (teacher, target network)",
-        checks.one_step_a_batch,
-        module=modules.Taught,
-    ),
     Feature("`self.log(..., sync_dist=True)`", checks.means),
-    Feature("`overfit_batches=2`", checks.same_batches, lambda folder: {"overfit_batches": 2, "max_epochs": 3}),
-    Feature("`fast_dev_run=True`", checks.one_batch, lambda folder: {"fast_dev_run": True}),
-    Feature(
-        "manual optimization with `static_graph=True`",
-        checks.one_step_a_batch,
-        module=modules.ByHand,
-        strategy={"static_graph": True},
-    ),
     Feature(
         "`Tuner.lr_find`",
         checks.found_rate,

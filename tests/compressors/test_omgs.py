@@ -1,16 +1,10 @@
 """OMGS-SGD against a slow reference, and what selecting across a group must not lose or waste."""
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.compressors import DGC, OMGS, Compressor
-from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.step.selecting import GroupSelector, Workspace
-from lightning_sparse.engine.wire import build_wires
-from lightning_sparse.engine.wire.base import ExchangeResult
+from lightning_sparse.compressors import OMGS
 from lightning_sparse.schedule import FixedSize, Schedule
 from tests.compressors.virtual import assert_same_as_virtual
 from tests.helpers.devices import DEVICE
@@ -22,8 +16,6 @@ from tests.helpers.sparse_ddp import (
     sparse_ddp,
     watch_gradients,
 )
-
-WAYS = build_wires("gather", "reduce", torch.float32, 0, 2)
 
 DENSITY = 0.05
 LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
@@ -161,58 +153,3 @@ def sample(rank):
 def test_statistics_count_what_was_sent_of_the_group(pair):
     for numel, stats in pair.run(sample):
         assert stats["density"] == round(DENSITY * numel) / numel
-
-
-class Everything(Compressor):
-    default_density = 0.5
-    wire_format = "gather"
-    selects_across_group = True
-
-    def select(self, names, accumulated, counts):
-        self.names = names
-        return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
-
-
-def test_a_selection_without_indices_is_taken_apart_again():
-    compressor = Everything()
-    tensors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
-    names = ["weight", "bias"]
-    [part] = GroupSelector(compressor, WAYS).select(names, tensors, [0.5, 0.5], [None, False])
-    assert compressor.names == names
-    assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
-    padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
-    means, kept = ([Selection(values, None, 4)] for values in (padded, padded / 2))
-    channel = mock.MagicMock(**{"recorder.samples": None})
-    channel.run.return_value = ExchangeResult(torch.tensor(True), None, means, kept)
-    result = part.exchange(channel, names, None)
-    assert [mean.values.tolist() for mean in result.means] == [[1.0, 2.0, 3.0], [0.0]]
-    # The bias was not used: all of it stays.
-    assert [left.values.tolist() for left in result.kept] == [[0.5, 1.0, 1.5], [4.0]]
-
-
-class MergedDGC(DGC):
-    """Momentum before a selection across the group."""
-
-    selects_across_group = True
-
-
-def test_masking_the_momentum_of_what_a_group_sent_is_refused():
-    with pytest.raises(
-        ValueError, match=r"MergedDGC.feedback asks for masks_momentum=True, .*set masks_momentum=False"
-    ):
-        GroupSelector(MergedDGC(momentum=0.9, masks_momentum=True), WAYS)
-    GroupSelector(MergedDGC(momentum=0.9), WAYS)
-
-
-def test_working_memory_serves_again_in_the_next_step_and_no_longer_than_it_is_needed():
-    workspace = Workspace()
-    like = torch.empty(0)
-    addresses = [workspace.take(10, like).data_ptr() for _ in range(3)]
-    assert len(set(addresses)) == 3
-    workspace.release()
-    assert [workspace.take(10, like).data_ptr() for _ in range(2)] == addresses[:2]
-    workspace.release()
-    first, second = workspace.take(10, like), workspace.take(11, like.double())
-    assert first.data_ptr() == addresses[0]
-    assert (second.numel(), second.dtype) == (11, torch.float64)
-    assert workspace.take(10, like).numel() == 10

@@ -111,21 +111,3 @@ def test_a_gradient_of_the_step_before_that_no_rank_has_replaced_is_applied_ever
     assert stale.any()
     for one, other in zip([stale, *found], [expected_stale, *expected], strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_steps_are_counted_on_the_host_and_on_a_device():
-    # A state that was read onto a device has its steps there; those of a layer that is unfrozen later are the host's.
-    with played() as device:
-        net = Skipping().to(CUDA)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
-        correction = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=100)
-        with sparsify(net, optimizer, density=0.05, levels=1, optimizer_correction=correction):
-            for step in range(6):
-                if step == 3:
-                    for parameter, state in optimizer.state.items():
-                        state["step"] = state["step"].to(CUDA if parameter is net.first.weight else CPU, copy=True)
-                net(torch.randn(4, 64, device=CUDA), False).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        steps = [optimizer.state[each]["step"] for each in (net.first.weight, net.last.weight)]
-        assert [(device.holds(each), each.item()) for each in steps] == [(True, 6), (False, 6)]

@@ -85,21 +85,6 @@ def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, ranks, shap
         assert used == rings
 
 
-def of_several_backends(rank):
-    """Return the backend of a group that has one for each kind of device, and how often its ring was used."""
-    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
-    collectives = Collectives([0, 1, 2], torch.device("cpu"), shared=group)
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as rings:
-        summed = collectives.all_reduce(torch.ones(2))
-    backend = collectives.backend
-    dist.destroy_process_group(group)
-    return backend, summed.tolist(), rings.call_count
-
-
-def test_of_several_backends_that_of_the_device_is_known(pools):
-    assert pools[3].run(of_several_backends) == [("gloo", [3.0, 3.0], 0)] * 3
-
-
 def timeouts(rank, given):
     """Return how long a group of the exchange waits, and the job's own."""
     collectives = Collectives([0, 1], torch.device("cpu"), given)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lightning_sparse.engine.observe import ParameterSamples
 from tests.helpers.sparse_ddp import (
     DENSITY,
     DIFFERENT_NAMES,
@@ -64,14 +63,3 @@ def test_samples_say_what_the_step_did(pair, compressor):
                 assert fact.residual_norm == pytest.approx(residual_norm, rel=1e-5, abs=1e-12)
             elements = sum(fact.numel for fact in inside.values())
             assert sum(fact.sent for fact in inside.values()) == pytest.approx(stats["density"] * elements)
-
-
-def test_a_step_that_was_not_asked_for_leaves_the_samples_of_the_last_one(pair):
-    for book, _ in pair.run(train, "topk", "merged", True):
-        assert book[1][0] == book[2][0] != book[3][0]
-
-
-def test_a_loss_scale_is_taken_out_of_the_norms():
-    samples = ParameterSamples()
-    samples.add_gradients(["weight"], [torch.tensor([6.0, 8.0])], torch.tensor(2.0))
-    assert samples.norms() == (5.0, 0.0)

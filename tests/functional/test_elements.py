@@ -78,15 +78,6 @@ def test_positions_survive(form, numel, density, device):
     assert torch.equal(codec.decode(wires), torch.stack(ranks))
 
 
-@devices
-def test_the_borders_of_blocks_survive(device):
-    borders = [0, 255, 256, 32_767, 32_768, 65_535, 65_536, 131_071, 131_072, 199_999]
-    indices = torch.tensor(borders, device=device)
-    for form in _FORMS:
-        codec = IndexCodec(*form, 200_000, 10)
-        assert torch.equal(codec.decode(codec.encode(indices)[None])[0], indices)
-
-
 @pytest.mark.parametrize(
     ("density", "bytes_each"), [(0.0001, 2.7), (0.001, 2.07), (0.01, 1.8), (0.1, 1.1), (1.0, 1.01)]
 )

@@ -77,28 +77,11 @@ def test_what_is_not_finite_has_no_finite_norm(value, device):
 
 
 @devices
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("count", [1, 10, 500, 49_999, 50_000])
-def test_the_quantile_is_that_of_the_sorted_magnitudes(count, scale, device):
-    tensor = (scale * torch.randn(50_000, generator=torch.Generator().manual_seed(0))).to(device)
-    threshold = magnitude_quantile(magnitude_histogram(tensor).double(), count)
-    exact = tensor.abs().topk(count).values.min().item()
-    assert threshold == pytest.approx(exact, rel=1 / 8)
-
-
-@devices
 def test_the_quantile_selects_about_the_number_asked_for(device):
     tensor = torch.randn(2_000_000, generator=torch.Generator().manual_seed(0)).to(device)
     for count in (200, 2000, 20_000, 200_000):
         threshold = magnitude_quantile(magnitude_histogram(tensor).double(), count)
         assert (tensor.abs() >= threshold).sum().item() == pytest.approx(count, rel=0.05)
-
-
-@devices
-def test_histograms_add_up(device):
-    tensor = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0)).to(device)
-    pieces = tensor.split([1, 2_999_998, 1])
-    assert torch.equal(sum(map(magnitude_histogram, pieces)), magnitude_histogram(tensor))
 
 
 @devices
@@ -112,9 +95,6 @@ def test_zero_extremes_and_too_few_elements(dtype, device):
     assert magnitude_quantile(magnitude_histogram(torch.zeros(0, device=device)).double(), 1) == 0.0
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
-
-
 def slow_fingerprint(tensor):
     kinds = {4: torch.int32, 8: torch.int64}
     total = 0
@@ -124,33 +104,9 @@ def slow_fingerprint(tensor):
 
 
 @devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_the_sum_that_it_says(device, dtype):
-    tensor = torch.randn(37, 5, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    assert fingerprint(tensor.to(device)).item() == slow_fingerprint(tensor)
-
-
-@devices
 def test_pieces_of_a_large_tensor_have_places_of_their_own(device):
     tensor = torch.randn((1 << 20) + 3, generator=torch.Generator().manual_seed(0))
     exchanged = tensor.clone()
     exchanged[[0, 1 << 20]] = tensor[[1 << 20, 0]]
     assert fingerprint(tensor.to(device)).item() == slow_fingerprint(tensor)
     assert fingerprint(exchanged.to(device)) != fingerprint(tensor.to(device))
-
-
-@devices
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_element_changes_it_in_every_type(device, dtype):
-    tensor = torch.zeros(100, dtype=dtype, device=device)
-    changed = tensor.clone()
-    changed[73] = 1
-    assert fingerprint(tensor) == fingerprint(tensor.clone())
-    assert fingerprint(tensor) != fingerprint(changed)
-
-
-def test_it_tells_zeros_of_different_sign_apart_and_takes_what_is_empty_or_not_contiguous():
-    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
-    assert fingerprint(torch.tensor([])) == 0
-    matrix = torch.arange(6.0).view(2, 3)
-    assert fingerprint(matrix.t()) == fingerprint(matrix.t().contiguous())

@@ -1,7 +1,7 @@
 """Gradients that users clip themselves, where Adam's updates have arrived in their place."""
 
 import warnings
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -10,9 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, sparsify
-from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch
-from tests.helpers import racing
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fit
 from tests.helpers.resuming import Numbered
@@ -188,53 +186,3 @@ def test_a_norm_is_that_of_the_mean_of_what_a_step_uses(pair, turns):
     norms = {1: 2.0, 2: 8**0.5}
     for found in pair.run(clip_factors, turns):
         assert found == {names: pytest.approx(1 / norms[len(names)], rel=0.05) for names in turns}
-
-
-def clip_both(rank):
-    model = Two()
-    optimizers = [torch.optim.AdamW([model.first]), torch.optim.SGD([model.second], lr=0.1)]
-    with sparsify(model, optimizers, **SETTINGS) as handle:
-        model(rank, ("first", "second")).backward()
-        handle.clip(value=1.0)
-        for optimizer in optimizers:
-            handle.clip(norm=1.0, optimizer=optimizer)
-        with pytest.raises(ValueError, match=r"'AdamW', 'SGD' .* by one norm.*optimizer=optimizer"):
-            handle.clip(norm=1.0)
-
-
-def test_updates_and_gradients_have_no_norm_together(pair):
-    pair.run(clip_both)
-
-
-def train_two_models(rank, is_one):
-    """Train two models by one optimizer of both, whose gradients are clipped by one handle, or by one for each."""
-    torch.manual_seed(0)
-    models = nn.Linear(64, 64).to(DEVICE), Edges().to(DEVICE)
-    trained = [[*models[0].parameters(), *models[1].parameters()]] if is_one else [each.parameters() for each in models]
-    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in trained]
-    with ExitStack() as open_handles:
-        handles = [open_handles.enter_context(sparsify(*each, **SETTINGS)) for each in zip(models, optimizers * 2)]
-        for step in range(DENSE + 6):
-            models[1](models[0](batch(rank, step))).backward()
-            for handle, optimizer in zip(handles, optimizers):
-                if step >= DENSE:  # before it whole gradients have arrived, which are clipped together
-                    handle.clip(norm=1e-3, optimizer=optimizer)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    return [each.detach().cpu() for model in models for each in model.parameters()]
-
-
-def test_one_optimizer_of_two_models_clips_gradients_of_both(pair):
-    together, apart = (pair.run(train_two_models, is_one) for is_one in (True, False))
-    assert_same(together, apart)
-
-
-def test_a_scaler_is_followed_under_another_default_type():
-    torch.set_default_dtype(torch.float64)
-    try:
-        with racing.played():
-            way = racing.Way({"optimizer_correction": CORRECTION}, torch.optim.AdamW, scales=True)
-            assert len(list(racing.train(way, DENSE + 2))) == DENSE + 2
-    finally:
-        torch.set_default_dtype(torch.float32)

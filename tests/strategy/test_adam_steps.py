@@ -4,19 +4,15 @@ import copy
 import re
 from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
-from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.compressors import DGC
-from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors, Refreshes
-from lightning_sparse.engine.memory.residual import Hyperparameters
+from lightning_sparse.engine.adam.memory import AdamMoments, AdamSettings, AdamTensors, Refreshes
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
@@ -166,59 +162,6 @@ def test_against_a_slow_reference(pools, name, node_ranks):
     assert_close_to(expected, [history for history, _, _ in outcomes])
 
 
-def train_switched(rank, switch):
-    """Train with amsgrad, and ``switch`` it after some steps."""
-    arguments = {"amsgrad": True, "betas": (0.9, 0.5)}
-    history, training = [], corrected_steps(rank, torch.optim.AdamW, {"density": 0.3}, arguments, STEPS)
-    for step, (ddp, _, optimizer, _) in enumerate(training):
-        history.append(parameters_of(ddp))
-        if step == DENSE + 2:
-            switch(optimizer)
-    return history
-
-
-def leave_on(optimizer):
-    pass
-
-
-def switch_off(optimizer, forgets=False):
-    optimizer.param_groups[0]["amsgrad"] = False
-    for state in optimizer.state.values() if forgets else ():
-        del state["max_exp_avg_sq"]
-
-
-def test_amsgrad_that_is_switched_off_is_off(pair):
-    off, forgotten, on = (
-        pair.run(train_switched, switch)[0] for switch in (switch_off, partial(switch_off, forgets=True), leave_on)
-    )
-    assert_same(off, forgotten)
-    with pytest.raises(AssertionError):
-        assert_same(off, on)
-
-
-def test_padding_of_shares_divides_nothing_by_zero(pools):
-    none, least = (
-        pools[4].run(train, torch.optim.AdamW, {"density": 0.1, "node_ranks": 2}, {"eps": eps}, STEPS)[0][0]
-        for eps in (0.0, 1e-30)
-    )
-    assert_same(none, least)
-
-
-def train_in_doubles(rank, *settings):
-    torch.set_default_dtype(torch.float64)
-    try:
-        return train(rank, *settings)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_under_another_default_type(pair):
-    outcomes = pair.run(train_in_doubles, torch.optim.AdamW, {"density": 0.05}, {}, STEPS)
-    told = {"decoupled_weight_decay": True, "weight_decay": 0.01}
-    expected = reference(outcomes[0][2], [gradients for _, gradients, _ in outcomes], 0.05, told)
-    assert_close_to(expected, [history for history, _, _ in outcomes])
-
-
 def assert_close_to(expected, histories):
     for history in histories:
         for step, (ours, theirs) in enumerate(zip(history, expected)):
@@ -306,24 +249,6 @@ def test_no_schedule_changes_a_bit(pair, compressor):
         assert_same(history, expected)
 
 
-def first_planned_step(rank, dense_steps):
-    """Return the first step after which a plan is followed."""
-    correction = AdamCorrection(dense_steps=dense_steps, fall_steps=0, refresh_steps=1000)
-    settings = {"compressor": "topk", "schedule": "merged"}
-    training = corrected_steps(rank, torch.optim.AdamW, settings, {}, dense_steps + 120, correction=correction)
-    engine = next(training)[1]
-    planned = [step for step, _ in enumerate(training) if engine.planner.plan is not None]
-    return planned[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.clock
-def test_a_plan_is_not_made_of_steps_that_send_everything(pair):
-    # How many steps are tried first depends on what they take; always fewer than the hundred that are whole here.
-    [early, *_], [late, *_] = (pair.run(first_planned_step, dense_steps) for dense_steps in (5, 100))
-    assert early < 100 < late
-
-
 def train_twin(rank, steps):
     torch.manual_seed(0)
     twin = DistributedDataParallel(Edges().to(DEVICE))
@@ -381,21 +306,6 @@ def test_what_is_not_finite_moves_nothing_that_is_kept(pair, compressor, poisone
         assert learning
         for name in learning:  # from the step that was not finite, with the next: nothing
             torch.testing.assert_close(here[name], there[name])
-
-
-def step_twice(rank):
-    """Step twice with the same gradient; return the number of steps made, and the parameters."""
-    training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, {}, 7)
-    ddp, _, optimizer, _ = next(training)
-    for _ in training:
-        optimizer.step()
-    return float(optimizer.state[next(ddp.parameters())]["step"]), parameters_of(ddp)
-
-
-def test_a_gradient_may_be_stepped_with_twice(pair):
-    (steps, one), (_, other) = pair.run(step_twice)
-    assert steps == 14
-    assert_same(one, other)
 
 
 # In a Trainer -----------------------------------------------------------------------------------------------------
@@ -510,48 +420,6 @@ def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair, alg
         assert all(after == before for before, after in each.notes[2:])  # an update must not be taken for a gradient
 
 
-def test_a_scaler_does_as_well_with_a_fused_optimizer(pair):
-    ends = []
-    for is_fused in (False, True):
-        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
-        plugins = [MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)]
-        module = partial(NumberedAdam, fused=is_fused, betas=(0.9, 0.999))
-        ends.append(one_model(fits(pair, module, SOON, plugins=plugins)).end)
-    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-3)
-
-
-class Moving(NumberedAdam):
-    """Parameters get other memory in some batches, before the forward or before the optimizer's step."""
-
-    def __init__(self, when):
-        super().__init__()
-        self.when = when
-
-    def move(self, when):
-        for parameter in self.parameters() if when == self.when and self.global_step in (4, 5, 10) else ():
-            parameter.data = parameter.data.clone()
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.move("forward")
-
-    def on_before_optimizer_step(self, optimizer):
-        self.move("step")
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("precision", "when"),
-    [("32-true", "forward"), ("32-true", "step"), ("bf16-mixed", "forward"), ("bf16-true", "forward")],
-)
-def test_parameters_may_get_other_memory_in_every_precision(pair, precision, when):
-    moved, stayed = (
-        one_model(fits(pair, partial(Moving, each), SOON, precision=precision)) for each in (when, "never")
-    )
-    assert_same(moved.batches, stayed.batches)
-    assert_same(moved.end, moved.batches[-1])
-    assert any(not torch.equal(moved.batches[9][name], moved.end[name]) for name in moved.end)  # trained when moved
-
-
 class Stepless(torch.optim.Adam):
     def step(self, closure=None):
         return None if closure is None else closure()
@@ -612,21 +480,6 @@ def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turn
     assert sorted(set(refreshes.due.values())) == list(range(100, 110, 10 // turns))
 
 
-def test_gradients_that_are_learned_from_are_held_as_they_travel():
-    first, second, weight, gradient = torch.ones(4, 1000).unbind()
-    settings, tensors = AdamSettings(0.9, 0.999, 1e-8, 0.0), AdamTensors(first, second, None, weight)
-    moments = AdamMoments(5, settings, tensors, 1000, is_begun=False)
-    memory = AdamMemory(2, AdamCorrection(refresh_steps=1))
-    ranks = mock.Mock()
-    ranks.mean_gradients.side_effect = lambda gradients, numels: torch.cat(list(gradients.values()))
-    coming = {"weight": Hyperparameters(0.1, adam=moments)}
-    memory.refresh(coming, ranks)
-    memory.compensate(["weight"], [gradient], coming)
-    memory.refresh(coming, ranks)
-    [[gradients, numels]] = [call.args for call in ranks.mean_gradients.call_args_list]
-    assert (gradients["weight"].nbytes, numels) == (2 * 1000, [1000])
-
-
 class InHalves(ByHand):
     """A weight whose loss is backpropagated at once, or in halves of it, before AdamW or Adam steps."""
 
@@ -662,23 +515,6 @@ def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(pair, kind, ar
     torch.testing.assert_close(*came, rtol=1e-2, atol=2e-2)
 
 
-class GoingBack(NumberedAdam):
-    """Another AdamW, with what the first one kept some batches ago, takes over between two batches."""
-
-    def on_train_batch_start(self, batch, batch_index):
-        if self.current_epoch == 0 and batch_index == 4:
-            self.earlier = copy.deepcopy(self.trainer.optimizers[0].state_dict())
-        if self.current_epoch == 1 and batch_index == 3:
-            other = torch.optim.AdamW(self.parameters())
-            other.load_state_dict(self.earlier)
-            self.trainer.optimizers = [other]
-
-
-def test_an_optimizer_with_an_earlier_state_goes_on_from_that(pair):
-    ours = one_model(fits(pair, GoingBack, SOON))
-    assert all((each["exp_avg_sq"] >= 0).all() and each["step"] == 7 for each in ours.optimizers[0])
-
-
 class Turns(NumberedAdam):
     """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not.
 
@@ -706,13 +542,6 @@ class Turns(NumberedAdam):
                 optimizer.step()
 
 
-def test_optimizers_that_toggle_learn_their_second_moments(pair):
-    settings = {**SOON, "find_unused_parameters": True}
-    toggled, untoggled = (one_model(fits(pair, partial(Turns, toggles=toggles), settings)) for toggles in (True, False))
-    assert_same(toggled.batches, untoggled.batches)
-    assert_same(toggled.optimizers, untoggled.optimizers)
-
-
 @pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "untoggled"])
 def test_each_of_several_optimizers_is_clipped_as_if_it_were_alone(pair, toggles):
     settings = {**SOON, "schedule": "layerwise", "find_unused_parameters": True}
@@ -723,34 +552,6 @@ def test_each_of_several_optimizers_is_clipped_as_if_it_were_alone(pair, toggles
     assert not torch.equal(both["network.0.weight"], other["network.0.weight"])
     for name in both:
         assert torch.equal(both[name], (one if name.startswith("network.0") else other)[name]), name
-
-
-def test_clips_of_several_optimizers_are_resumed(pair, tmp_path):
-    clips = partial(Turns, clips=(0.05, 0.3), clips_until=7)  # the gradients of the batch after it are still clipped
-    assert_goes_on(pair, tmp_path, {**SOON, "find_unused_parameters": True}, clips, save_after=7)
-
-
-class ClipsAtFirst(NumberedAdam):
-    def configure_gradient_clipping(self, *clipping, **named_clipping):
-        if self.global_step < 7:
-            super().configure_gradient_clipping(*clipping, **named_clipping)
-
-
-@pytest.mark.parametrize("save_after", [7, 8])  # the gradients of the batch after it are clipped, or are not
-def test_a_clip_that_has_stopped_is_not_begun_again_by_a_resume(pair, tmp_path, save_after):
-    assert_goes_on(pair, tmp_path, SOON, ClipsAtFirst, save_after, gradient_clip_val=0.05)
-
-
-class ClipsOtherwiseLater(NumberedAdam):
-    def configure_gradient_clipping(self, optimizer, *clipping, **named_clipping):
-        self.clip_gradients(optimizer, 0.05 if self.global_step < 7 else 0.3, "norm")
-
-
-def test_another_clip_acts_from_the_second_step_after_a_resume_on(pair, tmp_path):
-    path = str(tmp_path / "mid.ckpt")
-    never_stopped = one_model(fits(pair, partial(ClipsOtherwiseLater, 7, path), SOON))
-    resumed = one_model(fits(pair, NumberedAdam, SOON, path, gradient_clip_val=0.3))
-    assert_same(resumed.batches, never_stopped.batches[7:])
 
 
 LARGEST = 2e-3
@@ -795,68 +596,3 @@ def test_what_an_optimizer_clips_in_a_step_is_clipped_in_its_next_and_no_longer(
         clips=lambda name, step: LARGEST if step in ASKED[name == "matrix"] else None,
     )
     assert_close_to(expected, [history for history, _, _ in answers])
-
-
-def test_the_clip_norm_of_a_compressor_lasts(pair):
-    settings = ({**SOON, "compressor": DGC(clip_norm=norm)} for norm in (1e-3, None))
-    clipped, free = (one_model(fits(pair, NumberedAdam, each)).batches for each in settings)
-    assert_same(clipped[:2], free[:2])  # sent whole
-    assert not torch.equal(clipped[6]["network.0.weight"], free[6]["network.0.weight"])
-
-
-class Pieces(ByHand):
-    def go_backward(self, rows, batch_index):
-        for row in rows:
-            self.manual_backward((self.network(row) - row).square().mean())
-
-
-def test_pieces_of_a_step_teach_the_same_in_every_schedule(pair):
-    module = partial(Pieces, rate=1e-4, betas=(0.9, 0.9))
-    one, other = (one_model(fits(pair, module, {**SOON, "schedule": each})) for each in ("single", "layerwise"))
-    assert_same(one.batches, other.batches)
-    assert_same(one.optimizers, other.optimizers)
-
-
-class Silent(NumberedAdam):
-    """Some ranks have no gradient in a few steps; it notes the factors of clipping."""
-
-    def __init__(self, *ranks):
-        super().__init__()
-        self.silent = ranks
-        self.notes = []
-
-    def training_step(self, batch, batch_index):
-        loss = super().training_step(batch, batch_index)
-        return loss * 0 if 2 <= self.global_step <= 4 and self.global_rank in self.silent else loss
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        factor = self.trainer.strategy.engine.memory.statistics().get("local_clip_factor")
-        self.notes.append(1.0 if factor is None else float(factor))
-
-
-def test_a_gradient_of_zero_silences_no_rank(pair):
-    usual, one, both = (
-        fits(pair, partial(Silent, *ranks), SOON, gradient_clip_val=0.05) for ranks in ((), (1,), (0, 1))
-    )
-    for answers in (one, both):
-        one_model(answers)
-        for each in answers:  # soon they count alike again, as much as if nothing had been
-            assert each.notes[9:] == pytest.approx(usual[0].notes[9:], rel=0.3)
-
-
-class Ignoring(NumberedAdam):
-    """A model of which DDP is told to leave a part alone, which an optimizer trains all the same."""
-
-    def __init__(self, *save):
-        super().__init__(*save)
-        self.alone = nn.Linear(32, 1)
-        self._ddp_params_and_buffers_to_ignore = {"alone.weight", "alone.bias"}
-
-    def training_step(self, batch, batch_index):
-        return super().training_step(batch, batch_index) + self.alone(self.rows(batch_index)).square().mean()
-
-
-def test_what_ddp_is_told_to_leave_alone_each_rank_trains_by_itself(pair):
-    one, other = (each.end for each in fits(pair, Ignoring, SOON))
-    apart = {name for name in one if not torch.equal(one[name], other[name])}
-    assert apart == {"alone.weight", "alone.bias"}

@@ -1,18 +1,16 @@
 """The first steps of a corrected AdamW: they are DDP's, end when the second moment is known, and never come back."""
 
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits, one_model
 from tests.helpers.resuming import Numbered
-from tests.helpers.trainers import Rows, Small
+from tests.helpers.trainers import Small
 
 DENSITY = 0.05
 SPARSE = {"compressor": "lags", "density": DENSITY}  # as users build it: nothing is said about Adam
@@ -78,16 +76,6 @@ def test_in_few_bits_adam_still_learns_from_sixteen(pair):
     assert learned[0] == pytest.approx(learned[1], rel=0.1)
 
 
-@pytest.mark.exhaustive
-def test_a_training_that_stops_early_is_compressed_soon(pair):
-    found = densities(pair, partial(Watched, stop_after=130), **LONG)
-    assert found[:10] == [1.0] * 10
-    falling = found[10:60]
-    assert all(later <= earlier + 1e-9 for earlier, later in pairwise(falling))
-    assert falling[20] < 0.8
-    assert max(found[60:]) < 1.2 * DENSITY
-
-
 def test_gradients_that_grow_are_sent_whole_for_longer_but_not_for_ever(pair):
     found = densities(pair, partial(Watched, growth=1.2, stop_after=105), **LONG)
     assert found[:60] == [1.0] * 60  # a hundredth of them all
@@ -104,45 +92,10 @@ def test_a_resume_with_more_epochs_does_not_go_back(pair, tmp_path):
         assert max(densities(pair, partial(Watched, stop_after=6), SPARSE, path, max_epochs=epochs)) < 1.2 * DENSITY
 
 
-def test_a_resume_of_dense_steps_says_of_no_step_that_it_sends_everything(pair, tmp_path):
-    path = str(tmp_path / "ddp.ckpt")
-    fits(pair, partial(Watched, 66, path), None, max_epochs=11)
-    resumed = one_model(fits(pair, partial(Watched, stop_after=4), SPARSE, path, **LONG))
-    assert max(stats["density"] for stats in resumed.stats) < 1.2 * DENSITY
-    first = one_model(fits(pair, partial(Watched, stop_after=1), SPARSE, **LONG))
-    told, at_the_start = (
-        [line for line in each.said if "AdamW" in line and "steps" in line] for each in (resumed, first)
-    )
-    assert not told
-    assert "whole gradients in the first" in at_the_start[0]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("save_after", [3, 7, 10, 11, 14])
 def test_resumed_in_the_midst_of_it_goes_on_to_the_bit(pair, tmp_path, save_after):
     assert_goes_on(pair, tmp_path, SPARSE, Watched, save_after, max_epochs=4)
-
-
-def test_max_steps_beside_max_epochs_is_no_length(pair):
-    settings = {**SPARSE, "optimizer_correction": AdamCorrection(fall_steps=0)}
-    found = densities(pair, Watched, settings, max_epochs=3, max_steps=100_000)
-    assert found[9] == 1.0
-    assert max(found[10:]) < 1.2 * DENSITY
-
-
-class LateData(Small):
-    def on_fit_start(self):
-        self.data = Rows(32)
-
-    def train_dataloader(self):
-        return DataLoader(self.data, batch_size=4)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
-def test_data_may_be_made_in_on_fit_start(pair):
-    assert len(densities(pair, LateData, max_epochs=1)) == 4
 
 
 class TwoKinds(Small):
@@ -161,19 +114,6 @@ class TwoKinds(Small):
         self.manual_backward((self.network(batch) - batch).square().mean())
         for optimizer in self.optimizers():
             optimizer.step()
-
-
-class Replaced(Small):
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 4:
-            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
-def test_without_an_adam_any_more_nothing_is_waited_for(pair):
-    assert densities(pair, Replaced, limit_train_batches=8, max_epochs=1)[5:] == [pytest.approx(DENSITY, rel=0.2)] * 3
 
 
 def test_beside_an_optimizer_that_is_not_corrected(pair):

@@ -6,7 +6,7 @@ NCCL asks for that: where two ranks launch two collectives in different orders, 
 import re
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -21,13 +21,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse.loop.loop as loop_module
-from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, sparsify
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD
-from lightning_sparse.engine.collectives import backend_of
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import in_one_order
 from tests.compatibility.modules import NormTogether, SumOverRanks
-from tests.helpers.entry_points import rows_of
 from tests.helpers.fits import listening, strategy_of
 from tests.helpers.issued import Issued, recording, stuck_at
 from tests.helpers.resuming import Numbered, fit_numbered
@@ -276,48 +274,9 @@ def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools, n
         assert outcome.settings.local_steps == given.local_steps
 
 
-def test_checkpoints_by_steps_meet_late_rounds_but_not_on_nccl(pools, tmp_path):
-    def fit_once(backend=None):
-        keeper = ModelCheckpoint(tmp_path / str(time.perf_counter_ns()), every_n_train_steps=1)
-        case = Case(LATE, SILENT, arguments={"callbacks": [keeper], "enable_checkpointing": True})
-        return case.issued(pools, LONG_SECONDS, backend)
-
-    assert orders_differ(fit_once)
-    assert stuck_at(fit_once("nccl")) is None
-
-
 @pytest.mark.parametrize(("module", "seconds"), [(OwnCollective, LONG_SECONDS), (OtherOrder, 0)])
 def test_what_users_issue_in_no_order_is_seen(pools, module, seconds):
     assert orders_differ(lambda: Case(LAYERS, module, arguments=THREE).issued(pools, seconds))
-
-
-def train_in_a_row(rank, count, overlaps_backward):
-    """Train some models in a loop of one's own, each on what the one before makes, by one backward."""
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(count)]
-    if rank == SLOW_BACKWARD:
-        for model in models:
-            dawdle(model, LONG_SECONDS)
-    with recording(LONG_SECONDS if rank == SLOW_WORKER else 0) as issued, ExitStack() as handles:
-        wrapped = [DistributedDataParallel(model) for model in models]
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        for model, optimizer in zip(wrapped, optimizers):
-            handles.enter_context(sparsify(model, optimizer, overlaps_backward=overlaps_backward, **LAYERS))
-        for step in range(2):  # the first agrees on an order, without overlap
-            made = rows_of(rank, step)
-            for model in wrapped:
-                made = model(made)
-            made.square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    return issued
-
-
-def test_models_that_one_backward_goes_through_are_exchanged_in_one_order_after_it(pools):
-    assert stuck_at(pools[2].run(train_in_a_row, 1, True)) is None
-    assert stuck_at(pools[2].run(train_in_a_row, 2, False)) is None
-    assert orders_differ(lambda: pools[2].run(train_in_a_row, 2, True))
 
 
 ONE, OTHER = (Issued(name, (0, 1), "allreduce", (4,)) for name in ("one", "other"))
@@ -360,12 +319,3 @@ def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overla
     is_told = kept.overlaps_backward != overlaps_backward and not isinstance(layer, Cut)  # of shards a page tells
     assert len(said) == is_told + (kept.local_steps != local)
     assert (given.overlaps_backward, given.local_steps) == (overlaps_backward, local)
-
-
-def backends(rank):
-    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
-    return dist.get_backend(group), backend_of(torch.device("cpu"), group), backend_of(torch.device("xpu"), group)
-
-
-def test_of_several_backends_that_of_the_device_counts(pools):
-    assert pools[1].run(backends) == [("cpu:gloo,cuda:gloo", "gloo", "")]

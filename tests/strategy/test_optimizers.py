@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
@@ -14,7 +13,7 @@ from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
-from tests.helpers.trainers import Quiet, WithOptimizer, WithSGD, make_trainer, sgd_shared_out
+from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
 
 WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_epochs": 0}
 
@@ -24,15 +23,6 @@ def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair, ar
     ours, ddp = (fits(pair, partial(WithSGD, **arguments), settings) for settings in (WHOLE, None))
     for one, other in zip(ours, ddp):
         torch.testing.assert_close(one.batches, other.batches, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair):
-    # In 192 steps the decay takes away more than half of a weight; a tenth of it would be seen at once.
-    module, long = partial(WithSGD, weight_decay=0.01, lr=0.05), {"max_epochs": 12, "limit_train_batches": 16}
-    ours, ddp = (fits(pair, module, settings, **long)[0].end for settings in (WHOLE, None))
-    for name in ("network.0.weight", "network.2.weight"):
-        assert (ours[name] - ddp[name]).norm() < 0.05 * ddp[name].norm()
 
 
 class InPieces(WithSGD):
@@ -150,71 +140,6 @@ def test_optimizers_that_are_replaced_in_mid_training_train_as_with_ddp(pair, fi
     torch.testing.assert_close(ours.batches, ddp.batches, rtol=1e-4, atol=1e-5)
 
 
-class Continuing(Replacing):
-    """Its other optimizer is the same once more, with all that the first had kept."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 4:
-            other = self.kind(self.parameters(), **self.arguments)
-            other.load_state_dict(self.trainer.optimizers[0].state_dict())
-            self.trainer.optimizers = [other]
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_what_waits_stays_with_its_parameter_when_the_optimizer_is_replaced(pair, kind):
-    correction = AdamCorrection(dense_steps=2, fall_steps=0) if kind is torch.optim.AdamW else "auto"
-    settings = {"compressor": "topk", "density": 0.02, "warmup_epochs": 0, "optimizer_correction": correction}
-    limits = {"max_epochs": 1, "limit_train_batches": 8}
-    replaced, whole = (
-        one_model(fits(pair, partial(module, kind, lr=0.01), settings, **limits))
-        for module in (Continuing, WithOptimizer)
-    )
-    torch.testing.assert_close(replaced.batches, whole.batches, rtol=1e-4, atol=1e-6)
-
-
-class Repeating(torch.optim.SGD):
-    """SGD that asks for its gradient anew, as line searches do, on one rank more often than on the other."""
-
-    repeats = True
-
-    def step(self, closure=None):
-        for _ in range(dist.get_rank() if self.repeats else 0):
-            closure()
-        return super().step(closure)
-
-
-class SilentWithOptimizer(WithOptimizer):
-    training_step = Quiet.training_step  # a sum over ranks that is logged would be sent by each repetition
-
-
-class Once(Repeating):
-    repeats = False
-
-
-def test_a_batch_counts_once_however_often_an_optimizer_asks_for_its_gradient(pair):
-    limits = {"max_epochs": 1, "limit_train_batches": 6}
-    often, once = (
-        fits(pair, partial(SilentWithOptimizer, kind, lr=0.05), {"density": 1.0, "local_steps": 2}, **limits)
-        for kind in (Repeating, Once)
-    )
-    assert_same([each.end for each in often], [each.end for each in once])
-
-
-def test_an_optimizer_that_sends_in_its_step_is_refused_where_replicas_drift_apart(pair):
-    for answer in refusals(pair, partial(WithOptimizer, sgd_shared_out, lr=0.01), {"compressor": "a2sgd"}):
-        assert re.match("ValueError: ZeroRedundancyOptimizer holds a process group", answer)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_optimizers_may_be_set_up_anew_in_mid_training(pair, kind):
-    anew, replaced = (
-        fits(pair, partial(Replacing, kind, then, lr=0.01), {"compressor": "topk", "density": 0.1})
-        for then in (None, kind)
-    )
-    assert_same(anew[0].end, anew[1].end)
-    assert_same(anew[0].batches, replaced[0].batches)
-
-
 class MuonOfMatrices(torch.optim.Muon):
     """Muon that leaves biases as they are, and refuses nothing."""
 
@@ -301,8 +226,3 @@ def test_adam_beside_sgd_is_refused_with_what_would_help():
     with pytest.raises(ValueError, match=r"AdamW works .*train all of the model") as refusal:
         OptimizerView({"matrix": matrix, "vector": vector}, optimizers, DGC().feedback)
     assert "optimizer_correction" not in str(refusal.value)  # 'auto' is what there is
-
-
-def test_of_one_process_it_is_warned_of_as_well(pools):
-    (warned,) = pools[1].run(warned_of, "lags", 0.01, WithOptimizer(torch.optim.RMSprop, lr=0.01))
-    assert ["RMSprop" in line for line in warned] == [True]

@@ -1,11 +1,9 @@
 """The Trainer's entry point: what users of Lightning do with the strategy, and what it refuses."""
 
-import copy
 import gc
 import math
 import os
 import re
-import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -19,10 +17,9 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelPruning
 from pytorch_lightning.plugins import MixedPrecision
-from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
@@ -34,11 +31,11 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
-from tests.helpers.fits import assert_goes_on, fit, fits, one_model, refusals, refuse
+from tests.helpers.fits import fit, fits, one_model, refusals, refuse
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
-from tests.helpers.trainers import Small, WithAdam, accelerator, make_trainer
+from tests.helpers.trainers import Small, WithAdam, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -89,38 +86,6 @@ def test_hooks_of_users_come_before_the_exchange_whenever_they_are_registered(pa
     late, early, none = (fits(pair, partial(Halving, at), settings)[0] for at in (when, "__init__", "never"))
     assert_same(late.end, early.end)
     assert differences(late.end, none.end)
-
-
-class OwnOptimizer(Numbered):
-    """The last layer has an optimizer that Lightning knows nothing of, and a batch whose loss is infinite."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.own = torch.optim.SGD(self.network[2].parameters(), lr=0.1)
-        self.notes = []
-
-    def training_step(self, batch, batch_index):
-        loss = super().training_step(batch, batch_index) * (float("inf") if self.trainer.global_step == 2 else 1.0)
-        for optimizer in (self.optimizers(), self.own):
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.notes.append([bool(layer.weight.grad.isfinite().all()) for layer in (self.network[0], self.network[2])])
-        self.optimizers().step()
-        if all(self.notes[-1]):
-            self.own.step()
-        else:
-            self.network[0].weight.data.nan_to_num_(0, 0, 0)
-            self.network[0].bias.data.nan_to_num_(0, 0, 0)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.network[0].parameters(), lr=0.1)
-
-
-def test_what_is_not_finite_is_seen_before_a_step_whoever_makes_it(pair):
-    for fitted in fits(pair, OwnOptimizer, {"density": 0.1}):
-        assert [all(finite) for finite in fitted.notes] == [True, True, False, *9 * [True]]
-        assert fitted.notes[2] == [False, False]
 
 
 class MixedTypes(Small):
@@ -265,10 +230,6 @@ def test_a_default_warm_up_takes_a_tenth_of_a_short_training(pair):
     assert any("warm-up" in line and "2 optimizer steps" in line for line in first.said)
 
 
-def test_a_default_warm_up_goes_on_to_the_bit_in_its_midst(pair, tmp_path):
-    assert_goes_on(pair, tmp_path, {"compressor": "dgc", "density": 0.05}, save_after=2, max_epochs=5)
-
-
 class AnotherMachines(float):
     """A number whose powers end in another digit, as of another machine's mathematical library."""
 
@@ -310,13 +271,6 @@ def test_what_cannot_be_compressed_is_refused(pair):
         assert re.match(r"RuntimeError: .*optimize_ddp", message)
 
 
-def test_the_gpu_of_a_mac_is_refused():
-    strategy = SparseDDPStrategy()
-    strategy.cluster_environment, strategy.parallel_devices = LightningEnvironment(), [torch.device("mps")]
-    with pytest.raises(ValueError, match="accelerator='mps'"):
-        strategy.setup_environment()
-
-
 class Mute(dist.ProcessGroup):
     """A backend that can do nothing."""
 
@@ -340,18 +294,6 @@ def test_a_backend_without_the_collective_is_refused(forked):
     for message in forked[2].run(check_mute_backend):
         assert message.startswith("process_group_backend='mute' cannot run all_to_all on cpu")
     forked[2].stop()
-
-
-def collectives_at_start(rank):
-    """Set up an engine; return how often it connects all pairs of ranks."""
-    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all:
-        with sparse_ddp(nn.Linear(4, 4), "topk"):
-            pass
-        return all_to_all.call_count
-
-
-def test_all_pairs_of_ranks_are_not_connected_before_that_is_needed(pair):
-    assert pair.run(collectives_at_start) == [0, 0]
 
 
 def test_one_process_trains_and_says_that_nothing_is_compressed(forked):
@@ -450,23 +392,6 @@ class Failing(Small):
         return super().training_step(batch, batch_index)
 
 
-def fit_interrupted(rank):
-    trainer = make_trainer(rank, "sparse_topk")
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        trainer.fit(Failing(KeyboardInterrupt))
-    except SystemExit:
-        signal.signal(signal.SIGINT, handler)
-        left = thread_names()
-        make_trainer(rank, strategy := SparseDDPStrategy()).fit(Small())
-        return left, bool(strategy.compression_stats())
-    return ["was not interrupted"], False
-
-
-def test_an_interrupted_fit_ends_the_worker(pair):
-    assert pair.run(fit_interrupted) == [([], True)] * 2
-
-
 def groups_given_back(rank, module, backend):
     """Fit over what calls itself another backend; return process groups given back, statistics, and threads left."""
     strategy = SparseDDPStrategy()
@@ -484,11 +409,6 @@ def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(pair, m
         assert given_back == groups
         assert statistics > 0
         assert threads == []
-
-
-def test_statistics_are_empty_before_the_first_step():
-    trainer = Trainer(strategy=SparseDDPStrategy(), accelerator=accelerator(), devices=1, logger=False)
-    assert trainer.strategy.compression_stats() == {}
 
 
 NOTEBOOK = """
@@ -516,58 +436,6 @@ def test_what_forked_processes_have_to_tell_is_there_after_fit(interpreter, tmp_
     assert int(groups) > 0
     saved = torch.load(tmp_path / "fitted.ckpt", weights_only=True)["state_dict"]
     assert not torch.equal(saved["network.0.weight"], Small().network[0].weight)
-
-
-FAILING = """
-import os
-import sys
-import lightning_sparse
-from pytorch_lightning import Trainer
-from tests.helpers.trainers import Small
-from torch import nn
-
-class Raising(Small):
-    def training_step(self, batch, batch_index):
-        raise ValueError("my own bug")
-
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = Trainer(strategy="sparse_lags_fork", accelerator="cpu", devices=2, max_epochs=1, **quiet)
-assert trainer.strategy.launcher.launch(os.getenv, "LOCAL_RANK") == "0"
-trainer.fit(Raising())
-"""
-
-
-def test_the_last_line_of_a_forked_training_is_the_error_of_a_rank(interpreter, tmp_path):
-    (tmp_path / "failing.py").write_text(FAILING)
-    done = interpreter.run(tmp_path / "failing.py")
-    assert done.returncode
-    assert done.stderr.strip().splitlines()[-1] == "ValueError: my own bug"
-    assert "in training_step" in done.stderr
-    assert "Traceback (most recent call last):" in done.stderr.partition("terminated with the following error")[2]
-
-
-class Copying(Callback):
-    """Know the Trainer, copy all callbacks whenever something happens, and have the model note how often."""
-
-    copies = 0
-
-    def copy_all(self, trainer, *args):
-        self.trainer = trainer
-        copy.deepcopy(trainer.callbacks)
-        self.copies += 1
-        trainer.lightning_module.notes = self.copies
-
-    on_fit_start = on_train_start = on_train_batch_end = on_train_end = copy_all
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [(WithAdam, {}), (Small, {"compressor": "lags", "schedule": "auto"}), (Small, {"local_steps": 2})],
-    ids=["AdamW", "auto", "local steps"],
-)
-def test_callbacks_that_know_the_trainer_may_be_copied(pair, module, arguments):
-    more = {"callbacks": [Copying()], "limit_train_batches": 4, "max_epochs": 1}
-    assert [each.notes for each in fits(pair, module, {"density": 0.05, **arguments}, **more)] == [7, 7]
 
 
 def test_numbers_of_numpy_are_numbers():

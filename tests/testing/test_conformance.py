@@ -65,7 +65,7 @@ def test_a_broken_compressor_fails_the_invariant_that_it_breaks_and_no_other(for
 )
 def test_indices_that_break_the_contract_are_named_with_the_class_and_the_rule(change, rule):
     compressor = lawless.Returns(change)
-    selector = GroupSelector(compressor, build_wires("gather", None, torch.float32, 0, 2))
+    selector = GroupSelector(compressor, build_wires("gather", "reduce", torch.float32, 0, 2))
     with pytest.raises(ValueError, match=f"^Returns.select returned .*'weight'.*{rule}"):
         selector.select(["weight"], [torch.randn(100)], [0.1], [True])
 

@@ -2,20 +2,17 @@
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.invariants import (
-    assert_close,
     assert_mass_is_conserved,
     assert_nothing_moves,
     balance,
     train_with_gaps,
 )
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.devices import DEVICE
-from tests.helpers.sparse_ddp import WIRES, Edges, backpropagate, batch, parameters_of, sparse_ddp
+from tests.helpers.sparse_ddp import WIRES, Edges, backpropagate, batch, sparse_ddp
 
 
 class Wavering:
@@ -81,26 +78,6 @@ def test_what_is_not_finite_is_seen_whichever_way_it_goes(pair):
     assert_nothing_moves(pair.run(train_with_gaps, settings, 1))
 
 
-def train_beside_ddp(rank):
-    """Train with momentum before the exchange at density 1, and a twin with DDP and momentum in the optimizer."""
-    torch.manual_seed(0)
-    with sparse_ddp(Edges(), compressor=DGC(momentum=0.9), density=1.0) as (ddp, engine):
-        torch.manual_seed(0)
-        twin = DistributedDataParallel(Edges().to(DEVICE))
-        for model, momentum in ((ddp, 0.0), (twin, 0.9)):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-            for step in range(5):
-                optimizer.zero_grad()
-                model(batch(rank, step)).backward()
-                optimizer.step()
-        engine.worker.raise_error()
-        return parameters_of(ddp), parameters_of(twin)
-
-
-def test_momentum_of_what_is_sent_whole_goes_on(pair):
-    assert_close(pair.run(train_beside_ddp))
-
-
 def stats_of_a_step(rank, settings):
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
@@ -125,16 +102,3 @@ def test_a_whole_layer_among_others_leaves_nothing_out(pair):
     sent = {"scale": 1, "pair": 1, "prime": 50, "matrix": 64 * 40, "encoder": 80, "decoder": 2}
     numel = sum(parameter.numel() for parameter in Edges().parameters())
     assert stats["density"] == sum(sent.values()) / numel
-
-
-class Asked(TopK):
-    def select(self, names, accumulated, counts):
-        assert "matrix" not in names
-        return super().select(names, accumulated, counts)
-
-    def density_of(self, name, density):
-        return 1.0 if name == "matrix" else density
-
-
-def test_what_goes_whole_is_not_searched(pair):
-    assert measured(pair, Asked(), 0.05)["density"] > 0.3

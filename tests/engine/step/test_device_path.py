@@ -4,14 +4,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_sparse import sparsify
 from lightning_sparse.engine.memory import residual
 from lightning_sparse.engine.wire import owners
 from lightning_sparse.functional import elements, segments, topk
 from tests.helpers.examples import load
-from tests.helpers.racing import CPU, CUDA, Device, Skipping, played
+from tests.helpers.racing import CPU, CUDA, Skipping, played
 
 launches = load("launches")
 HOST = torch.device("cpu")
@@ -117,42 +116,3 @@ def test_a_training_on_a_device_ends_as_on_a_cpu(compressor, schedule):
     assert [step for step, overflowed in enumerate(overflows) if overflowed] == [5, 7]
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
-
-
-def restrided(gradient):
-    """Return a gradient of a 1x1 convolution as backward makes it of pictures in channels_last."""
-    return gradient.as_strided(gradient.shape, torch.empty_like(gradient, memory_format=torch.channels_last).stride())
-
-
-def copies_of_gradients(change):
-    """Train 1x1 convolutions, small and large, whose gradients are changed; return copies, and strides in lists."""
-    torch.manual_seed(0)
-    own, lists, use, copy = [], [], Device.use, torch._foreach_copy_
-
-    def note(device, operation, read, written):
-        own.append(operation)
-        use(device, operation, read, written)
-
-    def note_list(ones, others):
-        lists.append([one.stride() == other.stride() for one, other in zip(ones, others)])
-        copy(ones, others)
-
-    with played(), mock.patch.object(Device, "use", note), mock.patch.object(torch, "_foreach_copy_", note_list):
-        net = nn.Sequential(*(nn.Conv2d(*sizes, 1, bias=False) for sizes in ((8, 16), (16, 32), (32, 1024)))).to(CUDA)
-        for each in net.parameters():
-            each.register_hook(change)
-        with sparsify(net, torch.optim.SGD(net.parameters(), 0.1), density=0.05, levels=1):
-            for _ in range(3):
-                net.zero_grad()
-                net(torch.randn(2, 8, 4, 4, device=CUDA)).square().mean().backward()
-        assert all(each.grad.stride() == restrided(each.grad).stride() for each in net.parameters()) == (
-            change is restrided
-        )
-    return own.count("copy_"), lists
-
-
-def test_gradients_that_lie_as_parameters_are_not_copied_whatever_they_say_of_sizes_of_one():
-    copies, lists = copies_of_gradients(torch.clone)
-    assert lists
-    assert all(map(all, lists))  # else torch would copy each by itself
-    assert copies_of_gradients(restrided) == (copies, lists)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse import Owners, SparseDDPStrategy
+from lightning_sparse import Owners
 from lightning_sparse.compressors.dgc import DGC
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.invariants import (
@@ -91,23 +91,3 @@ def test_only_the_momentum_of_what_was_sent_is_masked(pair, wire):
     for some_are_sent, others_stay in pair.run(momentum_where_nothing_was_sent, wire):
         assert some_are_sent
         assert others_stay
-
-
-def lines_said(rank, settings):
-    lines = []
-    with sparse_ddp(Edges(), **settings, log=lines.append):
-        return lines
-
-
-def test_a_line_tells_of_memory_that_grows_with_ranks(pair):
-    for density, exchange, is_told in ((0.2, "gather", True), (0.1, "gather", False), (0.2, "auto", False)):
-        for lines in pair.run(lines_said, {"density": density, "exchange": exchange}):
-            told = ["exchange='auto'" in line and "4.8 bytes for each parameter" in line for line in lines]
-            assert any(told) is is_told
-
-
-def test_a_compressor_with_a_format_for_its_own_is_refused():
-    with pytest.raises(ValueError, match=r"exchange='owners' is refused, as ExDyna"):
-        SparseDDPStrategy(compressor="exdyna", exchange="owners")
-    with pytest.raises(ValueError, match=r"unknown exchange 'ring'|exchange='ring'"):
-        SparseDDPStrategy(exchange="ring")

@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,7 @@ def close_after_an_error(rank):
     return time.perf_counter() - begun
 
 
+@pytest.mark.exhaustive
 def test_closing_does_not_wait_for_ranks_that_never_send(forked):
     seconds, _ = forked[2].run(close_after_an_error)
     assert seconds < 0.9 * SLOW

@@ -7,9 +7,6 @@ import torch
 
 import lightning_sparse.engine.step.levels as levels_module
 from lightning_sparse.compressors import DGC
-from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.step.levels import LocalGradient
-from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.invariants import (
     Given,
@@ -26,7 +23,6 @@ from lightning_sparse.testing.subjects import density_for
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp
 from tests.helpers.devices import DEVICE, moved
-from tests.helpers.examples import load
 
 NODE = {"node_ranks": 2}
 WAYS = [
@@ -119,14 +115,6 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(n
             assert_same(entry["before"]["never"], entry["after"]["never"])
     if compressor != "dgc":
         assert_balanced(books)
-
-
-def test_what_one_rank_uses_is_sent_by_all_of_its_node_where_parameters_compete(nodes):
-    books = nodes.run(train_branches, {**settings_of("omgs", schedule="single"), "density": 0.9}, 3)
-    assert_balanced(books)
-    for entry in books[0][1:]:
-        assert all(half.any() for half in entry["applied"]["sometimes"].view(2, -1))  # the share of each rank of a node
-        assert not entry["applied"]["never"].any()
 
 
 def exchange_edges(rank, settings, gradients):
@@ -223,16 +211,6 @@ def test_bytes_between_nodes_and_memory_fall_by_the_ranks_of_a_node(nodes, excha
 def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes):
     settings = settings_of("topk", schedule="single")
     assert_same(nodes.run(train_in_messages, settings, 64), nodes.run(train_in_messages, settings, 1 << 22))
-
-
-@pytest.mark.parametrize(("device", "messages"), [("cpu", 4), ("meta", 1)])
-def test_messages_inside_a_node_of_gpus_are_four_times_as_long(device, messages):
-    collectives = load("echo").EchoCollectives(2, torch.device(device))
-    intra, inter, world = (Channel(collectives, Recorder(torch.device("cpu"), 2)) for _ in range(3))
-    with mock.patch.object(collectives, "all_to_all", wraps=collectives.all_to_all) as sent:
-        local = LocalGradient("all", torch.empty(1 << 24, device=device), True)
-        levels_module.HierarchicalRanks(intra, inter, world).shares([local])
-    assert sent.call_count == messages
 
 
 def train_in_messages(rank, settings, elements):

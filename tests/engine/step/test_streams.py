@@ -10,9 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-import lightning_sparse.strategy.ddp_wrapping as wrapping_module
 from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine import Engine
@@ -208,12 +206,6 @@ def test_an_exchange_that_a_graph_would_repeat_is_refused_before_it_begins():
     assert (done, device.races) == ([], [])
 
 
-def test_small_kernels_of_the_exchange_come_before_those_of_backward():
-    with played() as device:
-        assert ExchangeWorker(CUDA).close()
-        assert device.streams[-1].priority < 0
-
-
 def test_the_host_waits_for_all_but_the_last_part_of_what_it_has_launched():
     with played() as device:
         queue, tensor, made = LaunchQueue(CUDA), torch.zeros(3, device=CUDA), []
@@ -223,22 +215,3 @@ def test_the_host_waits_for_all_but_the_last_part_of_what_it_has_launched():
             tensor.add_(1.0)
         LaunchQueue(torch.device("cpu")).begin_part()
         assert device.caught_up == made[:3]
-
-
-def test_a_model_is_wrapped_on_another_stream_after_what_is_written_and_before_more_is(monkeypatch):
-    class Wrapped(nn.Identity):
-        def __init__(self, module, **arguments):
-            super().__init__()
-            streams.append(device.current_stream())
-            module.weight.detach().add_(1.0)
-
-    streams = []
-    with played() as device:
-        for name in ("Stream", "current_stream", "stream"):
-            monkeypatch.setattr(torch.cuda, name, getattr(device, name))
-        monkeypatch.setattr(wrapping_module, "Silent", Wrapped)
-        model = nn.Linear(2, 2).to(CUDA)
-        wrapping_module.wrap(model, [0], {"init_sync": False})
-        model.weight.detach().add_(1.0)
-        assert streams[0] is not device.current_stream()
-    assert device.races == []

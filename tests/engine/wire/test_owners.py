@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.compressors.selection import FlatSelection, SelectionSize, overwrite, scatter
+from lightning_sparse.compressors.selection import SelectionSize, overwrite, scatter
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire import build_wires, exchange_of
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
@@ -107,31 +107,12 @@ def test_of_what_does_not_fit_the_smallest_are_not_proposed():
     assert kept[mine[:-room]].count_nonzero() >= count - 2 * room
 
 
-def test_a_place_that_is_not_filled_is_not_proposed():
-    tensor = torch.zeros(900)
-    tensor[:120] = torch.arange(1.0, 121.0)
-    filled = torch.arange(120) < 60
-    arrivals, _ = exchanged([[tensor.clone()] for _ in range(3)], (120,), keep=1.0, filled=filled)
-    for arrival in arrivals:
-        [mean], _ = written(arrival, [tensor])
-        assert torch.equal(mean[:60], tensor[:60])
-
-
 def test_elements_are_shared_evenly_also_in_columns_and_rows():
     ranks = 16
     owners = torch.tensor(owners_of(512 * 512, ranks)).view(512, 512)
     for share in (owners[:, 7], owners[3], owners[::2, ::2].flatten(), owners[:, :8].flatten()):
         counts = torch.bincount(share, minlength=ranks)
         assert counts.max() <= len(share) / ranks + 4 * math.sqrt(len(share) / ranks)
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("numels", "counts"), [((5000,), (200,)), ((5000, 70_001, 300_000), (200, 200, 3000))])
-def test_the_bytes_are_those_that_were_told(numels, counts, wire):
-    sizes = [SelectionSize(numel, count) for numel, count in zip(numels, counts)]
-    told = OwnersFormat(WIRES[wire], 0, 4, 2.0).transfers(sizes)
-    _, handed_in = exchanged(gradients(4, numels), counts, 2.0, WIRES[wire])
-    assert [transfer.nbytes for transfer in told] == handed_in
 
 
 def received(wires, sizes, ranks):
@@ -170,12 +151,6 @@ def test_a_way_depends_on_the_tensor_and_the_ranks_alone():
     assert way("owners", 2, 3000, 30) == "GatherFormat"
     assert way("owners", 512, 300, 3) == "GatherFormat"
     assert way("gather", 512, 1_000_000, 10_000) == "GatherFormat"
-
-
-def test_a_merged_tensor_takes_the_format_for_its_size():
-    selection = FlatSelection.of([torch.randn(10_000)], [torch.arange(100)])
-    arrival = build_wires("gather", "reduce", torch.float32, 0, 2, exchange_of(Owners(keep=1)))
-    assert isinstance(arrival.format_for(*selection.numels, 100), OwnersFormat)
 
 
 def test_an_unknown_exchange_or_format_is_refused():

@@ -54,16 +54,6 @@ def test_many_values_go_to_their_owners():
     assert parts == 3 * means
 
 
-def test_nothing_selected_is_one_small_message():
-    arrivals, sent = exchange([[[], [], []]] * 2, formats_of(2), [[1, 0, 0], [0, 0, 1]])
-    assert [payloads[0].numel() for payloads in sent] == [16]  # a count, and whether each parameter was used
-    for arrival in arrivals:
-        assert arrival.finite
-        assert arrival.used.tolist() == [True, False, True]
-        assert [mean.values.shape for mean in arrival.means] == [(1, 0)] * 3
-        assert [left.values.shape for left in arrival.kept] == [(0,)] * 3
-
-
 RANGES = [[(0, 5), (0, 9), (0, 0)], [(0, 0), (9, 40_000), (0, 0)], [(0, 0), (40_000, 70_000), (0, 3)]]
 
 
