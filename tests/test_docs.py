@@ -24,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, callbacks, compressors, schedule
 from lightning_sparse.compressors import COMPRESSORS
-from lightning_sparse.engine.refusals import FEATURES, GIVES
-from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.arguments import REFUSED
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing import InvariantError, checks_for
@@ -88,7 +86,6 @@ def test_what_a_package_index_shows_does_not_depend_on_where_it_stands(url):
     shown = runpy.run_path(str(ROOT / "setup.py"))["on_an_index"]((ROOT / "README.md").read_text(), url)
     links = re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```", "", shown, flags=re.DOTALL | re.MULTILINE))
     assert all(link.startswith("https://") for link in links)
-    assert (f"]({url}/raw/HEAD/docs/images/time_to_quality.png)" in shown) == bool(url)
 
 
 @each_page
@@ -106,12 +103,6 @@ def test_files_tests_and_names_exist(page):
             assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(span), span
         if re.fullmatch(r"sparse_\w+", span) and not hasattr(torch, span):
             assert span in StrategyRegistry, span
-
-
-def test_each_law_has_its_tests():
-    told = rows(DOCS / "promises.md", "## The laws")
-    assert len({law for law, *_ in told}) == len(told)
-    assert all("::" in tests or tests.startswith("the same;") for *_, tests in told)
 
 
 @each_page
@@ -185,25 +176,6 @@ def test_arguments_of_ddp_that_are_told_to_be_refused_are_those_of_the_table():
     for name in REFUSED:
         with pytest.raises(ValueError, match=f"^{name}="):
             SparseDDPStrategy(**{name: object()})
-
-
-def lacking_of(gift):
-    """Return what a page says of choices that give a feature too little; nothing where all compressors give it."""
-    if not gift.is_of_compressor:
-        return gift.lacking
-    without = [f"`{name}`" for name in sorted(compressors.COMPRESSORS) if not gift.is_given(Settings.of(name))]
-    return f"{', '.join(without)}: {gift.lacking}" if without else ""
-
-
-def row_of(name, feature):
-    """Return what a page says of a feature."""
-    lacking = filter(None, (lacking_of(GIVES[need]) for need in feature.needs))
-    return [name if " " in name else f"`{name}`", "; ".join(lacking), feature.instead]
-
-
-def test_choices_that_are_told_not_to_go_together_are_those_of_the_table():
-    table = [row_of(*each) for each in FEATURES.items()]
-    assert rows(LIMITS, TOGETHER) == table
 
 
 ASKED = {

@@ -30,6 +30,7 @@ def held_of_a_step(rank, compressor):
         return reachable_bytes(engine.recorder.last)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
 def test_what_is_held_of_a_step_does_not_grow_with_ranks(pair, compressor):
     assert pair.run(held_of_a_step, compressor) == [0, 0]

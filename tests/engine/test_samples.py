@@ -50,6 +50,7 @@ def train(rank, compressor, schedule, asks):
         return book, parameters_of(ddp)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
 def test_samples_say_what_the_step_did(pair, compressor):
     for book, _ in pair.run(train, compressor, "merged", True):

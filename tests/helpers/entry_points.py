@@ -194,7 +194,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 @on_its_node
-def through_hugging_face(rank, settings, folder, resumes, trainings=1, run="", steps=STEPS, **arguments):
+def through_hugging_face(rank, settings, folder, resumes, steps=STEPS, **arguments):
     with as_hugging_face_wants(rank):
         transformers = import_module("transformers")
         ours = import_module("lightning_sparse.loop.hugging_face")
@@ -202,9 +202,6 @@ def through_hugging_face(rank, settings, folder, resumes, trainings=1, run="", s
         class InOrder(transformers.Trainer):
             def _get_train_sampler(self, *args):
                 return torch.utils.data.SequentialSampler(self.train_dataset)
-
-            def _get_output_dir(self, trial):
-                return str(folder / "hugging-face" / run)  # of a trial, in a search for hyperparameters
 
         net = Net()
         args = transformers.TrainingArguments(
@@ -228,9 +225,8 @@ def through_hugging_face(rank, settings, folder, resumes, trainings=1, run="", s
         data = {"train_dataset": trained, "eval_dataset": evaluated}
         trainer = InOrder(model=net, args=args, optimizers=optimizer_of(net, settings), **data)
         trainer.add_callback(ours.SparsifyCallback(trainer, **settings))
-        for _ in range(trainings):
-            checkpoint = str(folder / "hugging-face" / run / f"checkpoint-{SAVED}") if resumes else None
-            trainer.train(resume_from_checkpoint=checkpoint)
+        checkpoint = str(folder / "hugging-face" / f"checkpoint-{SAVED}") if resumes else None
+        trainer.train(resume_from_checkpoint=checkpoint)
     return tensors_of(net)
 
 

@@ -51,27 +51,3 @@ def test_a_slow_network_is_not_left_to_ddp(pair):
         assert 0 < sum(were_plain) < 12
         assert not were_plain[-1]
         assert waiting[-1] > 0
-
-
-class FrozenLater(Priced):
-    """A part of the model is frozen for a while, after the choice has been made."""
-
-    def __init__(self, plain_cost, engine_cost):
-        super().__init__(plain_cost, engine_cost)
-        self.before = []
-
-    def on_train_batch_start(self, batch, batch_index):
-        is_frozen = SETTLED - 40 <= self.global_step < SETTLED - 20
-        if is_frozen or self.before:
-            self.before.append(self.network[0].weight.detach().clone())
-        self.network[0].requires_grad_(not is_frozen)
-
-    def on_fit_end(self):
-        assert all(torch.equal(weight, self.before[0]) for weight in self.before[:21])
-        assert not torch.equal(self.before[21], self.before[0])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("costs", [(nothing, much), (much, nothing)], ids=["left to DDP", "compressed"])
-def test_what_is_frozen_stands_still_whoever_exchanges(pair, costs):
-    assert_one_model(pair.run(fit_priced, costs, SETTLED, FrozenLater))

@@ -1,7 +1,6 @@
 """One training, the same through each entry point: the Trainer, Fabric, a plain loop and Hugging Face's Trainer."""
 
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -32,16 +31,6 @@ SETTINGS = {
     "islands": {"density": 0.1, "levels": 2, "local_steps": LocalSteps(5, 0.7, 0.9, synchronous_steps=3)},
     "synchronous": {"density": 0.1, "local_steps": LocalSteps(5, overlap_steps=1, synchronous_steps=3)},
 }
-
-
-def best_of_hugging_face(rank, folder):
-    """Let the Trainer load the model of its first evaluation at the end; return what there is, and what was saved."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    ends = through_hugging_face(rank, SETTINGS["lags"], folder, False, save_steps=4, **best)
-    net = Net()
-    saved = import_module("safetensors.torch")
-    net.load_state_dict(saved.load_file(folder / "hugging-face" / "checkpoint-4" / "model.safetensors"))
-    return ends, tensors_of(net)
 
 
 @pytest.mark.sampled(1)
@@ -80,35 +69,6 @@ def test_compiled_or_not_a_state_is_the_same(pair, tmp_path, wraps, kind):
         for resumes, wrap in enumerate(wraps)
     )
     assert_same(resumed, whole)
-
-
-def further_of_hugging_face(rank, folder, trainings=2, **arguments):
-    settings = {**SETTINGS["AdamW"], "density": 0.3}
-    return through_hugging_face(rank, settings, folder, False, trainings, **arguments)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="Accelerate shares no GPU")
-def test_hugging_faces_trainer_trains_further_and_compiled(pair, tmp_path):
-    once, twice = (pair.run(further_of_hugging_face, tmp_path, trainings) for trainings in (1, 2))
-    first, second = ({name: each[name] for name in each if "running" not in name} for each in twice)
-    assert_same(second, first)
-    faster = partial(further_of_hugging_face, torch_compile=True, torch_compile_backend="eager")
-    assert_same(pair.run(faster, tmp_path), twice)
-    assert differences(twice[0], once[0])
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
-def test_a_trial_of_hugging_faces_search_keeps_all_in_a_folder_of_its_own(pair, tmp_path):
-    trial = partial(through_hugging_face, run="run-3")
-    whole, resumed = (pair.run(trial, SETTINGS["AdamW"], tmp_path, resumes) for resumes in (False, True))
-    assert_same(resumed, whole)
-    assert {each.parent.parent.name for each in tmp_path.rglob("kept-*.pt")} == {"run-3"}
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
-def test_the_best_model_is_there_at_the_end_of_hugging_faces_trainer(pair, tmp_path):
-    for ends, saved in pair.run(best_of_hugging_face, tmp_path):
-        assert_same(ends, saved)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")

@@ -1,18 +1,16 @@
 """Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify``."""
 
-import math
 from importlib import import_module
 from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
-from tests.helpers.entry_points import SAVED, Net, Rows, as_hugging_face_wants, through_hugging_face
+from tests.helpers.entry_points import SAVED, as_hugging_face_wants, through_hugging_face
 from tests.helpers.examples import load
 
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
@@ -58,33 +56,6 @@ def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
         assert_same(resumed, whole)
 
 
-def parameters_of_two_models(rank, folder, resumes):
-    """Train two models of one form by one accelerator, as a GAN has them, from a save on or with one."""
-    accelerate, ours = import_module("accelerate"), import_module("lightning_sparse.loop.hugging_face")
-    with as_hugging_face_wants(rank):
-        accelerator = accelerate.Accelerator(cpu=True)
-        nets = [nn.Linear(16, 4), nn.Linear(16, 4)]
-        pairs = [accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)) for net in nets]
-        for pair in pairs:
-            ours.save_with(accelerator, sparsify(*pair, "lags", density=0.1))
-        if resumes:
-            accelerator.load_state(folder)
-        for step in range(4 if resumes else 0, 8):
-            rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step))
-            for number, (model, optimizer) in enumerate(pairs):
-                accelerator.backward((model(rows) - rows[:, number : number + 4]).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            if step == 3 and not resumes:
-                accelerator.save_state(folder)
-    return [each.detach().clone() for net in nets for each in net.parameters()]
-
-
-def test_two_models_of_one_accelerator_go_on_to_the_bit(pair, tmp_path):
-    whole, resumed = (pair.run(parameters_of_two_models, tmp_path, resumes) for resumes in (False, True))
-    assert_same(resumed, whole)
-
-
 def stopping(event, step):
     """Return a callback that raises once, as Ctrl-C does, when an event of the Trainer comes at a step."""
     left = [step]
@@ -95,41 +66,6 @@ def stopping(event, step):
             raise KeyboardInterrupt
 
     return type("Stopping", (import_module("transformers").TrainerCallback,), {event: stop})()
-
-
-def norms_of_two_trainings(rank, folder):
-    """Let a training raise, then train; return norms of the steps, before and clipped, the limit and whether what
-    Accelerate does afterwards is its own.
-    """
-    transformers, ours = import_module("transformers"), import_module("lightning_sparse.loop.hugging_face")
-    clipped = []
-
-    class Norms(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model, **others):
-            norms = (trainer.accelerator.clip_grad_norm_(model.parameters(), math.inf) for _ in range(2))
-            clipped.extend(map(float, norms))
-
-    with as_hugging_face_wants(rank):
-        steps = {"max_steps": 4, "logging_steps": 1, "max_grad_norm": 0.01, "remove_unused_columns": False}
-        args = transformers.TrainingArguments(str(folder), **steps, use_cpu=True, report_to=[], disable_tqdm=True)
-        stops = [stopping("on_step_begin", 2), Norms()]
-        trainer = transformers.Trainer(model=Net(), args=args, train_dataset=Rows(), callbacks=stops)
-        trainer.add_callback(ours.SparsifyCallback(trainer, density=1.0, warmup_epochs=0, optimizer_correction=None))
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        clipped.clear()
-        trainer.train()
-    before = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
-    own = {"clip_grad_norm_", "free_memory"}.isdisjoint(vars(trainer.accelerator))
-    return before, clipped, args.max_grad_norm, own
-
-
-def test_a_training_that_follows_one_that_raised_clips(pair, tmp_path):
-    for before, clipped, limit, own in pair.run(norms_of_two_trainings, tmp_path):
-        assert len(before) == 4
-        assert min(before) > 0.1
-        assert clipped == pytest.approx([0.01] * 8, rel=1e-3)
-        assert (limit, own) == (0.01, True)
 
 
 def stopped_and_resumed(rank, settings, folder, event):

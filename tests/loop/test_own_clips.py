@@ -59,6 +59,7 @@ def warned_of_fit(rank, place):
     return len(told)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", ""])
 def test_a_module_that_clips_what_has_arrived_is_told_once(pair, place):
     assert pair.run(warned_of_fit, place) == [bool(place), 0]
@@ -140,11 +141,13 @@ NOWHERE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "arguments"), HERE.values(), ids=HERE)
 def test_a_plain_loop_that_clips_what_has_arrived_is_told_once(pair, change, arguments):
     assert pair.run(partial(train, change=change, **arguments)) == [1, 0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "arguments"), NOWHERE.values(), ids=NOWHERE)
 def test_whoever_clips_otherwise_is_told_nothing(pair, change, arguments):
     assert pair.run(partial(train, change=change, **arguments)) == [0, 0]

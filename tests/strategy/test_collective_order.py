@@ -204,15 +204,10 @@ SILENT, ADAMW = partial(Partly, logs=False), partial(Partly, "AdamW")
 IN_ONE_ORDER = {
     "LAGS": Case(LAYERS),
     "LAGS, AdamW clipped": Case(corrected(LAYERS), ADAMW, arguments={"gradient_clip_val": 0.1}),
-    "batches accumulated": Case(LAYERS, arguments={"accumulate_grad_batches": 2}),
     "several backwards": Case(LAYERS, Twice, arguments={"limit_train_batches": 3}),
-    "a layer is frozen": Case(LAYERS, Freezing),
     "an embedding, after backward": Case({**LAYERS, "overlaps_backward": False}, SyncedEmbedded),
     "a user's collective, after backward": Case({**LAYERS, "overlaps_backward": False}, OwnCollective),
-    "top-k by owners": Case({**LARGEST, "exchange": "owners"}),
     "ExDyna": Case({"compressor": "exdyna", "density": 0.1, "schedule": "layerwise"}),
-    "dense": Case({"compressor": "dense", "schedule": "layerwise"}),
-    "A2SGD": Case({"compressor": A2SGD(2)}),
     "auto": Case({"compressor": "lags", "density": 0.1, "schedule": "auto"}),
     "two levels": Case({**LARGEST, "schedule": "layerwise", "levels": 2}, Partly, 4, NODES),
     "rounds": Case({**LARGEST, "local_steps": 3}),
@@ -220,6 +215,11 @@ IN_ONE_ORDER = {
     "islands": Case({**LARGEST, **ISLANDS, "local_steps": 2}, SILENT, 4, NODES),
 }
 MORE_IN_ONE_ORDER = {
+    "batches accumulated": Case(LAYERS, arguments={"accumulate_grad_batches": 2}),
+    "a layer is frozen": Case(LAYERS, Freezing),
+    "top-k by owners": Case({**LARGEST, "exchange": "owners"}),
+    "dense": Case({"compressor": "dense", "schedule": "layerwise"}),
+    "A2SGD": Case({"compressor": A2SGD(2)}),
     "LAGS, AdamW": Case(corrected(LAYERS), ADAMW),
     "several backwards, AdamW": Case(corrected(LAYERS), partial(Twice, "AdamW")),
     "ExDyna, AdamW": Case(corrected({"compressor": "exdyna", "density": 0.1, "schedule": "layerwise"}), ADAMW),

@@ -2,13 +2,11 @@
 
 import re
 from functools import partial
-from unittest import mock
 
 import pytest
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from tests.helpers.fits import fits, listening
-from tests.helpers.pricing import SETTLED, Priced, much, nothing
 from tests.helpers.trainers import Small, WithAdam, make_trainer
 
 ELEMENTS = 32 * 64 + 64 + 64 * 32 + 32  # of Small
@@ -111,26 +109,3 @@ def fit_twice(rank):
         trainer.fit(Small())
         steps.append(strategy.compression_stats()["total_steps"])
     return steps
-
-
-def fit_auto(rank, steps):
-    """Fit a model that DDP trains faster; return what is said, which steps were plain, and statistics."""
-    strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
-    model = Priced(nothing, much)
-    trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)
-    lines = []
-    with mock.patch("lightning_sparse.strategy.trainer.rank_zero_info", lines.append):
-        model.fit(trainer)
-    return lines, model.were_plain, strategy.compression_stats()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.clock
-@pytest.mark.parametrize(("steps", "verdict"), [(SETTLED, "chosen: plain DDP, as"), (40, "training ended before")])
-def test_the_choice_of_auto_is_told_and_its_steps_of_ddp_are_counted(pair, steps, verdict):
-    for lines, were_plain, stats in pair.run(fit_auto, steps):
-        assert verdict in closing_of(lines)
-        assert stats["total_steps"] == steps
-        assert stats["total_dense_bytes"] == steps * DENSE
-        assert (sum(were_plain) > 0) == (steps == SETTLED)
-        assert sum(were_plain) * DENSE < stats["total_wire_bytes"] < stats["total_dense_bytes"]

@@ -18,6 +18,7 @@ from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
 WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_epochs": 0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"one_cycle": True}, {"momentum": 0.0}], ids=str)
 def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair, arguments):
     ours, ddp = (fits(pair, partial(WithSGD, **arguments), settings) for settings in (WHOLE, None))
@@ -124,6 +125,7 @@ class Replacing(WithOptimizer):
             self.trainer.optimizers = [self.then(self.parameters(), lr=0.01)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("first", "then", "settings"),
     [
@@ -160,6 +162,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("compressor", "model", "message", "settings"), REFUSALS.values(), ids=REFUSALS)
 def test_an_optimizer_that_makes_no_sense_is_refused(pair, compressor, model, message, settings):
     for answer in refusals(pair, model, {"compressor": compressor, **settings}, max_steps=2):
@@ -196,6 +199,7 @@ WARNED = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("compressor", "density", "kind", "is_warned"), WARNED.values(), ids=WARNED)
 def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_warned_of(
     pair, compressor, density, kind, is_warned

@@ -71,7 +71,7 @@ def ended(system, ranks, device, dtype):
     }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("ranks", [4, 32])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_step_on_a_device_ends_as_on_a_cpu(system, ranks):
@@ -106,6 +106,7 @@ def trained_on(device, given):
     return [parameter.detach().cpu() for parameter in net.parameters()], overflows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "micro"])
 def test_a_training_on_a_device_ends_as_on_a_cpu(compressor, schedule):

@@ -43,7 +43,7 @@ def deepest(system):
     return max(later - former for former, later in zip(in_a_row, in_a_row[2:]))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("groups", [1, GROUPS])
 @pytest.mark.parametrize("name", IN_EACH_STEP)
 def test_the_queue_is_never_so_deep_that_launching_waits(name, groups):

@@ -72,6 +72,7 @@ def without_counter(kept):
     return {part: state for part, state in kept.items() if part != "averager"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("compressor", "wire"), list(zip(DIFFERENT_NAMES, cycle(["float32", "float16"]))))
 def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair, compressor, wire):
     # Small enough for these gradients in fp16; the scale would otherwise overflow on its own.

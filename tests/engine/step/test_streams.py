@@ -53,6 +53,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_read_or_given_out_again_before_it_is_done(way):
     with played() as device:
@@ -60,6 +61,7 @@ def test_nothing_is_read_or_given_out_again_before_it_is_done(way):
     assert device.races == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["gather", "Adam", "two levels", "late rounds"])
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
 def test_who_does_not_wait_is_seen(wait, way):

@@ -84,6 +84,7 @@ def declared_for(*keys):
     return sum((Counter(DECLARED.get(key, {})) for key in keys), Counter())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_no_host_waits_whatever_the_optimizer_and_its_situation(optimizer, situation):
@@ -103,6 +104,7 @@ SYSTEMS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_no_host_waits_whatever_the_system(system, schedule):
@@ -118,6 +120,7 @@ ON_LEVELS = Counter({"compressors/exdyna.py:finish_step": 1})
 SITUATIONS_OF_SIZED = {name: each for name, each in SITUATIONS.items() if name != "owners"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("situation", SITUATIONS_OF_SIZED)
 @pytest.mark.parametrize("compressor", ["exdyna", "micro"])
 def test_those_that_size_messages_by_what_was_selected_wait_for_that_once(compressor, situation):

@@ -68,6 +68,7 @@ def announced(settings, groups, ranks):
     return sum(sent_bytes(*transfer, ranks) for transfer in announced)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "schedule"), [("edges", "single"), ("edges", "layerwise"), ("block", "single")])
 @pytest.mark.parametrize(
     ("compressor", "wire"),
