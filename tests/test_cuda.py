@@ -1,6 +1,5 @@
 """What only a GPU can show: one rank on NCCL, streams and futures, and no waiting host."""
 
-import threading
 import traceback
 import warnings
 
@@ -98,7 +97,6 @@ def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(nccl, co
 # Of the others, ExDyna and MiCRO wait for the numbers that other ranks have selected, without which they cannot size
 # their messages.
 NEVER_WAITING = ["topk", "lags", "omgs", "dgc", "sdagc", "a2sgd", "qsgd", "dense"]
-WAITING = ["exdyna", "micro"]
 
 
 def backward_without_waiting(rank, settings):
@@ -132,42 +130,3 @@ def test_the_host_never_waits_for_the_device(nccl, compressor, schedule, wire):
     # NCCL alone: gloo itself waits, to copy to the host. A plan in the making waits to agree with the other ranks.
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
     assert nccl.run(backward_without_waiting, settings) == [None]
-
-
-@pytest.mark.parametrize("compressor", WAITING)
-def test_those_that_wait_are_seen_to_wait_on_the_worker(nccl, compressor):
-    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": "single"}
-    (message,) = nccl.run(backward_without_waiting, settings)
-    assert message is not None
-    assert "synchronizing" in message
-
-
-def waits_seen(rank):
-    """Wait for the device on this thread and on another, with waiting forbidden; return what came of it."""
-    messages = []
-
-    def wait():
-        try:
-            torch.ones((), device=DEVICE).item()
-        except RuntimeError as error:
-            messages.append(str(error))
-
-    warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        wait()
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return messages
-
-
-def test_a_wait_is_seen_on_every_thread(nccl):
-    (messages,) = nccl.run(waits_seen)
-    assert ["synchronizing" in message for message in messages] == [True, True]
-
-
-def test_every_compressor_is_said_to_wait_or_not():
-    assert sorted(NEVER_WAITING + WAITING) == sorted(COMPRESSOR_NAMES)

@@ -1,13 +1,10 @@
 """A2SGD against its formula, and what two numbers cannot do."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_sparse.compressors import A2SGD
-from lightning_sparse.engine.observe import Clock
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sgd_steps, sparse_ddp
 
@@ -57,21 +54,6 @@ def test_it_trains_as_its_formula_says(pools, ranks):
     answers = pools[ranks].run(train, 20)
     for ours, theirs in zip(answers, slow_histories(ranks, 20)):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
-
-
-def step_stages(rank):
-    """Make a step; return the stages after the last group's, and how long after the one before each began."""
-    with sparse_ddp(Edges(), A2SGD(), schedule="single") as (ddp, engine):
-        backpropagate(ddp, engine, ddp(batch(rank, 0)))
-        spans = engine.recorder.last.spans
-        gaps = [Clock.seconds(before.end, after.start) for before, after in pairwise(spans)]
-        return [span.stage for span in spans], gaps
-
-
-def test_what_travels_when_the_step_is_over_is_not_taken_for_the_compressors_time(pair):
-    for stages, gaps in pair.run(step_stages):
-        assert stages == ["encode", "exchange", "encode", "commit"]
-        assert all(gap >= 0 for gap in gaps)
 
 
 class Given(nn.Module):

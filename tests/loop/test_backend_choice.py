@@ -1,20 +1,66 @@
 """``sparse_auto``: whichever is faster, in real processes whose steps take, by their clock, what the tests decide."""
 
+import weakref
 from itertools import groupby
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_sparse import SparseDDPStrategy
-from tests.helpers.pricing import SETTLED, Priced, much, nothing
-from tests.helpers.trainers import make_trainer, weights
+from lightning_sparse.loop import backend_choice
+from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
 pytestmark = pytest.mark.clock
+SETTLED = 300  # steps, and three epochs, after which the first choice has been made, with room to spare
+_ALL_ELSE = 5e-3  # seconds of a step, whoever exchanges
 
 
-def fit_priced(rank, costs, steps, module=Priced):
+def nothing(step):
+    return 0.0
+
+
+def much(step):
+    return 30e-3
+
+
+class Priced(Small):
+    """A model with a price on each step that is left to DDP, and one on each of the engine's, for a clock to tell."""
+
+    def __init__(self, plain_cost, engine_cost):
+        super().__init__()
+        self.plain_cost, self.engine_cost = plain_cost, engine_cost
+        self.were_plain = []
+        self.wrappers = []
+        self.waiting = []
+        self.seconds = 0.0
+
+    def train_dataloader(self):
+        return DataLoader(Rows(800), batch_size=4)
+
+    def training_step(self, batch, batch_index):
+        strategy = self.trainer.strategy
+        self.were_plain.append(strategy.is_dense)
+        if strategy.model not in [wrapper() for wrapper in self.wrappers]:
+            self.wrappers.append(weakref.ref(strategy.model))
+        cost = self.plain_cost if strategy.is_dense else self.engine_cost
+        self.seconds += _ALL_ELSE + cost(self.global_step)
+        residuals = strategy.engine.state_dict()["memory"]["residual"].values()
+        self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))
+        return super().training_step(batch, batch_index)
+
+    def fit(self, trainer, **arguments):
+        with mock.patch.object(backend_choice, "perf_counter", self.clock):
+            trainer.fit(self, **arguments)
+
+    def clock(self):
+        return self.seconds
+
+
+def fit_priced(rank, costs, steps):
     """Fit; return parameters, which steps were plain, what waited, the wrappers that live, and statistics."""
-    model = module(*costs)
+    model = Priced(*costs)
     strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
     trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)
     living = []
