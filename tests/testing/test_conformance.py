@@ -7,7 +7,7 @@ import torch
 
 from lightning_sparse.engine.step.selecting import GroupSelector
 from lightning_sparse.engine.wire import build_wires
-from lightning_sparse.testing import InvariantError, checks_for
+from lightning_sparse.testing import InvariantError, check_compressor, checks_for
 from lightning_sparse.testing.invariants import balance
 from lightning_sparse.testing.subjects import COMPRESSOR_NAMES, SCHEDULE_NAMES, subject_of
 from tests.compressors import lawless
@@ -51,6 +51,13 @@ def test_a_broken_compressor_fails_the_invariant_that_it_breaks_and_no_other(for
         checks[name](forked[3])
     with pytest.raises(InvariantError, match=broken):
         checks[broken](forked[3])
+
+
+@pytest.mark.exhaustive
+def test_all_checks_run_by_one_call_that_has_a_time_limit():
+    check_compressor("dense")
+    with pytest.raises(InvariantError, match="selections_are_valid.*no answer within"):
+        check_compressor("topk", timeout=0.01)
 
 
 @pytest.mark.parametrize(
