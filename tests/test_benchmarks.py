@@ -1,7 +1,6 @@
 """The benchmarks: the arithmetic behind published figures, and, where root may, the network they run on."""
 
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -72,18 +71,6 @@ def test_every_script_runs_in_its_smallest_form(tmp_path, words):
     assert ended.stdout
 
 
-def test_steps_of_two_batches_are_averaged(monkeypatch):
-    ends = iter([0.0, 5.0, 6.0, 6.5, 9.0, 9.5, 11.0])
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(ends))
-    monkeypatch.setattr(worker, "transmitted_bytes", iter(range(0, 700, 100)).__next__)
-    watch = worker.StepWatch(warm_up=1, batches_per_step=2)
-    for _ in range(7):
-        watch.on_train_batch_end(None, None)
-    assert watch.seconds() == [1.5, 1.0]
-    assert watch.link_bytes() == 100.0
-    assert watch.longest() == 2.0
-
-
 def test_a_paced_resnet50_is_the_published_one():
     with BACKPROP.open() as published:
         elements, seconds = zip(
@@ -111,23 +98,6 @@ def test_a_paced_model_hands_each_gradient_over_when_it_is_due():
     # A busy machine may be late, and never early: the first gradient waits for the layer without a parameter, too.
     assert [moment - begin >= due for (_, moment), due in zip(arrived, (0.04 + 0.06, 0.04 + 0.08))] == [True, True]
     assert all(weight.grad.abs().sum() > 0 for weight in model.weights)
-
-
-def test_a_stopped_training_counts_as_all_of_its_steps(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "r=3, 10 steps, seed 1"
-    folder.mkdir()
-    ddp = {"steps": 10, "ran": 10, "seconds": 2.0, "curve": [[5, 3.0], [10, 2.5]]}
-    ours = {"steps": 10, "ran": 5, "seconds": 1.0, "curve": [[5, 2.875]]}
-    for name, seen in {"ddp": ddp, "sparse_lags in 4 bits": ours}.items():
-        (folder / f"{name}.json").write_text(json.dumps(seen))
-    command = ["time_to_quality.py", "--networks", "r = 3", "--steps", "10", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*command, "--ways", "ddp", "sparse_lags in 4 bits"])
-    time_to_quality.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == [
-        "| ddp | 1 | 200.0, 2.5000, 1.00 |",
-        "| sparse_lags in 4 bits | 0.95 | 100.0, 5 of 10 steps, 0.50 |",
-    ]
 
 
 @needs_network

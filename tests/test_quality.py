@@ -1,6 +1,5 @@
 """The benchmark of quality: ranks that are threads do, to the bit, what the engine does on ranks that are processes."""
 
-import copy
 import json
 from functools import partial
 
@@ -62,34 +61,6 @@ def test_threads_do_what_processes_do(pair, compressor, is_adam):
         found = dict(member.network.named_parameters())
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert ranks.wire_bytes == sent
-
-
-def test_power_sgd_of_as_many_columns_as_a_mean_gradient_has_is_exact():
-    torch.manual_seed(0)
-    inputs, wanted = torch.randn(2, 30), torch.randn(2, 20)  # a rank has one sample of each: its gradient is of rank 1
-    start = torch.nn.Linear(30, 20)
-    sgd = partial(torch.optim.SGD, lr=1.0)
-    ranks = virtual.VirtualRanks(
-        2, lambda: copy.deepcopy(start), lambda model: sgd(model.parameters()), lambda: None, 12, power_rank=2
-    )
-    losses = [
-        lambda model, sample=sample, other=other: model(sample).dot(other) for sample, other in zip(inputs, wanted)
-    ]
-    for _ in range(12):
-        ranks.step(losses)
-    ranks.close()
-    expected = start.weight - 12 * (wanted.T @ inputs) / 2
-    for member in ranks.ranks:
-        assert torch.allclose(member.network.weight, expected, atol=1e-4)
-    whole, factors = 4 * (20 * 30 + 20), 4 * (2 * (20 + 30) + 20)
-    assert ranks.wire_bytes == 10 * whole + 2 * factors
-
-
-@pytest.mark.parametrize("system", ["dense", *quality.SYSTEMS])
-def test_each_system_can_be_asked_for_as_it_is(system):
-    density = None if system == "dense" else 0.01
-    settings = quality.Run("gpt", "adamw95", system, density, 1, 1e-3, 3, 2, "bfloat16").settings()
-    assert settings.density == (density or 1.0)
 
 
 def test_a_task_is_learned_and_told(monkeypatch, tmp_path):
