@@ -351,6 +351,7 @@ class Recorder:
         self.has_levels = node_ranks > 1  # some ranks share a gradient
         self.current = ExchangeRecord(*self._ranks)  # changes only between two backwards
         self.forget()
+        self.begun_steps = 0  # some of which have not ended, as no optimizer has stepped
         self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
         self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
@@ -455,7 +456,7 @@ class Recorder:
 
     def _keep(self, record: ExchangeRecord) -> None:
         self.totals.add(record)
-        record.step = self.totals.steps
+        record.step = self.totals.steps + self.begun_steps
         self.records.append(record)
         self.last = record
 
