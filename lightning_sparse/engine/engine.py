@@ -17,10 +17,9 @@ from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backe
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.memory.residual import Memory
-from lightning_sparse.engine.names import FollowedNames, Moves
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
-from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
+from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged, take_replaced
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Route, Wrapper
@@ -223,7 +222,7 @@ class Engine(SharedOnCopy):
         def load() -> None:
             if "memory" in state:
                 self.memory.load_state_dict(state["memory"])
-                self._known.names.follow()  # it is of the parameters that have these names now
+                take_replaced(self._known.parameters, self.module)  # it is of those that have these names now
             self.replicas.load_state_dict(state)
             if self.rounds is not None:
                 self._known.expect_round(self.rounds.shared.trained)
@@ -260,7 +259,7 @@ class KnownModel:
         layout: of what is exchanged.
         numels: elements that this rank exchanges, by name, also of what is exchanged no more.
         loaded: what the compressor has read from a checkpoint, until an exchange teaches it more.
-        names: under which something is kept.
+        parameters: those that had each name last.
     """
 
     def __init__(
@@ -269,7 +268,7 @@ class KnownModel:
         self.numels: dict[str, int] = {}
         self.loaded: Optional[Mapping[str, Any]] = None
         self._module, self._compressor, self._levels = module, compressor, levels
-        self.names = FollowedNames(module)
+        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._begin(self.layout_of(trained))
 
     def layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
@@ -286,19 +285,16 @@ class KnownModel:
         self.numels.update(zip(layout.names, numels))
 
     def track(self, layout: ModelLayout, memory: Memory) -> None:
-        """Know what is exchanged from now on; what is kept of a parameter goes on under the name it has now."""
-        moves = self.names.follow()
-        if layout == self.layout and not (moves.renamed or moves.replaced):
+        """Know what is exchanged from now on; what is kept of a name whose parameter is another one now is dropped."""
+        replaced = take_replaced(self.parameters, self._module)
+        if layout == self.layout and not replaced:
             return
         # What was read from a checkpoint may be of the parameters that are trained from now on.
-        learned = self._compressor.state_dict() if self.loaded is None else dict(self.loaded)
+        learned = _without(self._compressor.state_dict() if self.loaded is None else self.loaded, replaced)
         self._begin(layout)
-        learned = _followed(learned, moves, self._compressor.state_dict())
         self._compressor.load_state_dict(learned)
         self.loaded = None if self.loaded is None else learned
-        memory.forget(moves.replaced)
-        if moves.renamed:
-            memory.load_state_dict({kind: moves.followed(kept) for kind, kept in memory.state_dict().items()})
+        memory.forget(replaced)
 
     def expect_round(self, names: Set[str]) -> None:
         """Know the parameters of a round that goes on, some of which may be frozen here so far."""
@@ -312,14 +308,11 @@ class KnownModel:
         self.loaded = state
 
 
-def _followed(state: Any, moves: Moves, anew: Any) -> Any:
-    """Return nested dictionaries under present names; what is of others by now is as in ``anew``, if it is there."""
-    if not isinstance(state, dict):
+def _without(state: Any, names: Set[str]) -> Any:
+    """Return nested dictionaries without what is of some names."""
+    if not isinstance(state, Mapping):
         return state
-    fresh = anew if isinstance(anew, dict) else {}
-    begun = {name: fresh[name] for name in moves.replaced if name in state and name in fresh}
-    kept = {key: _followed(each, moves, fresh.get(key)) for key, each in state.items()}
-    return {**begun, **moves.followed(kept)}
+    return {key: _without(each, names) for key, each in state.items() if key not in names}
 
 
 def _levels_between(

@@ -104,6 +104,17 @@ class AveragedReplicas(Replicas):
             self._averager.divergence = state["averager"]["divergence"].to(self._averager.device, copy=True)
 
 
+def take_replaced(known: dict[str, Tensor], module: nn.Module) -> set[str]:
+    """Record the parameters by name, and return the names that others had before.
+
+    What the model has no more stays known until another parameter has its name: a layer may be put back.
+    """
+    present: dict[str, Tensor] = dict(module.named_parameters())
+    replaced = {name for name, each in present.items() if known.get(name, each) is not each}
+    known.update(present)
+    return replaced
+
+
 class ReplicaAverager:
     """Average parameters and buffers; ``divergence`` is their RMS distance from the mean over the mean's norm."""
 

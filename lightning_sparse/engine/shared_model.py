@@ -17,8 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import SGD
 
 from lightning_sparse.engine.memory.residual import widened
-from lightning_sparse.engine.names import FollowedNames
-from lightning_sparse.engine.replicas import ReplicaAverager, averaged
+from lightning_sparse.engine.replicas import ReplicaAverager, averaged, take_replaced
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.levels import FlatRanks
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
@@ -77,7 +76,7 @@ class SharedModel:
         self.device = self._averager.device
         self.handled: Callable[[], Collection[Tensor]] = tuple
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
-        self._names = FollowedNames(module)
+        self._parameters: dict[str, Tensor] = {}  # those that had each name last
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
         self._outer = OuterOptimizer(local, pipeline.levels, self.device)
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
@@ -85,28 +84,34 @@ class SharedModel:
 
     def track(self, names: Sequence[str]) -> None:
         """Know what is exchanged, where replicas are the same."""
-        shared, self._outer.momenta = map(self._names.follow().followed, (self._shared, self._outer.momenta))
+        names_of: dict[Tensor, str] = {each: name for name, each in self.module.named_parameters()}
+        renamed = {name: now for name, each in self._parameters.items() if (now := names_of.get(each, name)) != name}
+        if renamed:  # it would begin with each rank's own
+            raise RuntimeError(_OTHERS.format(new=sorted(renamed.values()), gone=sorted(renamed)))
+        for name in take_replaced(self._parameters, self.module):
+            self._shared.pop(name, None)
+            self._outer.momenta.pop(name, None)
         tensors = averaged(self._named())
         buffers = {name for name, _ in self.module.named_buffers()}
         beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
         self.trained = frozenset(names)
         self._shared = {
             name: known
-            if (known := shared.get(name)) is not None and known.shape == tensors[name].shape
+            if (known := self._shared.get(name)) is not None and known.shape == tensors[name].shape
             else tensors[name].to(widened(tensors[name].dtype), copy=True)
             for name in (*names, *beside)
         }
 
     def has_new(self) -> bool:
-        """Tell whether the model has parameters that are not known here, under whatever names."""
-        return self._names.has_new()
+        """Tell whether the model has parameters that are not known here."""
+        return not set(self._parameters.values()).issuperset(self.module.parameters())
 
     def resting(self) -> frozenset[str]:
         """Return the names of what no optimizer has, or is frozen and has not moved; a device may be waited for.
 
         Where that rests on all ranks nothing moves it: no momentum, and no residual from before it was frozen.
         """
-        frozen = self.trained.intersection(name for each, name in self._names.of.items() if not each.requires_grad)
+        frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
         held = {name: each for name, each in self._tensors().items() if name in frozen} if frozen else {}
         are_shared = [self._is_shared(name, tensor) for name, tensor in held.items()]
         return self._left_alone().union(compress(held, torch.stack(are_shared).tolist() if held else ()))
@@ -117,9 +122,7 @@ class SharedModel:
         return tensor.isclose(shared, rtol=_ROUNDINGS * torch.finfo(tensor.dtype).eps, atol=0).all()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's tensors, parameters under the names that they had when they were followed."""
-        named = chain(self.module.named_parameters(), self.module.named_buffers())
-        return ((self._names.of.get(tensor, name), tensor) for name, tensor in named)
+        return chain(self.module.named_parameters(), self.module.named_buffers())
 
     @property
     def _beside(self) -> list[str]:
@@ -131,16 +134,16 @@ class SharedModel:
 
         A parameter that is not known has nothing to do with the one that had its name.
         """
-        known = self._names.of
         present = ((name, tensor) for name, tensor in self._named() if name in self._shared)
-        held = {name: local_tensor(each) for name, each in present if each in known or not isinstance(each, Parameter)}
+        known = ((n, each) for n, each in present if self._parameters.get(n) is each or not isinstance(each, Parameter))
+        held = {name: local_tensor(each) for name, each in known}
         held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _left_alone(self) -> frozenset[str]:
         """Return the names of what could be trained and no optimizer has, whose changes are its own way to a value."""
-        known = self._names.of
-        ours = frozenset(known[each] for each in self.handled() if each in known)
+        handled = set(self.handled())
+        ours = frozenset(name for name, each in self._parameters.items() if each in handled)
         return self.trained - ours if ours else ours
 
     def exchanged(self) -> dict[str, Tensor]:

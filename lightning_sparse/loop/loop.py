@@ -56,8 +56,8 @@ CLOSED = (
     " train a copy of the model alone"
 )
 _NEW = (
-    "the model has parameters that it did not have when its forward began, or shards that it did not have: add and"
-    " replace layers between two batches, such as in on_train_batch_start, and those of a sharded model before training"
+    "the model has other parameters to train, or other shards, than when its forward began: add, replace and unfreeze"
+    " layers between two batches, such as in on_train_batch_start, and those of a sharded model before training"
 )
 _BROKEN = (
     "an optimizer steps before gradients are exchanged: the last backward has ended in an error on this rank, so that"
@@ -70,13 +70,9 @@ _OWN = (
     " optimization it is Lightning's own, and none may come after it, such as in on_after_backward"
 )
 
-_WITHIN_A_STEP = (
-    "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the optimizer"
-    " before: assign it after a step, such as in on_train_epoch_start"
-)
-_WITHIN_A_BATCH = (
-    "{name} makes a step in a batch that began without it: assign trainer.optimizers = [...] between two batches, such"
-    " as in on_train_batch_start"
+_OTHER_OPTIMIZERS = (
+    "an optimizer was replaced inside a step: assign trainer.optimizers = [...] between two batches, such as in"
+    " on_train_batch_start, when each optimizer has made its step"
 )
 
 _ONE = Replicas()
@@ -243,9 +239,9 @@ class Training:
         """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
         if len(optimizers) == len(self.optimizers) and all(map(is_, optimizers, self.optimizers)):
             return
+        if self.backwards:
+            raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
-        if self.backwards and before is not None:
-            raise ValueError(_WITHIN_A_STEP)
         check_optimizers(self.settings, optimizers)
         can_correct(self.settings, optimizers)  # it refuses what has to be corrected and cannot be
         self.optimizers = optimizers
@@ -272,26 +268,24 @@ class Training:
     def track_model(self, forgets: bool = False, between: bool = False) -> None:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
 
-        A round ends with that, and writes what a backward still needs: it waits until this is asked ``between`` two.
+        Unless it is asked ``between`` two batches, the model may have no other layers, nor a round others to train.
         """
         trained, module = self._trained, self.engine.module
-        if between:
-            trained.end_round(self.engine)
         if not self._trains_others(forgets, between):
             return
         has_new = trained.has_new()
-        if has_new and (not between or isinstance(self.engine.wrapper, ShardedModel)):
+        if (has_new and isinstance(self.engine.wrapper, ShardedModel)) or (
+            not between and (has_new or self.is_in_round)
+        ):
             raise RuntimeError(_NEW)
         known = trained.known_names
-        # What is frozen between two batches of a step has gradients that are to be exchanged.
-        keeps = bool(self.backwards) and not self.is_in_round
-        changes = trained.agree(forgets, keeps, dist.get_rank())
+        changes = trained.agree(forgets, dist.get_rank())
         if not (changes or has_new):
             return
         if has_new:
             align(module, known)
         self.view.know(attended(module))
-        trained.exchange(self.engine, between or not self.is_in_round)
+        self.engine.track(trained.parameters)
         self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
 
     def _trains_others(self, forgets: bool, between: bool) -> bool:
@@ -342,7 +336,8 @@ class Training:
         ``forgets`` that: where models are toggled within a step, it is frozen for a moment. Rounds forget nothing, as
         they would end with it; what rests they leave out.
         """
-        self.track_model(forgets and not self.is_in_round, between=True)
+        # What is frozen between two batches of a step has gradients that are to be exchanged.
+        self.track_model(forgets and not (self.is_in_round or self.backwards), between=True)
         self.turn()
         if self.replicas.are_apart:
             self.replicas.begin_round()
@@ -445,7 +440,7 @@ class Training:
         self.engine.arrived.forget(handled(optimizer))
         number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
         if number is None:
-            raise RuntimeError(_WITHIN_A_BATCH.format(name=type(optimizer).__name__))
+            raise RuntimeError(_OTHER_OPTIMIZERS)
         self.engine.end_step(number, self.epoch or 0)
         self.after_step()
 

@@ -15,7 +15,6 @@ from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
@@ -263,7 +262,6 @@ class TrainedParameters:
     """
 
     def __init__(self, module: Module, timeout: Optional[timedelta]) -> None:
-        self._is_round_behind = False  # other parameters are trained than the round that goes on has
         self._module = module
         self._timeout = timeout
         self._handled: list[int] = []  # identities of the parameters that optimizers train
@@ -279,16 +277,6 @@ class TrainedParameters:
         """
         named, known = self._module.named_parameters(), self._present(forgets=False)
         self._know({n: each for n, each in named if n in (names if local_tensor(each).numel() else known)})
-
-    def exchange(self, engine: Engine, ends_round: bool) -> None:
-        """Have these exchanged, and a round end with that; else it ends once :meth:`end_round` is called."""
-        (engine if ends_round else engine.source).track(self.parameters)
-        self._is_round_behind = not ends_round
-
-    def end_round(self, engine: Engine) -> None:
-        """End a round of other parameters."""
-        if self._is_round_behind:
-            self.exchange(engine, True)
 
     def _know(self, parameters: dict[str, Tensor]) -> None:
         self._all = list(self._module.parameters())
@@ -335,26 +323,20 @@ class TrainedParameters:
         """Whether plain tensors stand in the model while ``torch.func.functional_call`` goes forward."""
         return not all(isinstance(each, Parameter) for each in self._module.parameters())
 
-    def agree(self, forgets: bool, keeps: bool, rank: int) -> str:
-        """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike.
-
-        What is frozen stays known unless all ranks ``forget`` it, and none ``keeps`` it, or it has returned before.
-        """
+    def agree(self, forgets: bool, rank: int) -> str:
+        """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike."""
         present = self._present(forgets)
         changes = self._changes(present)
         try:
-            everywhere = gather_apart(f"{int(keeps)}{changes}", self._timeout)
+            everywhere = gather_apart(changes, self._timeout)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}. The"
                 f" backend said: {error}"
             ) from error
-        if len({told[1:] for told in everywhere}) > 1:
-            said = ". ".join(f"Rank {each}: {told[1:] or 'nothing'}" for each, told in enumerate(everywhere))
+        if len(set(everywhere)) > 1:
+            said = ". ".join(f"Rank {each}: {told or 'nothing'}" for each, told in enumerate(everywhere))
             raise RuntimeError(f"ranks are about to train different parameters. {said}. {_ALIKE}")
-        if any(told[0] == "1" for told in everywhere):
-            present = self._present(forgets=False)
-            changes = self._changes(present)
         self._know(present)
         return changes
 

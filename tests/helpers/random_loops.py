@@ -47,13 +47,12 @@ def in_a_loop(training):
         **{name: Training.__dataclass_fields__[name].default for name in _OF_THE_TRAINER},
     )
     # What is frozen is sent as zeros until the end, where the Trainer sends it no more. It competes with nothing.
-    competes = found.subject.selects_across_group or found.subject.wire_format == "union" or found.thaws_within
+    competes = found.subject.selects_across_group or found.subject.wire_format == "union"
     left_out = ("thawing",) if competes or found.local else ()
     # A validation before the first step begins it in a Trainer, where ranks meet.
     left_out += ("starting",) if found.accumulates > 1 and found.validates else ()
     left_out += _OWN_BUFFERS if by_hand or found.validates or found.local else ()
     found = found.but(parts=tuple(part for part in found.parts if part not in left_out))
-    found = found.but(thaws_within=found.thaws_within and "thawing" in found.parts)
     found = found.but(optimizer="momentum", has_tensor_rates=False) if refusals(found) else found
     assert found.is_possible
     assert not refusals(found)
@@ -103,8 +102,6 @@ class PlainLoop:
         training, model = self.training, self.model
         for number in range(first, training.epochs * training.batches):
             self.trainer.current_epoch, index = divmod(number, training.batches)
-            if index == 0:
-                model.on_train_epoch_start()
             model.on_train_batch_start(None, index)
             is_last = (index + 1) % training.accumulates == 0 or index + 1 == training.batches
             self.train_batch(index, is_last)
@@ -120,7 +117,6 @@ class PlainLoop:
 
     def train_batch(self, index, is_last):
         def go_backward():
-            self.model.thaw()
             with self.computing():
                 loss = self.model._loss(index, 0, 1)
             self.backward(loss if self.training.by_hand else loss / self.training.accumulates)

@@ -18,7 +18,6 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import prune
 from torch.optim import SGD, AdamW, RMSprop
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -90,7 +89,6 @@ class Training:
     renews: Optional[int] = None  # batch of the training at which there are other optimizers
     sets_up: bool = False  # all anew, then
     adds: Optional[int] = None  # batch of the training before which there is another layer
-    thaws_within: bool = False  # what thaws does so, and freezes, inside training_step
     shares: bool = False  # all optimizers have one parameter in common
     backwards: int = 1  # for a step by hand
     accumulates: int = 1  # batches for a step
@@ -109,7 +107,6 @@ class Training:
     validates: Optional[int] = None  # batches between two validations
     saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
     moves: int = 0  # to so many ranks, on which the file is gone on from as well
-    renames: bool = False  # a parameter has another name from the second epoch on
     stops: Optional[tuple[int, int]] = None  # rank and batch of the first epoch after which it wants to stop
     silent: Optional[tuple[int, int]] = None  # rank and batch of an epoch of which the loss is zero
     skips: Optional[int] = None  # batch of an epoch that is not trained on, by hand
@@ -191,16 +188,15 @@ class Training:
             self.renews % self.batches % self.accumulates or (self.accumulates > 1 and "by turns" in self.by_hand)
         )
         yield self.renews is not None and (self.falls or self.averages or in_step)
-        yield (self.sets_up and self.renews is None) or (self.thaws_within and "thawing" not in self.parts)
-        # What is frozen or added is seen at the next batch, which a rank may not have.
-        yield (self.thaws_within or self.adds is not None) and (self.fewer or self.stops is not None)
+        yield self.sets_up and self.renews is None
+        # What is added is seen at the next batch, which a rank may not have.
+        yield self.adds is not None and (self.fewer or self.stops is not None)
         yield self.adds is not None and (self.falls or self.averages)
         yield self.has_tensor_rates and not self.has_adam
         yield self.is_sharded and self != in_shards(self)
         # Where ranks make one step together, each would have its own start, as with DDP; those of an island until then.
         is_in_step = self.local is None or self.local.synchronous_steps or (self.are_islands and self.accumulates > 1)
         yield "starting" in self.parts and is_in_step
-        yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
         leaves_others = self.local is None or self.are_islands or self.local.synchronous_steps
@@ -251,9 +247,7 @@ class Training:
         # DDP does not go on from SWA, either; where nothing is left to train, Lightning leaves an average in its place.
         is_over = self.saves is not None and self.saves[0] == "epoch" and self.saves[1] >= self.epochs
         averages_own = self.averages == "SWA" or bool(self.averages and (self.drifts or is_over))
-        is_other = self.renames or self.stops is not None or self.strategy == "switching"
-        # What thaws inside training_step is frozen before it, where a round goes on that had it.
-        is_other = is_other or (self.thaws_within and self.local is not None)
+        is_other = self.stops is not None or self.strategy == "switching"
         # A step without zeros has what the one before it was made with.
         is_other = is_other or (self.skips is not None and self.accumulates > 1 and self.skips % self.accumulates == 0)
         is_other = is_other or (self.is_sharded and self._loses_in_shards)
@@ -276,7 +270,7 @@ class Training:
     @property
     def can_move(self):
         """Whether files are whole for other ranks, and the model is that of the beginning."""
-        return self.moves > 0 and self.saves is not None and not (self.renames or self.stops is not None or self.fewer)
+        return self.moves > 0 and self.saves is not None and self.stops is None and not self.fewer
 
     @property
     def _leaves_gradients(self):
@@ -675,12 +669,7 @@ class Drawn(LightningModule):
         else:
             buffer.copy_(followed)
 
-    def thaw(self):
-        if self.drawn.thaws_within:
-            self.middle.requires_grad_(self.current_epoch % 2 == 1)
-
     def training_step(self, batch, batch_index):
-        self.thaw()
         if not self.drawn.by_hand:
             return self._loss(batch_index, 0, 1)
         if self.drawn.skips != batch_index:
@@ -786,12 +775,8 @@ class Drawn(LightningModule):
     def on_train_start(self):
         self._write_once("train")
 
-    def on_train_epoch_start(self):
-        if self.drawn.renames and self.current_epoch == 1:
-            prune.identity(self.middle, "weight")
-
     def on_train_batch_start(self, batch, batch_idx):
-        if "thawing" in self.drawn.parts and not self.drawn.thaws_within:
+        if "thawing" in self.drawn.parts:
             self.middle.requires_grad_(self.current_epoch % 2 == 1)
         batch_of_all = self.current_epoch * self.drawn.batches + batch_idx
         if self.drawn.adds == batch_of_all:
@@ -1222,7 +1207,6 @@ def drawn_freely(seed):
     if local is None or seldom(0.5):
         return training
     uneven = training.but(
-        thaws_within=False,
         fewer=1,
         may_not_matter=free,
         saves=training.saves and ("epoch", training.saves[1] % epochs + 1),
@@ -1240,8 +1224,6 @@ def _with_more(training, chance):
         "parts": (*training.parts, "starting"),
         "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
         "sets_up": True,
-        "thaws_within": True,
-        "renames": True,
         "stops": (chance.randrange(training.ranks), chance.randrange(training.batches)),
         "steps_unseen": True,
     }
@@ -1250,7 +1232,6 @@ def _with_more(training, chance):
         "stops": 0.4,
         "steps_unseen": 0.4,
         "sets_up": 0.5,
-        "thaws_within": 0.5,
         "has_tensor_rates": 0.3,
         "parts": 0.4,
         "moves": 0.3,
