@@ -344,7 +344,7 @@ class Rounds(Replicas):
         state = state["rounds"]
         self.shared.load(state)
         self.has_begun = self._is_resumed = state["has_begun"]
-        self._has_steps = state.get("has_steps", True)  # version 0.3.0 does not tell
+        self._has_steps = state["has_steps"]
         self._step, self._origin, self._begun = (int(state[step]) for step in ("step", "origin", "begun"))
         self._steps_of, self._is_stale = dict(state["steps_of"]), bool(state["is_stale"])
         self._length.begin(None if state["every"] is None else int(state["every"]))

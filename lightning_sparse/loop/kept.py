@@ -18,7 +18,7 @@ from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kind
 from lightning_sparse.engine.step.levels import HierarchicalRanks
 from lightning_sparse.functional.elements import as_dtensor, laid_flat, local_tensor, local_tensors
 
-VERSION = 6  # of this form, and of checkpoints
+VERSION = 7  # of this form, and of checkpoints
 SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
 _GROUPS = "groups"  # in the state of an optimizer beside the numbers of its parameters
 _OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # in a group, by torch
@@ -192,8 +192,7 @@ def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
     for optimizer, state in zip(optimizers, states):
         present = optimizer.state_dict()
         of_parameters = {number: each for number, each in state.items() if number != _GROUPS}
-        learned = state.get(_GROUPS, [{}] * len(present["param_groups"]))  # 0.3.0 kept none
-        groups = [{**group, **own} for group, own in zip(present["param_groups"], learned)]
+        groups = [{**group, **own} for group, own in zip(present["param_groups"], state[_GROUPS])]
         state = _mapped(as_dtensor, of_parameters, present["state"])
         optimizer.load_state_dict({**present, "state": state, "param_groups": groups})
 

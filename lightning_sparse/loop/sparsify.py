@@ -389,8 +389,7 @@ class FollowedModel:
         state, self.waiting = self.waiting, None
         if state is None or self.training is None:
             return
-        # Version 0.3.0 has the prints of all parameters.
-        if all(state.get("shared model") != self.prints(of_all) for of_all in (False, True)):
+        if state["shared model"] != self.prints():
             raise ValueError(
                 "this state is of another model than there is now: before the first step, load the one that was saved"
                 " with it, inside `with handle.shared_model():`"
@@ -409,14 +408,14 @@ class FollowedModel:
             engine.send_dense(self.training.is_dense)
         return unused
 
-    def prints(self, of_all: bool = False) -> Optional[list[int]]:
+    def prints(self) -> Optional[list[int]]:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
         if self.training is None or self.training.settings.local_steps is None:
             return None
         # What no optimizer has, such as a moving average, each rank may have written by itself.
         trained = set(all_handled(self.training.optimizers))
         with self.training.replicas.shared_model():
-            held = (each for each in self._model.module.parameters() if of_all or each in trained)
+            held = (each for each in self._model.module.parameters() if each in trained)
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:

@@ -738,7 +738,7 @@ def refused_states(rank):
         layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], 0]}
         shorter = {**state["rank"], "memory": {"residual": {"matrix": torch.ones(4)}}}
         changes = {
-            "version 4, and here it is 6": {"version": 4},
+            "version 4, and here it is 7": {"version": 4},
             r"topology \[4, 1, False\], and here it is \[2, 1, False\]": {"topology": [4, 1, False]},
             f"number {1 - rank}, and here it is {rank}": {"number": 1 - rank},
             "compressor 'OMGS', and here it is 'LAGS'": {"compressor": "OMGS"},
@@ -748,7 +748,7 @@ def refused_states(rank):
         for told, change in changes.items():
             with pytest.raises(ValueError, match=told):
                 handle.load_state_dict({**state, **change})
-        with pytest.raises(ValueError, match="version None, and here it is 6"):
+        with pytest.raises(ValueError, match="version None, and here it is 7"):
             handle.load_state_dict({})  # which one process has
         with pytest.raises(RuntimeError, match="already exchanged"):
             sparsify(ddp, optimizer)

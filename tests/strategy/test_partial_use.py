@@ -440,7 +440,7 @@ def replace(rank):
     model.head.weight = nn.Parameter(torch.zeros(32, 64))
     optimizer.add_param_group({"params": [model.head.weight]})
     assert trained.have_changed([optimizer])
-    assert trained.agree(True, False, rank) == "frozen: 'head.weight'; unfrozen: 'head.weight'"
+    assert trained.agree(True, rank) == "frozen: 'head.weight'; unfrozen: 'head.weight'"
     assert not trained.have_changed([optimizer])
     return True
 

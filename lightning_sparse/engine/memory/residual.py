@@ -32,14 +32,13 @@ RATES = "learning_rate"
 # Kinds of what is kept that are a few numbers for each parameter, and how many.
 NUMBERS = {
     RATES: 1,
-    "learned_since": 1,  # of version 0.3.0
     "refresh_due": 1,
     "second_moment_step": 1,
     "squared_norms": 2,
     "second_moment_mean": 2,
     "warm_up": 2,
 }
-_LEARNED = frozenset({"refresh_gradient", "learned_mean"})  # kinds that owe the model nothing; the latter of 0.3.0
+_REFRESH = "refresh_gradient"  # a kind that owes the model nothing
 LARGE = 1 << 15  # elements from which on memory of its own costs nothing
 _FEW_RUNS = 16  # that are chosen from one by one, without a copy
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
@@ -47,7 +46,7 @@ _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the resi
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
     """Return the kinds of residual and momentum; the others help to go on to the bit."""
-    return set(kinds) - NUMBERS.keys() - _LEARNED
+    return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
 class Hyperparameters(NamedTuple):

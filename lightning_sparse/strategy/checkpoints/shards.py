@@ -58,7 +58,7 @@ def read_header(content: Any, source: str) -> Optional[SaveHeader]:
     if isinstance(version, int) and version != VERSION:
         raise CheckpointError(
             f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
-            f" {VERSION}): use that version. {CURE}"
+            f" {VERSION}): use that version. {CURE} Weights and optimizers are loaded as ever."
         )
     values: list[Any] = [header.get(field) for field in SaveHeader._fields]
     is_whole = version == VERSION and [*map(type, values)] == [str, int, str, int, bool, bool]
