@@ -192,10 +192,6 @@ def test_islands_begin_with_what_the_first_forward_writes(pools):
         torch.testing.assert_close(each.end["network.0.bias"], mean, rtol=0, atol=1e-6)
 
 
-def test_a_save_before_the_first_step_has_what_each_rank_has_written(pair, tmp_path):
-    assert_goes_on(pair, tmp_path, ROUNDS["diloco"], FromData, 1, accumulate_grad_batches=3)
-
-
 class Starting(Local):
     """A model that notes what it starts with."""
 
