@@ -258,15 +258,6 @@ def test_hooks_of_users_come_before_the_exchange_in_a_loop_of_ones_own(pair):
     assert_same(late, early)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_at_density_one_it_is_ddp(pair, kind):
-    settings = {**SPARSE, "density": 1.0, **(CORRECTED if kind == "AdamW" else {})}
-    for form in ("bare", "wrapped"):
-        for ours, theirs in zip(*(pair.run(train_in_a_form, each, kind, settings) for each in (form, "plain"))):
-            for name in theirs[-1]:
-                torch.testing.assert_close(ours[-1][name], theirs[-1][name], rtol=1e-5, atol=1e-6)
-
-
 def train_summed(rank, form, kind, is_apart):
     """Train over two batches a step, by a backward each, the first ``is_apart``, or by one of their sum."""
     torch.manual_seed(0)
@@ -423,9 +414,17 @@ def cut_otherwise(module):
     return distribute_module(module, init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
 
 
-def wrap_twice(rank):
-    model = DistributedDataParallel(DistributedDataParallel(nn.Linear(4, 4).to(DEVICE)))
+def give_a_wrapper_inside(rank, wrap):
+    model = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4))).to(DEVICE)
     sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), **SPARSE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel, sharded_as_fsdp1, cut_otherwise])
+def test_a_wrapper_inside_is_refused_by_its_name(pools, ranks, wrap):
+    for refusal in pools[ranks].run(refuse, give_a_wrapper_inside, wrap):
+        assert refusal.startswith("ValueError: model=Sequential")
+        assert "'1" in refusal
 
 
 def fit_a_wrapper_inside(rank):
@@ -434,9 +433,8 @@ def fit_a_wrapper_inside(rank):
     run_fit(rank, "sparse_topk", module)
 
 
-@pytest.mark.parametrize("give", [wrap_twice, fit_a_wrapper_inside])
-def test_a_wrapper_inside_of_ddp_or_of_a_lightning_module_is_refused(pair, give):
-    for refusal in pair.run(refuse, give):
+def test_a_wrapper_inside_of_a_lightning_module_is_refused(pair):
+    for refusal in pair.run(refuse, fit_a_wrapper_inside):
         assert refusal.startswith("ValueError: model=")
         assert "holds wrappers that exchange themselves" in refusal
 
@@ -489,36 +487,6 @@ def test_a_checkpoint_that_enters_backward_again_is_refused_with_the_cure(pair):
 def test_a_checkpoint_that_does_not_is_as_none(pair):
     expected, ends = (pair.run(train_checkpointed, use_reentrant) for use_reentrant in (None, False))
     assert_same(ends, expected)
-
-
-def give_a_wrapper_inside(rank, wrap):
-    model = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4))).to(DEVICE)
-    sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), **SPARSE)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel, sharded_as_fsdp1, cut_otherwise])
-def test_a_wrapper_inside_is_refused_by_its_name(pools, ranks, wrap):
-    for refusal in pools[ranks].run(refuse, give_a_wrapper_inside, wrap):
-        assert refusal.startswith("ValueError: model=Sequential")
-        assert "'1" in refusal
-
-
-def train_alone(rank):
-    ends = []
-    for gives in (True, False):
-        model, module = built(rank, "bare")
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        with sparsify(model, optimizer, **SPARSE) if gives else nullcontext() as handle:
-            train(rank, model, optimizer, range(3), handle.accumulating if gives else nullcontext)
-        train(rank, model, optimizer, range(3, 4))
-        ends.append(tensors_of(module))
-    return ends
-
-
-def test_on_one_process_it_does_nothing(pools):
-    ((ours, theirs),) = pools[1].run(train_alone)
-    assert_same(ours, theirs)
 
 
 class Laid(nn.Module):

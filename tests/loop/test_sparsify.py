@@ -476,20 +476,6 @@ def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_
         assert stats["wire_bytes"] > 0
 
 
-def train_on(rank):
-    with sparsified("SGD", density=0.05) as (ddp, optimizer, _):
-        train(rank, ddp, [optimizer], range(1))
-    anew = wrapped(ddp.module)
-    with sparsify(anew, optimizer, density=0.05):
-        train(rank, anew, [optimizer], range(1, 3))
-    return parameters_of(anew)
-
-
-def test_a_model_trains_on_in_a_new_wrapper(pair):
-    one, other = pair.run(train_on)
-    assert_same(one, other)
-
-
 def train_alone(rank):
     with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(3), 2, lambda: handle.clip(norm=1.0))

@@ -15,7 +15,6 @@ from torch.nn.utils import prune
 from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
-from lightning_sparse.loop.optimizers import TrainedParameters
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, assert_goes_on, fit, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
@@ -430,23 +429,6 @@ def test_one_process_freezes_and_unfreezes_too(forked):
     history = [weights["backbone.weight"] for weights in fits(forked[1], Freezing, settings_of("topk"))[0].batches]
     assert torch.equal(history[7], history[3])
     assert not torch.equal(history[8], history[7])
-
-
-def replace(rank):
-    model = Parts()
-    trained = TrainedParameters(model, None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert not trained.have_changed([optimizer])
-    model.head.weight = nn.Parameter(torch.zeros(32, 64))
-    optimizer.add_param_group({"params": [model.head.weight]})
-    assert trained.have_changed([optimizer])
-    assert trained.agree(True, rank) == "frozen: 'head.weight'; unfrozen: 'head.weight'"
-    assert not trained.have_changed([optimizer])
-    return True
-
-
-def test_a_parameter_that_is_replaced_is_another_one(pair):
-    assert pair.run(replace) == [True, True]
 
 
 class Swapping(Parts):
