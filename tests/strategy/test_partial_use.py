@@ -495,7 +495,7 @@ class ThawedWithin(Parts):
 
 
 class OtherOptimizer(Parts):
-    """Optimizers are others between the two batches of a step, or from within a training_step on."""
+    """Optimizers are others from the second batch of a step on."""
 
     def training_step(self, batch, batch_index):
         if batch_index == 1:
@@ -506,8 +506,12 @@ class OtherOptimizer(Parts):
 WITHIN = {
     "added": (AddedWithin, SOON, {}, "the model has other parameters to train"),
     "thawed in a round": (ThawedWithin, {**SOON, "local_steps": 3}, {}, "the model has other parameters to train"),
-    "another optimizer": (OtherOptimizer, SOON, {}, "an optimizer was replaced inside a step"),
-    "between two batches": (OtherOptimizer, SOON, {"accumulate_grad_batches": 3}, "an optimizer was replaced inside"),
+    "other optimizers": (
+        OtherOptimizer,
+        SOON,
+        {"accumulate_grad_batches": 3},
+        "an optimizer was replaced inside a step",
+    ),
 }
 
 
