@@ -50,7 +50,6 @@ def test_every_script_begins(script):
     [
         "selection.py --elements 1000 --densities 0.1 --repeats 1",
         "ranks.py",
-        "launches.py --systems qsgd",
         "memory.py --large 2 --rows ddp",
         "checkpoint.py --elements 1 --repeats 1",
         "quality.py --systems ddp --steps 2 --seeds 1 --ranks 2",

@@ -13,7 +13,7 @@ from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.engine.step.worker import Channel, LaunchQueue
+from lightning_sparse.engine.step.worker import Channel
 
 
 class EchoCollectives(Collectives):
@@ -56,12 +56,10 @@ def echo_pipeline(
     shares = tuple(map(levels.share_numel, sizes))
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), shares, 0, ranks, device))
     compressor.begin_step(settings.density)
-    pipeline = Pipeline(
+    return Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks, share_of),
         settings.wires_for(0, ranks),
         levels,
         density_of=lambda name: compressor.density_of(name, settings.density),
     )
-    pipeline.launched = LaunchQueue(torch.device("cpu"))  # a device that is played has none
-    return pipeline

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Compressor, ErrorFeedback, Gather, ModelLayout, checked_count
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.reductions import shift_each_by_sign, sign_totals_of_each
+from lightning_sparse.functional.reductions import shift_each_by_sign, sign_totals
 
 
 class A2SGD(Compressor):
@@ -62,7 +62,7 @@ class A2SGD(Compressor):
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
         # Noted now, while backward goes on, and added up when the step is over.
-        self._totals.update(zip(names, sign_totals_of_each(accumulated)))
+        self._totals.update(zip(names, map(sign_totals, accumulated)))
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 
     @override

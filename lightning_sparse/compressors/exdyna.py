@@ -7,7 +7,6 @@ Training", HiPC 2023 (arXiv 2310.00967).
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor, Gather, ModelLayout
-from lightning_sparse.compressors.selection import ReachingSelection, Selection, end_to_end
+from lightning_sparse.compressors.selection import Selection, end_to_end
 from lightning_sparse.functional.elements import copied_to, repeat_each
 from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
@@ -89,15 +88,6 @@ class ExDyna(Compressor):
         owned = self._partitions.owned(self._layout.rank, self._step)
         starts = [self._starts[name] for name in names]
         ranges = [_within(owned, start, tensor.numel()) for start, tensor in zip(starts, accumulated)]
-        threshold = self._threshold.threshold
-        counted = partial(self._select_counted, accumulated, starts, ranges)
-        if threshold is None or self._is_whole or accumulated[0].device.type == "cpu":
-            return counted()
-        return ReachingSelection(accumulated, ranges, threshold, counted)
-
-    def _select_counted(
-        self, accumulated: Sequence[Tensor], starts: Sequence[int], ranges: Sequence[tuple[int, int]]
-    ) -> Sequence[Selection]:
         # One element is enough to void the step, in whosever partition it lies.
         spoilt = _first_not_finite(accumulated)
         ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
@@ -142,8 +132,7 @@ class ExDyna(Compressor):
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
         histogram, self._histogram = self._histogram, None
-        # The state is the host's; on one level of a device it has been told with the sizes of messages, and knows.
-        if not bool(finite):
+        if not bool(finite):  # the state is the host's
             return means
         indices = [_indices(mean) for mean in means]
         numel = sum(mean.numel for mean in means)

@@ -18,7 +18,6 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gat
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.compressors.topk import TopK, largest_of_each
 from lightning_sparse.functional.elements import copied_to
-from lightning_sparse.functional.reductions import means_of_each
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates
@@ -133,7 +132,7 @@ class SDAGC(TopK):
 
 def _deviations(tensors: Sequence[Tensor], numels: Tensor) -> Tensor:
     """Return the (population) standard deviation of each tensor, in fp32."""
-    means = means_of_each(tensors)
+    means = torch.stack([tensor.mean(dtype=torch.float32) for tensor in tensors])
     squares = torch.stack(torch._foreach_norm(list(tensors))).float().square() / numels
     return (squares - means.square()).clamp(min=0.0).sqrt()
 

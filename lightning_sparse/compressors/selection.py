@@ -4,9 +4,8 @@ A model's many small tensors cost more in calls than in elements. The small grad
 other, and are read, written and added at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -15,12 +14,10 @@ from typing_extensions import override
 
 from lightning_sparse.functional.elements import (
     Counts,
-    Piece,
     add_rows,
-    copied_to,
     copy_elements,
-    pieces,
     repeat_each,
+    runs,
     starts_of,
 )
 
@@ -81,22 +78,12 @@ class FlatSelection(Sequence[Selection]):
         return cls.at(tensors, torch.cat(list(indices)).add_(_origins(numels, counts, tensors[0].device)), counts)
 
     @classmethod
-    def joined(cls, selections: Sequence[Sequence[Selection]]) -> "FlatSelection":
-        """Lay what is selected of several groups, flat of each, end to end; by as many ranks, and all of it sent."""
-        groups = [each for each in selections if isinstance(each, cls)]
-        of_groups = tuple(sum(group.numels) for group in groups), tuple(sum(group.counts) for group in groups)
-        values = torch.cat([group.values for group in groups], dim=-1)
-        indices = torch.cat([group.indices for group in groups], dim=-1).add_(_origins(*of_groups, values.device))
-        numels = tuple(chain.from_iterable(group.numels for group in groups))
-        return cls(values, indices, numels, tuple(chain.from_iterable(group.counts for group in groups)))
-
-    @classmethod
     def at(cls, tensors: Sequence[Tensor], indices: Tensor, counts: Counts) -> "FlatSelection":
         """Select elements of flat tensors by indices into all of them laid end to end, so many of each."""
         values = tensors[0].new_empty(len(indices))
         selected = cls(values, indices, tuple(map(Tensor.numel, tensors)), counts)
-        for piece, piece_indices, piece_values in selected.pieces(tensors):
-            torch.index_select(piece.read(), 0, piece_indices, out=piece_values)
+        for flat, places, found in selected.runs(tensors):
+            torch.index_select(flat, 0, places, out=found)
         return selected
 
     def replaced(self, values: Tensor, indices: Tensor) -> "FlatSelection":
@@ -128,74 +115,13 @@ class FlatSelection(Sequence[Selection]):
         rows = within if within.dim() > 1 else within.unsqueeze(0)
         return list(rows.t().reshape(-1).split([len(rows) * count for count in self.counts]))
 
-    def pieces(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-        """Yield tensors that are taken together, with indices and values of what is selected of them."""
+    def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield tensors that lie together as one, with indices and values of what is selected of them."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
-        found = list(pieces(tensors))
-        counts = [columns[one.stop] - columns[one.first] for one in found]
-        indices = self.indices.split(counts, -1)
-        within = (each - starts[one.first] if one.first else each for one, each in zip(found, indices))
-        return zip(found, within, self.values.split(counts, -1))
-
-
-class ReachingSelection(Sequence[Selection]):
-    """Elements of a device's flat tensors that reach a floor, each looked for in a range; the host knows not how many.
-
-    ``numels`` are those of the tensors. Also looked for is whether all elements are finite, in and out of the ranges;
-    ``counted`` returns selections of each tensor, and waits. Who reads them as a sequence waits, too.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        ranges: Sequence[tuple[int, int]],
-        floor: float,
-        counted: Callable[[], Sequence[Selection]],
-    ) -> None:
-        self.numels = tuple(map(Tensor.numel, tensors))
-        self._counted = counted
-        # Squares of fp32 do not overflow in float64.
-        self._is_finite = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).isfinite().all()
-        some = [(start, *each) for start, each in zip(starts_of(self.numels), ranges) if each[0] < each[1]]
-        self._lengths = tuple(last - first for _, first, last in some)
-        self._shifts = tuple(start + first - laid for (start, first, _), laid in zip(some, starts_of(self._lengths)))
-        looked_at = [tensor[first:last] for tensor, (first, last) in zip(tensors, ranges) if first < last]
-        self._running = torch.zeros(1, dtype=torch.int32, device=self._is_finite.device)
-        if looked_at:
-            magnitudes = (torch.cat(looked_at) if len(looked_at) > 1 else looked_at[0]).abs()
-            self._running = magnitudes.lt(floor).logical_not_().cumsum(0, dtype=torch.int32)
-
-    @override
-    def __len__(self) -> int:
-        return len(self.numels)
-
-    @override
-    def __getitem__(self, place: Any) -> Any:
-        return self.counted[place]
-
-    @cached_property
-    def counted(self) -> Sequence[Selection]:
-        """The same, of which the host knows how many."""
-        return self._counted()
-
-    @property
-    def total(self) -> Tensor:
-        """How many elements reach the floor, int32 ``[]``."""
-        return self._running[-1]
-
-    def announced(self) -> Tensor:
-        """Return how many elements reach the floor, int64 ``[1]``; where not all are finite, minus 1 minus that."""
-        return torch.where(self._is_finite, self.total, -1 - self.total).long().view(1)
-
-    def positions(self, first: int, stop: int) -> Tensor:
-        """Return where in the tensors laid end to end some are, int64 ``[stop - first]``; what lies beyond follows."""
-        device = self._running.device
-        slots = torch.arange(first, stop, device=device)
-        found = torch.searchsorted(self._running, (slots + 1).int())
-        if self._lengths:
-            number = torch.bucketize(found, copied_to(starts_of(self._lengths)[1:-1], device), right=True)
-            found.add_(copied_to(self._shifts, device)[number])
-        return torch.where(slots < self.total, found, slots + (sum(self.numels) - first))
+        for first, stop, flat in runs(tensors):
+            some = slice(columns[first], columns[stop])
+            indices = self.indices[..., some]
+            yield flat, indices - starts[first] if first else indices, self.values[..., some]
 
 
 class CutSelection(Sequence[Selection]):
@@ -284,8 +210,6 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
     """Lay selections of single tensors end to end."""
     if isinstance(selections, FlatSelection):
         return selections
-    if isinstance(selections, ReachingSelection):
-        return end_to_end(selections.counted)
     each = [_indices(selection) for selection in selections]
     numels, counts = tuple(one.numel for one in selections), tuple(indices.shape[-1] for indices in each)
     values = torch.cat([selection.values for selection in selections], dim=-1)
@@ -298,7 +222,7 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
 
 def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
     """Return selections that travel together as they are if all are whole, and else laid end to end."""
-    is_one = isinstance(selections, (FlatSelection, CutSelection, ReachingSelection))
+    is_one = isinstance(selections, (FlatSelection, CutSelection))
     if is_one or all(selection.indices is None for selection in selections):
         return selections
     return end_to_end(selections)
@@ -307,8 +231,8 @@ def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
 def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
     """Write the values of :func:`grouped` selections of one rank over flat tensors at these places, in place."""
     if isinstance(selections, FlatSelection):
-        for piece, indices, values in selections.pieces(tensors):
-            piece.write(piece.read().index_copy_(0, indices, values))
+        for flat, indices, values in selections.runs(tensors):
+            flat.index_copy_(0, indices, values)
     elif isinstance(selections, CutSelection):
         selections.write(tensors)
     elif all(selection.values.dim() == 1 for selection in selections):
@@ -323,8 +247,8 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
     if not isinstance(selections, FlatSelection):
         overwrite(tensors, selections)
         return
-    for piece, indices, values in selections.pieces(tensors):
-        piece.write(add_rows(values, indices, piece.room().zero_()))
+    for flat, indices, values in selections.runs(tensors):
+        add_rows(values, indices, flat.zero_())
 
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
@@ -342,8 +266,6 @@ def _filled(selection: Selection) -> Tensor:
     return torch.ones_like(selection.values, dtype=torch.bool) if selection.filled is None else selection.filled
 
 
-def sent_count(selection: Union[Selection, FlatSelection, ReachingSelection]) -> Union[int, Tensor]:
+def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
     """Return how many elements a rank sends, without asking the device for it."""
-    if isinstance(selection, ReachingSelection):
-        return selection.total
     return selection.values.numel() if selection.filled is None else selection.filled.sum()

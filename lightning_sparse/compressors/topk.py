@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.selection import FlatSelection, Selection
-from lightning_sparse.functional.topk import batched_top_k_indices, top_k_of_all
+from lightning_sparse.functional.topk import batched_top_k_indices
 
 
 class TopK(Compressor):
@@ -39,9 +39,6 @@ class TopK(Compressor):
 
 def largest_of_each(tensors: Sequence[Tensor], counts: Sequence[int]) -> FlatSelection:
     """Select so many largest magnitudes of each flat tensor."""
-    if tensors[0].device.type != "cpu":
-        places, values = top_k_of_all(tensors, counts)
-        return FlatSelection(values, places, tuple(map(Tensor.numel, tensors)), tuple(counts))
     alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)  # that can share their calls
     for position, (tensor, count) in enumerate(zip(tensors, counts)):
         alike[tensor.numel(), count, tensor.dtype].append(position)

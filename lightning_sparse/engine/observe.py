@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from lightning_sparse.compressors.selection import FlatSelection, ReachingSelection, Selection, sent_count
+from lightning_sparse.compressors.selection import FlatSelection, Selection, sent_count
 from lightning_sparse.schedule.network import dense_bytes
 
 
@@ -397,7 +397,7 @@ class Recorder:
 
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
         """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
-        if isinstance(selection, (FlatSelection, ReachingSelection)):
+        if isinstance(selection, FlatSelection):
             numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
         else:
             numel = sent = sum(each.numel for each in selection)

@@ -23,7 +23,7 @@ from lightning_sparse.engine.step.levels import FlatRanks
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.functional.elements import laid_flat, local_tensor, pieces, round_to
+from lightning_sparse.functional.elements import laid_flat, local_tensor, round_to, runs
 from lightning_sparse.schedule import Schedule
 
 _OTHERS = (
@@ -353,10 +353,10 @@ def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tenso
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(other.dtype for other in others):
         alike = [place for place, other in enumerate(others) if other.dtype is dtype]
-        for piece in pieces([ones[place] for place in alike]):
-            some = alike[piece.first : piece.stop]
+        for first, stop, flat in runs([ones[place] for place in alike]):
+            some = alike[first:stop]
             other = others[some[0]] if len(some) == 1 else torch.cat([others[place] for place in some])
-            difference = _difference(piece.read(), other)
+            difference = _difference(flat, other)
             found.update(zip(some, difference.split([others[place].numel() for place in some])))
     return [found[place] for place in range(len(ones))]
 

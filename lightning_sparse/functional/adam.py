@@ -22,7 +22,7 @@ _OUTLIERS = 4.0
 _CACHED_ELEMENTS = 1 << 16  # of each of four tensors: 1 MiB in all, which a core's share of the cache holds
 _BATCH_ELEMENTS = 1 << 26  # that a device takes together, with 256 MiB beside them
 _LARGE = 1 << 20  # elements from which on a device passes over a tensor cost more than a launch for it alone
-_FEW, _FEW_ON_DEVICE = 12, 6  # elements are looked up one by one where there is less than one in so many
+_FEW = 12  # elements are looked up one by one where there is less than one in so many
 
 
 class AdamScalars(NamedTuple):
@@ -111,10 +111,9 @@ class LookedUp(NamedTuple):
 
 def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> dict[int, LookedUp]:
     """Look second moments up where updates have arrived, of those tensors, by number, of which few elements have."""
-    least, ratio = (0, _FEW) if _is_on_cpu(updates) else (_LARGE, _FEW_ON_DEVICE)
     alike: defaultdict[Any, dict[int, Tensor]] = defaultdict(dict)  # that can go together
     for number, (chosen, tensor) in enumerate(zip(places, updates)):
-        if tensor.numel() >= least and chosen.numel() * ratio < tensor.numel():
+        if chosen.numel() * _FEW < tensor.numel():
             alike[scalars[number], tensor.dtype, seconds[number].dtype][number] = chosen
     found: dict[int, LookedUp] = {}
     for (each, dtype, _), few in alike.items():
@@ -163,10 +162,10 @@ def apply_updates(
 ) -> None:
     """Make the last part of Adam's step, in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
 
-    ``arrived`` tells where alone gradients are not zero; a CPU looks whether somebody has written elsewhere since.
+    ``arrived`` tells where alone gradients are not zero, on a CPU, which looks whether anybody has written elsewhere.
     """
     found = {number: each for number, each in enumerate(arrived) if each is not None}
-    if found and _is_on_cpu(gradients):
+    if found:
         found = _of_zeros_elsewhere(gradients, found)
     alike: defaultdict[Any, dict[int, LookedUp]] = defaultdict(dict)
     for number, each in found.items():

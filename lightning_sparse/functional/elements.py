@@ -4,12 +4,10 @@ A position costs 2 bytes in blocks of 65 536 elements, plus 4 a block; 1 byte in
 less above a density of about 0.8 %; 4 bytes below one of 0.003 %, where most blocks hold nothing. Sizes follow from
 ``numel`` and ``count``, so every rank knows them without asking.
 
-A group's many tensors cost more in calls than in elements. On a CPU those are taken together that lie beside each other
-in memory; on a device, where a call costs more than a copy of a few megabytes, others are copied together, a piece of
-the group at a time.
+A group's many tensors cost more in calls than in elements: those are taken together that lie beside each other in
+memory.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -21,10 +19,6 @@ from torch import Tensor
 
 Counts = tuple[int, ...]  # of elements, by tensor
 
-_PIECE = 1 << 27  # elements copied together, which bounds the memory of the copy: 512 MiB
-_BATCH = 1 << 26  # of tensors of one size; launches cost more than 256 MiB for a while
-_ALONE = 1 << 24  # elements from which on a copy takes longer than the launches that it saves,
-APART = 1 << 22  # and where it saves one or two
 # put_ adds so few in order, in one call for index_add_'s three; of some 30 000 (torch 2.13) threads add in any order.
 _FEW = 1 << 12
 _FEW_ROWS = 16  # added row by row in less time than one call takes that sorts
@@ -205,38 +199,6 @@ def index_codec(numel: int, count: int) -> IndexCodec:
     return min((IndexCodec(*form, numel, count) for form in _FORMS), key=lambda codec: codec.nbytes)
 
 
-class Piece(NamedTuple):
-    """Some tensors of a group, one after the other, to be one flat tensor."""
-
-    first: int  # place of the first of them in the group
-    stop: int  # and that after the last
-    lying: list[Tensor]  # flat tensors that share their memory
-
-    def read(self) -> Tensor:
-        """Return all of their elements: their memory, or a copy."""
-        return self.lying[0] if len(self.lying) == 1 else torch.cat(self.lying)
-
-    def room(self) -> Tensor:
-        """Return a tensor for all of their elements, undefined: their memory, or what :meth:`write` copies there."""
-        lying = self.lying
-        return lying[0] if len(lying) == 1 else lying[0].new_empty(sum(map(Tensor.numel, lying)))
-
-    def write(self, flat: Tensor) -> None:
-        """Have their memory hold what :meth:`read` or :meth:`room` has returned."""
-        if len(self.lying) > 1:
-            torch._foreach_copy_(self.lying, list(flat.split([each.numel() for each in self.lying])))
-
-
-def batches_alike(forms: Sequence[Any]) -> Iterator[list[int]]:
-    """Yield places of tensors that are alike, of a number of elements or that and more, some at a time."""
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
-    for place, form in enumerate(forms):
-        alike[form].append(place)
-    for form, members in alike.items():
-        size = max(1, _BATCH // (form[0] if isinstance(form, tuple) else form))
-        yield from (members[start : start + size] for start in range(0, len(members), size))
-
-
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
     """Find tensors, flat, contiguous, of one type, none empty, that lie beside each other in memory, in order.
 
@@ -254,25 +216,6 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
             stop += 1
         yield first, stop, head if stop == first + 1 else head.as_strided(((end - start) // head.itemsize,), (1,))
         first = stop
-
-
-def pieces(tensors: Sequence[Tensor], alone: Optional[int] = None) -> Iterator[Piece]:
-    """Take flat tensors, see :func:`runs`, together as is fast where they are; those of many elements ``alone``."""
-    alone = _ALONE if alone is None else alone
-    found: list[tuple[int, int, Tensor]] = []
-    numel = 0
-    for first, stop, flat in runs(tensors):
-        is_alone = flat.device.type == "cpu" or flat.numel() >= alone
-        if found and (is_alone or numel + flat.numel() > _PIECE):
-            yield Piece(found[0][0], first, [each for *_, each in found])
-            found, numel = [], 0
-        if is_alone:
-            yield Piece(first, stop, [flat])
-        else:
-            found.append((first, stop, flat))
-            numel += flat.numel()
-    if found:
-        yield Piece(found[0][0], len(tensors), [each for *_, each in found])
 
 
 class _Known(local):

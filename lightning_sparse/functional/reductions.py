@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.elements import batches_alike, pieces
+from lightning_sparse.functional.elements import runs
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -31,17 +31,6 @@ def norm_of_all(norms: Tensor) -> Tensor:
     return wide.float()
 
 
-def means_of_each(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the mean of each flat tensor, in fp32; on a device those of one size at once."""
-    if tensors[0].device.type == "cpu":
-        return torch.stack([tensor.mean(dtype=torch.float32) for tensor in tensors])
-    means: dict[int, Tensor] = {}
-    for members in batches_alike(list(map(Tensor.numel, tensors))):
-        rows = torch.stack([tensors[place] for place in members])
-        means.update(zip(members, rows.mean(dim=1, dtype=torch.float32).unbind()))
-    return torch.stack([means[place] for place in range(len(tensors))])
-
-
 _PIECE = 1 << 18  # elements whose temporaries stay in the cache; counts of so few are exact in fp32
 _DEVICE_PIECE = 1 << 26  # on a device launches count more: two temporaries of 256 MiB
 
@@ -49,15 +38,16 @@ _DEVICE_PIECE = 1 << 26  # on a device launches count more: two temporaries of 2
 def sign_totals(tensor: Tensor) -> Tensor:
     """Add up and count the magnitudes of each sign: float64 ``[2, 2]``, positive above negative, sum beside count.
 
-    A tensor with an element that is not finite has a sum that is not finite. Pieces of narrow types are added up in
-    fp32, which takes half the time, and those sums in float64: they are off by a few roundings of fp32.
+    A tensor with an element that is not finite has a sum that is not finite. On a CPU pieces of narrow types are added
+    up in fp32, which takes half the time, and those sums in float64: they are off by a few roundings of fp32.
 
         >>> sign_totals(torch.tensor([1.0, 0.0, -2.0, 3.0]))
         tensor([[4., 2.],
                 [2., 1.]], dtype=torch.float64)
     """
-    sums = _sums_by_sign(tensor, torch.promote_types(tensor.dtype, torch.float32))
-    if not sums.isfinite().all():  # large magnitudes overflow fp32, as in a norm
+    is_host = tensor.device.type == "cpu"  # else the host would have to wait to know
+    sums = _sums_by_sign(tensor, torch.promote_types(tensor.dtype, torch.float32) if is_host else torch.float64)
+    if is_host and not sums.isfinite().all():  # large magnitudes overflow fp32, as in a norm
         sums = _sums_by_sign(tensor, torch.float64)
     positive, negative, signs, positives = sums.double().sum(dim=1)
     return torch.stack([positive, positives, negative.abs(), positives - signs]).view(2, 2)
@@ -65,7 +55,7 @@ def sign_totals(tensor: Tensor) -> Tensor:
 
 def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up positive elements, negative ones, signs, and the positive signs, of each piece, ``[4, pieces]``."""
-    parts = tensor.split(_PIECE)
+    parts = tensor.split(_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE)
     room = torch.empty_like(parts[0])
     sums = torch.empty(4, len(parts), dtype=dtype, device=tensor.device)
     for part, (positive, negative, signs, positives) in zip(parts, sums.unbind(1)):
@@ -75,23 +65,6 @@ def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         torch.sum(torch.sign(part, out=used), 0, dtype=dtype, out=signs)
         torch.sum(used.clamp_(min=0.0), 0, dtype=dtype, out=positives)
     return sums
-
-
-def sign_totals_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return :func:`sign_totals` of several tensors of one type."""
-    if tensors[0].device.type == "cpu":
-        return list(map(sign_totals, tensors))
-    totals: list[Tensor] = []
-    for piece in pieces(tensors):  # a norm with an element that is not finite is not finite, either
-        some = list(tensors[piece.first : piece.stop])
-        columns: list[Tensor] = []
-        for clamp, limit in ((torch._foreach_clamp_min, 0.0), (torch._foreach_clamp_max, 0.0)):
-            of_one_sign = clamp(some, limit)
-            columns.append(torch.stack(torch._foreach_norm(of_one_sign, 1, torch.float64)))
-            torch._foreach_sign_(of_one_sign)
-            columns.append(torch.stack(torch._foreach_norm(of_one_sign, 1, torch.float64)))
-        totals += torch.stack(columns, dim=1).view(-1, 2, 2).unbind()
-    return totals
 
 
 def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Tensor] = None) -> Tensor:
@@ -120,14 +93,10 @@ def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Te
 def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> list[Tensor]:
     """Return :func:`shift_by_sign` of several flat tensors of one type, on a CPU in their own memory."""
     if tensors[0].device.type == "cpu":
-        for piece in pieces(tensors):
-            shift_by_sign(flat := piece.read(), above, below, out=flat)
+        for _, _, flat in runs(tensors):
+            shift_by_sign(flat, above, below, out=flat)
         return list(tensors)
-    shifted: list[Tensor] = []
-    for piece in pieces(tensors):
-        numels = [tensor.numel() for tensor in tensors[piece.first : piece.stop]]
-        shifted += shift_by_sign(piece.read(), above, below).split(numels)
-    return shifted
+    return [shift_by_sign(tensor, above, below) for tensor in tensors]
 
 
 # The upper bits of fp32 magnitudes, of exponent and mantissa, order them; those that share them lie within an eighth.

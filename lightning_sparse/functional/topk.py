@@ -1,34 +1,30 @@
-"""The exact ``count`` largest magnitudes of flat tensors, without ordering them; on a CPU tensor by tensor.
+"""The exact ``count`` largest magnitudes of flat tensors, without ordering them.
 
-A cheap vectorised pass first discards nearly all elements, and only the few that remain are compared:
+On a CPU a cheap vectorised pass first discards nearly all elements, and only the few that remain are compared:
 
 * low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
-  has at least one element that none outside exceeds. Shapes are known in advance, so nothing waits for a GPU, where
-  :mod:`~lightning_sparse.functional.segments` does so for all tensors at once. Of a large tensor on a CPU more blocks,
-  those whose maxima reach a threshold read off a sample of them, and of these the elements that reach it, too;
-* higher densities on CPU: a threshold is read off a strided sample, a little too low on purpose; where the count of
+  has at least one element that none outside exceeds. Of a large tensor more blocks, those whose maxima reach a
+  threshold read off a sample of them, and of these the elements that reach it, too;
+* higher densities: a threshold is read off a strided sample, a little too low on purpose; where the count of
   what reaches it shows that the sample misled (or many elements are equal), ``torch.topk`` decides.
 
-The answer depends on the tensor alone; tensors of equal size share their calls, which cost more than small tensors.
+On a device it is torch's own, for which no host waits. The answer depends on the tensor alone; tensors of equal size
+share their calls, which cost more than small tensors.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Optional, Union
 
 import torch
 from torch import Tensor
-
-from lightning_sparse.functional.elements import batches_alike, copied_to, starts_of
-from lightning_sparse.functional.segments import largest_of_few
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
 _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
 _FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
-_SORTED = 1 << 22  # elements of tensors of which none is ruled out that are sorted at once; some 60 bytes for each
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
@@ -55,45 +51,17 @@ def batched_top_k_indices(tensors: Sequence[Tensor], count: int) -> Tensor:
     numel = tensors[0].numel()
     if not 1 <= count <= numel:
         raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")
-    if tensors[0].device.type != "cpu":
-        places = top_k_of_all(tensors, (count,) * len(tensors))[0].view(-1, count)
-        return places - torch.arange(len(tensors), device=places.device).mul_(numel).unsqueeze(1)
     size = max(1, _BATCH // numel)
     batches = [tensors[start : start + size] for start in range(0, len(tensors), size)]
     return torch.cat([_select(batch, count) for batch in batches])
-
-
-def top_k_of_all(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Find so many largest magnitudes of each tensor on a device, in calls that many tensors share.
-
-    Returns places in the tensors laid end to end, int64 ``[sum(counts)]``, ascending, and the values there.
-    """
-    starts = starts_of(tuple(map(Tensor.numel, tensors)))
-    are_sparse = [_is_sparse(tensor.numel(), count) for tensor, count in zip(tensors, counts)]
-    few = [place for place, tensor in enumerate(tensors) if are_sparse[place] or tensor.numel() <= _SMALL]
-    found: list[tuple[Tensor, Tensor]] = []
-    looked_at = accumulate(0 if are_sparse[place] else tensors[place].numel() for place in few)
-    for _, some in groupby(zip(few, looked_at), key=lambda each: each[1] // _SORTED):
-        members = [place for place, _ in some]
-        their_starts, their_counts = [starts[place] for place in members], tuple(counts[place] for place in members)
-        are_blocked = [are_sparse[place] for place in members]
-        found.append(largest_of_few([tensors[place] for place in members], their_starts, their_counts, are_blocked))
-    many = sorted(set(range(len(tensors))).difference(few))
-    for batch in batches_alike([(tensors[place].numel(), counts[place]) for place in many]):
-        members = [many[each] for each in batch]
-        rows = torch.stack([tensors[place] for place in members])
-        chosen = torch.topk(rows.abs(), counts[members[0]], sorted=False).indices
-        shifts = copied_to(tuple(starts[place] for place in members), rows.device)
-        found.append(((chosen + shifts.unsqueeze(1)).flatten(), rows.gather(1, chosen).flatten()))
-    places, values = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
-    places, order = places.sort()
-    return places, values[order]
 
 
 def _select(rows: Sequence[Tensor], count: int) -> Tensor:
     numel = rows[0].numel()
     if count == numel:
         return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
+    if rows[0].device.type != "cpu":
+        return _largest(torch.stack(tuple(rows)).abs_(), count)
     if _is_sparse(numel, count):
         if numel > _CPU_CHUNK:
             return torch.stack([_by_sampled_maxima(row, count) for row in rows])

@@ -1,5 +1,6 @@
 """What a device computes of many tensors at once in a corrected step is what a CPU computes of each."""
 
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection, sparsify
 from lightning_sparse.compressors.selection import FlatSelection
+from lightning_sparse.engine.adam import memory as memory_module
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.functional import adam
@@ -17,9 +19,12 @@ NUMELS = (5, 3000, 17, 70_000, 900)
 RATE, STEPS = 0.1, 3
 
 
+@contextmanager
 def pretended_device():
     """Have the CPU go the way of a device, with each of its branches."""
-    return mock.patch.multiple(adam, _is_on_cpu=lambda tensors: False, _LARGE=800, _BATCH_ELEMENTS=4000)
+    branches = {"_is_on_cpu": lambda tensors: False, "_LARGE": 800, "_BATCH_ELEMENTS": 4000}
+    with mock.patch.multiple(adam, **branches), mock.patch.object(memory_module, "look_up", return_value={}):
+        yield
 
 
 def means(ranks):

@@ -1,16 +1,12 @@
 """The fast selection against torch.topk, where it is easy and where it misleads; what reaches a floor."""
 
-from unittest import mock
-
 import pytest
 import torch
 
-from lightning_sparse.functional import segments, topk
 from lightning_sparse.functional.topk import (
     batched_top_k_indices,
     indices_reaching_each,
     top_k_indices,
-    top_k_of_all,
 )
 from tests.helpers.devices import devices, moved
 
@@ -62,16 +58,6 @@ def test_neighbours_do_not_decide_between_equal_magnitudes(numel, device):
     count = numel // 1000
     for tensor, indices in zip(tensors, batched_top_k_indices(tensors, count)):
         assert torch.equal(indices, top_k_indices(tensor, count))
-
-
-def test_which_of_equal_magnitudes_a_device_takes_depends_on_the_tensor_alone():
-    generator = torch.Generator().manual_seed(1)
-    tensor, *others = ((16 * torch.randn(1 << 17, generator=generator)).round() for _ in range(3))  # many are equal
-    small = torch.ones(1000)
-    alone, _ = top_k_of_all([tensor], [512])
-    with mock.patch.object(segments, "_MANY", 1 << 10), mock.patch.object(topk, "_SORTED", 500):
-        narrowed, _ = top_k_of_all([small, tensor, small, *others], [7, 512, 7, 512, 300])
-    assert (narrowed[7 : 7 + 512] - 1000).tolist() == alone.tolist()
 
 
 @devices

@@ -53,9 +53,8 @@ class Clock(dict):
 class Event:
     """A point in the work of a stream, which has come to pass whenever the host asks."""
 
-    def __init__(self, device, enable_timing=False, blocking=False):
+    def __init__(self, device, enable_timing=False):
         self._device, self._clock, self._has_passed = device, Clock(), False
-        self._paces = blocking  # a host that only lets the device catch up: no work may depend on that
 
     def record(self, stream=None):
         self._clock = Clock((stream or self._device.current_stream()).clock)
@@ -68,9 +67,7 @@ class Event:
         return True
 
     def synchronize(self):
-        if self._paces:
-            self._device.caught_up.append(self._clock)
-        elif not self._has_passed:
+        if not self._has_passed:
             self._device.wait("synchronize", self._clock)
 
     def elapsed_time(self, end):
@@ -122,7 +119,7 @@ class Device:
     """What ``torch.get_device_module`` returns, as far as it is needed; ``races`` and ``waits`` are what was seen."""
 
     def __init__(self):
-        self.races, self.waits, self.streams, self.caught_up = [], [], [], []
+        self.races, self.waits, self.streams = [], [], []
         self.Stream = lambda device=None, priority=0: Stream(self, priority=priority)
         self.Event = partial(Event, self)
         self._memories = {}  # of the device, by the storage's address

@@ -365,15 +365,11 @@ class AdamMemory(ResidualMemory):
         states, own = list(corrected.values()), [gradients[number] for number in corrected]
         seconds, scalars = self._preconditioners(states), [state.scalars for state in states]
         found: dict[int, LookedUp] = {}
-        is_on_cpu = gradients[0].device.type == "cpu"
-        if isinstance(means, FlatSelection):
+        if isinstance(means, FlatSelection) and gradients[0].device.type == "cpu":
             places = means.places()
             found = look_up([places[number] for number in corrected], own, seconds, scalars)
-            if found and not is_on_cpu:  # where it takes many launches to look up what ranks' values add up to
-                means = _scaled(means, {number: found[each] for each, number in enumerate(corrected) if each in found})
         scatter(gradients, means)
-        if is_on_cpu:
-            few_to_gradients(own, found)
+        few_to_gradients(own, found)
         rest = [each for each in range(len(own)) if each not in found]
         to_gradients([own[each] for each in rest], [seconds[each] for each in rest], [scalars[each] for each in rest])
         for each, state in enumerate(states):
@@ -498,17 +494,6 @@ def _teach(
     for each in tensors:
         if each.largest is not None:
             torch.maximum(each.largest, each.second, out=each.largest)
-
-
-def _scaled(means: FlatSelection, found: Mapping[int, LookedUp]) -> FlatSelection:
-    """Multiply means by Adam's divisor where it was looked up."""
-    rows = len(means.values) if means.values.dim() > 1 else 1
-    one = means.values.new_ones(1, 1)
-    factors = [
-        found[number].divisors.view(count, rows).t() if number in found else one.expand(rows, count)
-        for number, count in enumerate(means.counts)
-    ]
-    return means.replaced(torch.cat(factors, dim=1).view_as(means.values).mul_(means.values), means.indices)
 
 
 def _messages(gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments]) -> Iterator[list[str]]:

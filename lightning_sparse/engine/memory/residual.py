@@ -5,7 +5,6 @@ a change of the learning rate: Zheng, Huang and Kwok, NeurIPS 2019 (arXiv 1905.1
 Gradient Compression" (arXiv 1712.01887), section 3.2. Decay: SparseLoCo (arXiv 2508.15706).
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Optional, Protocol, Union
@@ -17,14 +16,8 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, scatter
 from lightning_sparse.functional.elements import (
-    APART,
-    Piece,
     copied_to,
     copy_elements,
-    pieces,
-    repeat_each,
-    runs,
-    starts_of,
 )
 
 MemoryState = dict[str, dict[str, Tensor]]
@@ -40,7 +33,6 @@ NUMBERS = {
 }
 _REFRESH = "refresh_gradient"  # a kind that owes the model nothing
 LARGE = 1 << 15  # elements from which on memory of its own costs nothing
-_FEW_RUNS = 16  # that are chosen from one by one, without a copy
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
 
 
@@ -244,7 +236,11 @@ class ResidualMemory(Memory):
                 torch._foreach_copy_(residuals, list(accumulated))
             else:
                 overwrite_accepted(residuals, accumulated, accepted)
-            _overwrite_elements(residuals, kept, accepted)
+            if accepted.dim():
+                numel = len(kept.values)
+                accepted = accepted.repeat_interleave(copied_to(kept.counts, accepted.device), output_size=numel)
+            before = FlatSelection.at(residuals, kept.indices, kept.counts).values
+            overwrite(residuals, kept.replaced(torch.where(accepted, kept.values, before), kept.indices))
         else:
             overwrite(accumulated, kept)
             places = [place for place, is_accepted in enumerate(accepted.expand(len(names)).tolist()) if is_accepted]
@@ -313,8 +309,7 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
     new = {name: like for name, like in zip(names, likes) if name not in kept}
     is_host = bool(likes) and likes[0].device.type == "cpu"
     fresh = {name: like.new_zeros(like.numel()) for name, like in new.items() if is_host and like.numel() >= LARGE}
-    # On a device beside each other those that are taken together.
-    others = sorted((name for name in new if name not in fresh), key=lambda name: new[name].numel() >= APART)
+    others = [name for name in new if name not in fresh]
     for dtype in {new[name].dtype for name in others}:
         some = {name: new[name] for name in others if new[name].dtype is dtype}
         numels = [like.numel() for like in some.values()]
@@ -331,53 +326,8 @@ def _can_trade(tensor: Tensor, other: Tensor) -> bool:
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
     """Copy flat sources, in place, over those tensors that are accepted: bool by tensor, or ``[]`` for all of them."""
-    order = sorted(range(len(sources)), key=lambda place: sources[place].numel() >= APART)
-    tensors, sources = [tensors[place] for place in order], [sources[place] for place in order]
-    if accepted.dim():
-        accepted = accepted[copied_to(tuple(order), accepted.device)]
-    for piece in pieces(sources, APART):  # the small ones come first, beside each other
-        some = slice(piece.first, piece.stop)
-        _overwrite_accepted(tensors[some], piece.read(), accepted[some] if accepted.dim() else accepted)
-
-
-def _overwrite_elements(tensors: Sequence[Tensor], kept: FlatSelection, accepted: Tensor) -> None:
-    """Write the values of a rank's selection over flat tensors of a device, in place, where they are accepted."""
-    if accepted.dim():
-        accepted = accepted.repeat_interleave(copied_to(kept.counts, accepted.device), output_size=len(kept.values))
-    starts, laid = starts_of(kept.counts), starts_of(kept.numels)
-    storages: defaultdict[int, list[int]] = defaultdict(list)
-    for place, tensor in enumerate(tensors):
-        storages[tensor.untyped_storage()._cdata].append(place)
-    if any(members[-1] - members[0] >= len(members) for members in storages.values()):  # which has no need to be
-        for piece, indices, values in kept.pieces(tensors):
-            flat = piece.read()
-            some = accepted[starts[piece.first] : starts[piece.stop]] if accepted.dim() else accepted
-            piece.write(flat.index_copy_(0, indices, torch.where(some, values, flat[indices])))
-        return
-    # At once in all that was kept together, in whatever order it lies there.
-    shifts = tuple(int(tensor.storage_offset()) - start for tensor, start in zip(tensors, laid))
-    places = kept.indices + repeat_each(shifts, kept.counts, kept.indices.device)
-    for members in storages.values():
-        storage = tensors[members[0]]
-        flat = storage.as_strided((storage.untyped_storage().nbytes() // storage.itemsize,), (1,), 0)
-        columns = slice(starts[members[0]], starts[members[-1] + 1])
-        some = accepted[columns] if accepted.dim() else accepted
-        flat.index_copy_(0, places[columns], torch.where(some, kept.values[columns], flat[places[columns]]))
-
-
-def _overwrite_accepted(tensors: Sequence[Tensor], flat: Tensor, accepted: Tensor) -> None:
-    """Copy sources that are laid end to end."""
-    if accepted.dim():
-        numels = tuple(map(Tensor.numel, tensors))
-        of_each = accepted.repeat_interleave(copied_to(numels, accepted.device), output_size=len(flat))
-    start = 0
-    lying = [Piece(first, stop, [run]) for first, stop, run in runs(tensors)]
-    for piece in lying if len(lying) <= _FEW_RUNS else pieces(tensors):
-        kept = piece.read()
-        stop = start + len(kept)
-        torch.where(of_each[start:stop] if accepted.dim() else accepted, flat[start:stop], kept, out=kept)
-        piece.write(kept)
-        start = stop
+    for tensor, source, is_accepted in zip(tensors, sources, accepted.expand(len(tensors))):
+        torch.where(is_accepted, source, tensor, out=tensor)
 
 
 def laid_clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

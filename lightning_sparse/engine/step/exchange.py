@@ -456,7 +456,6 @@ class DenseBackward(Backward):
 
         On the worker: the network is busy with one message while the next is gathered.
         """
-        self._route.pipeline.launched.begin_part()
         among = self._route.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._route.dense_dtype_of(gradients[0].dtype))

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.compressors.selection import (
     FlatSelection,
-    ReachingSelection,
     Selection,
     broken_rule,
     grouped,
@@ -134,7 +133,7 @@ class GroupSelector:
     def _ask(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
         """Have the compressor select; ``ValueError`` for what breaks its contract and would fail, or hang, later."""
         selections = self._compressor.select(names, accumulated, counts)
-        is_listed = not isinstance(selections, (FlatSelection, ReachingSelection))  # these are valid as they are built
+        is_listed = not isinstance(selections, FlatSelection)  # these are valid as they are built
         if self.checks_on_device or (is_listed and accumulated[0].device.type == "cpu"):
             self._check(names, accumulated, counts, selections)
         return selections
@@ -161,8 +160,6 @@ class GroupSelector:
         return self._wires.dense if is_shorter else None
 
     def _ways_of(self, selections: Sequence[Selection]) -> list[WireFormat]:
-        if isinstance(selections, ReachingSelection):  # the host knows not how many
-            return [self._wires.sparse] * len(selections)
         if isinstance(selections, FlatSelection):
             return list(map(self._way_of_some, selections.numels, selections.counts))
         return [

@@ -37,26 +37,24 @@ gradient of its node, the other ranks are those with the same share on the other
 shares to the whole node.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from itertools import chain, groupby
-from typing import Any, NamedTuple, Optional
+from itertools import groupby
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.selection import FlatSelection, Selection, grouped
+from lightning_sparse.compressors.selection import Selection, grouped
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
-from lightning_sparse.engine.step.worker import LaunchQueue
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload
-from lightning_sparse.functional.elements import pieces, round_to
+from lightning_sparse.functional.elements import round_to, runs
 from lightning_sparse.functional.reductions import fingerprint, norms_of
 
 __all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepContext"]
@@ -93,13 +91,6 @@ class Exchanged(NamedTuple):
     accumulated: list[Tensor]  # gradients plus residuals, flat, where gradients were or wider copies; then means
     result: ExchangeResult
 
-    @classmethod
-    def joined(cls, several: Sequence["Exchanged"]) -> "Exchanged":
-        """Take several of one type, of which elements have travelled, for one."""
-        names, group, accumulated = (list(chain.from_iterable(each)) for each in list(zip(*several))[:3])
-        kept = FlatSelection.joined([each.result.kept for each in several])
-        return cls(names, group, accumulated, several[0].result._replace(kept=kept))
-
 
 class Pipeline:
     """Run groups through compressor, memory, wire and collectives: a step in two halves, of which only commit keeps."""
@@ -117,7 +108,6 @@ class Pipeline:
         self.memory = memory
         self.levels = levels
         self.collectives = levels.inter.collectives
-        self.launched = LaunchQueue(self.collectives.device)
         self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = NOTHING_KNOWN
@@ -161,7 +151,6 @@ class Pipeline:
         """
         names = [local.name for local in group]
         self.refresh()
-        self.launched.begin_part()
         with self.recorder.group(names):
             are_known = names[0] in self._shares
             group = [self._shares.pop(name) for name in names] if are_known else self.levels.shares(group)
@@ -230,8 +219,7 @@ class Pipeline:
         means = self._finish_step(step, finite)
         used = [_used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
         with self.recorder.span("commit"):
-            for exchanged, mean, flags in self._together(step, means, used):
-                self.launched.begin_part()
+            for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
                 self._keep(exchanged, accepted)
                 self._write_back(exchanged, mean, scale)
@@ -255,30 +243,6 @@ class Pipeline:
             for local, tensor in zip(exchanged.group, accumulated)
         ]
         self.memory.keep(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
-
-    def _together(
-        self, step: Sequence[Exchanged], means: Sequence[Sequence[Selection]], used: Sequence[Optional[Tensor]]
-    ) -> Iterator[tuple[Exchanged, Sequence[Selection], Optional[Tensor]]]:
-        """Take groups of which elements have arrived as one where launches cost more than to copy those elements."""
-        if len(step) == 1 or self.collectives.device.type == "cpu":
-            yield from zip(step, means, used)
-            return
-        alike: defaultdict[Any, list[int]] = defaultdict(list)
-        for place, (exchanged, mean) in enumerate(zip(step, means)):
-            kept = exchanged.result.kept
-            if not (isinstance(mean, FlatSelection) and isinstance(kept, FlatSelection)):
-                yield exchanged, mean, used[place]
-            else:
-                rows = mean.values.shape[:-1]
-                alike[exchanged.accumulated[0].dtype, mean.values.dtype, kept.values.dtype, rows].append(place)
-        for places in alike.values():
-            flags = [used[place] for place in places]
-            some = [step[place] for place in places]
-            yield (
-                Exchanged.joined(some) if len(some) > 1 else some[0],
-                FlatSelection.joined([means[place] for place in places]) if len(some) > 1 else means[places[0]],
-                _joined_flags(flags, [len(each.names) for each in some]),
-            )
 
     def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
         """Write means into gradients, times the loss's scale, which is infinite where nothing was kept."""
@@ -342,17 +306,10 @@ def _round_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write each second tensor into the first, whose type is narrower."""
     for dtype in dict.fromkeys(narrow.dtype for narrow, _ in pairs):
         alike = [pair for pair in pairs if pair[0].dtype is dtype]
-        for piece in pieces([wide for _, wide in alike]):
-            narrow = [each for each, _ in alike[piece.first : piece.stop]]
-            rounded = round_to(piece.read(), dtype)
+        for first, stop, flat in runs([wide for _, wide in alike]):
+            narrow = [each for each, _ in alike[first:stop]]
+            rounded = round_to(flat, dtype)
             torch._foreach_copy_(narrow, list(rounded.split(list(map(Tensor.numel, narrow)))))
-
-
-def _joined_flags(flags: Sequence[Optional[Tensor]], lengths: Sequence[int]) -> Optional[Tensor]:
-    known = next((each for each in flags if each is not None), None)
-    if known is None:
-        return None
-    return torch.cat([known.new_ones(n) if each is None else each for each, n in zip(flags, lengths)])
 
 
 def _all_of(flags: Sequence[Tensor]) -> Tensor:

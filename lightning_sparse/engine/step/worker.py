@@ -52,29 +52,6 @@ class Channel:
             return self.collectives.run(*payload)
 
 
-class LaunchQueue(threading.local):
-    """What the current stream of a device has been told to do and has not done yet, in parts.
-
-    With some 1000 launches in it CUDA has the launching thread wait, and then other threads that launch, too. So a new
-    part begins when the one before the last has been done. Each thread has a stream, and so a queue, of its own.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._border: Any = None  # between the last part and the one before it
-
-    def begin_part(self) -> None:
-        """Wait on the host, without its lock, until all but the last part has been done."""
-        if self._device.type == "cpu":
-            return
-        module = torch.get_device_module(self._device)
-        asleep = {"blocking": True} if self._device.type == "cuda" else {}
-        border, self._border = self._border, module.Event(**asleep)
-        self._border.record(module.current_stream(self._device))
-        if border is not None:
-            border.synchronize()
-
-
 class ExchangeWorker:
     """Run tasks one after the other on a thread, and on a device on a stream, of their own; after an error none.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.selection import (
     FlatSelection,
-    ReachingSelection,
     Selection,
     SelectionSize,
     end_to_end,
@@ -39,8 +38,7 @@ class UnionFormat(WireFormat):
        1 byte each, and their positions in the tensors laid end to end (see
        :mod:`lightning_sparse.functional.elements`; all-gather). There is room for some more positions than any rank
        selected in the last steps, filled with positions beyond the last element. Positions for which there is no room
-       follow in a phase of their own: in a first step, for one, all of them. On a device a rank that holds what is not
-       finite says so (by a negative number), the step is void, and nothing else travels.
+       follow in a phase of their own: in a first step, for one, all of them.
     2. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-gather, and
        all-to-all where they are many): a small dense tensor, or one of each tensor where the wire rounds (its place
        does not count). Where nobody selected anything, this is left out.
@@ -58,18 +56,13 @@ class UnionFormat(WireFormat):
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        selected = selection if isinstance(selection, ReachingSelection) else end_to_end(selection)
-        union, used = yield from self._union(selected, used)
-        if union.is_spoilt:
-            return _void(accumulated, used)
+        union, used = yield from self._union(end_to_end(selection), used)
         chosen = FlatSelection.at(accumulated, union.positions, union.counts)
         if len(chosen.values):
             arrival = yield from self._values.average(chosen)
         else:
             finite = torch.ones((), dtype=torch.bool, device=chosen.values.device)
             arrival = ExchangeResult(finite, None, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
-        if isinstance(selected, ReachingSelection):  # all ranks have looked before, and told
-            arrival = arrival._replace(finite=torch.ones((), dtype=torch.bool))
         return arrival._replace(used=used)
 
     @override
@@ -78,21 +71,23 @@ class UnionFormat(WireFormat):
         self._values.release()
 
     def _union(
-        self, mine: Union[FlatSelection, ReachingSelection], used: Optional[Tensor]
+        self, mine: FlatSelection, used: Optional[Tensor]
     ) -> Generator[Payload, Tensor, tuple["_Union", Optional[Tensor]]]:
         """Return what any rank selected, and whether any rank used each parameter."""
         place, self._place = self._place, self._place + 1
         room, numel = self._room.get(place, 0), sum(mine.numels)
-        header = _announced(mine).view(torch.uint8)
+        header = mine.indices.new_full((1,), mine.indices.numel()).view(torch.uint8)
         header = header if used is None else torch.cat([header, used])
         first = _codec_of(numel, room)
-        received = yield Payload("all_gather", message_of([header, first.encode(_positions(mine, 0, room))]))
+        received = yield Payload(
+            "all_gather", message_of([header, first.encode(_positions(mine.indices, 0, room, numel))])
+        )
         announced = read_as(received[:, :_COUNT_BYTES], torch.int64).flatten()
         found = [first.decode(received[:, header.numel() :])]
         union = _Union.of(found, announced, mine.numels)
-        if not union.is_spoilt and union.most > room:
+        if union.most > room:
             rest = _codec_of(numel, union.most - room)
-            written = rest.encode(_positions(mine, room, union.most))
+            written = rest.encode(_positions(mine.indices, room, union.most, numel))
             found.append(rest.decode((yield Payload("all_gather", written))))
             union = _Union.of(found, announced, mine.numels)
         self._room[place] = _room_after(room, union.most)
@@ -113,7 +108,6 @@ class _Union(NamedTuple):
     positions: Tensor
     counts: Counts  # by tensor
     most: int  # selected by any rank
-    is_spoilt: bool  # whether any rank has said that it holds what is not finite
 
     @classmethod
     def of(cls, found: Sequence[Tensor], announced: Tensor, numels: Counts) -> "_Union":
@@ -134,8 +128,7 @@ class _Union(NamedTuple):
             numbers = torch.arange(1, told[-1] + 1, device=ordered.device)
             positions = ordered[torch.searchsorted(running, numbers).sub_(1)]
         counts = tuple(last - first for first, last in pairwise(told[ranks:]))
-        most = max(each if each >= 0 else -1 - each for each in told[:ranks])
-        return cls(positions, counts, most, min(told[:ranks]) < 0)
+        return cls(positions, counts, max(told[:ranks]))
 
 
 def _different(found: Sequence[Tensor], starts: Tensor) -> Tensor:
@@ -155,31 +148,10 @@ def _different(found: Sequence[Tensor], starts: Tensor) -> Tensor:
     return different
 
 
-def _void(accumulated: Sequence[Tensor], used: Optional[Tensor]) -> ExchangeResult:
-    """Return a mean that is not finite."""
-    counts = (1, *[0] * (len(accumulated) - 1))
-    place = torch.zeros(1, dtype=torch.int64, device=accumulated[0].device)
-    spoilt = FlatSelection(
-        accumulated[0].new_full((1,), torch.nan), place, tuple(map(Tensor.numel, accumulated)), counts
-    )
-    mean = spoilt.replaced(spoilt.values[None], place[None])
-    return ExchangeResult(torch.zeros((), dtype=torch.bool), used, means=mean, kept=spoilt)
-
-
-def _announced(selected: Union[FlatSelection, ReachingSelection]) -> Tensor:
-    """Return how many elements are selected, int64 ``[1]``; see :meth:`ReachingSelection.announced`."""
-    if isinstance(selected, ReachingSelection):
-        return selected.announced()
-    return torch.full((1,), selected.indices.numel(), dtype=torch.int64, device=selected.indices.device)
-
-
-def _positions(selected: Union[FlatSelection, ReachingSelection], first: int, stop: int) -> Tensor:
+def _positions(selected: Tensor, first: int, stop: int, numel: int) -> Tensor:
     """Return some of the positions that are selected, filled up with positions beyond the last element."""
-    if isinstance(selected, ReachingSelection):
-        return selected.positions(first, stop)
-    positions, numel = selected.indices[first:stop], sum(selected.numels)
-    padding = torch.arange(numel, numel + stop - first - len(positions), device=positions.device)
-    return torch.cat([positions, padding])
+    positions = selected[first:stop]
+    return torch.cat([positions, torch.arange(numel, numel + stop - first - len(positions), device=positions.device)])
 
 
 def _codec_of(numel: int, room: int) -> IndexCodec:

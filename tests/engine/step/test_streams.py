@@ -17,7 +17,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Exchange
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel
-from lightning_sparse.engine.step.worker import ExchangeWorker, LaunchQueue
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers import racing
 from tests.helpers.racing import CUDA, Skipping, Way, played, train
 
@@ -206,14 +206,3 @@ def test_an_exchange_that_a_graph_would_repeat_is_refused_before_it_begins():
             worker.submit(partial(done.append, "exchanged"))
         assert worker.close()
     assert (done, device.races) == ([], [])
-
-
-def test_the_host_waits_for_all_but_the_last_part_of_what_it_has_launched():
-    with played() as device:
-        queue, tensor, made = LaunchQueue(CUDA), torch.zeros(3, device=CUDA), []
-        for _ in range(4):
-            queue.begin_part()
-            made.append(dict(device.current_stream().clock))
-            tensor.add_(1.0)
-        LaunchQueue(torch.device("cpu")).begin_part()
-        assert device.caught_up == made[:3]

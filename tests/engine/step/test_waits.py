@@ -113,19 +113,26 @@ def test_no_host_waits_whatever_the_system(system, schedule):
     assert waits_of(Way(given)) == [Counter()] * (STEPS - SETTLED)
 
 
-# What reaches a threshold has no size before a device has looked: one list of numbers tells sizes and, on one level,
-# whether all is finite; a second one where a message has had too little room.
+# What reaches a threshold has no size before a device has looked: one list of numbers tells sizes of messages, a second
+# one where a message has had too little room.
 SIZED = "engine/wire/union.py:of"
-ON_LEVELS = Counter({"compressors/exdyna.py:finish_step": 1})
+CHOOSING = Counter(
+    {
+        "compressors/exdyna.py:_first_not_finite": 1,
+        "compressors/exdyna.py:finish_step": 1,
+        "functional/topk.py:indices_reaching": 1,
+        "functional/topk.py:indices_reaching_each": 1,
+    }
+)
 SITUATIONS_OF_SIZED = {name: each for name, each in SITUATIONS.items() if name != "owners"}
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("situation", SITUATIONS_OF_SIZED)
 @pytest.mark.parametrize("compressor", ["exdyna", "micro"])
-def test_those_that_size_messages_by_what_was_selected_wait_for_that_once(compressor, situation):
+def test_those_that_size_messages_by_what_was_selected_wait_for_that(compressor, situation):
     way = Way({"compressor": compressor, "schedule": "single"}, SGD, **SITUATIONS[situation])
-    declared = declared_for(situation) + (ON_LEVELS if situation == "two levels" else Counter())
+    declared = declared_for(situation) + CHOOSING
     with mock.patch.object(exdyna, "_FAR_OFF", 1e9):  # so that no threshold is measured anew
         seen = waits_of(way, 7)
     assert min(waits[SIZED] for waits in seen) == way.backwards
@@ -137,8 +144,7 @@ def test_those_that_size_messages_by_what_was_selected_wait_for_that_once(compre
 def test_exdyna_waits_for_loads_where_it_cuts_anew_and_to_measure_a_threshold():
     others = {where for waits in waits_of(Way({"compressor": "exdyna", "schedule": "single"}), 20) for where in waits}
     measuring = {f"functional/reductions.py:magnitude_{each}" for each in ("histogram", "quantile")}
-    choosing = {f"compressors/exdyna.py:{each}" for each in ("_first_not_finite", "finish_step", "_rebalance")}
-    assert others == {SIZED, *measuring, *choosing}
+    assert others == {SIZED, *measuring, *CHOOSING, "compressors/exdyna.py:_rebalance"}
 
 
 def test_second_moments_learn_from_mean_gradients_without_a_wait():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.compressors.selection import ReachingSelection, Selection, grouped
+from lightning_sparse.compressors.selection import Selection, grouped
 from lightning_sparse.engine.wire import union
 from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, moved
@@ -52,61 +52,6 @@ def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union():
 def test_many_values_go_to_their_owners():
     *_, parts, means = messages(EVERYTHING, 1)[0]
     assert parts == 3 * means
-
-
-RANGES = [[(0, 5), (0, 9), (0, 0)], [(0, 0), (9, 40_000), (0, 0)], [(0, 0), (40_000, 70_000), (0, 3)]]
-
-
-def exchange_reaching(steps, knows):
-    """Exchange what reaches a floor in each rank's ranges; where the number is not known first, without asking."""
-    formats = formats_of(len(RANGES))
-    for step, floor in enumerate(steps):
-        phases = []
-        for rank, ranges in enumerate(RANGES):
-            random = torch.Generator().manual_seed(10 * step + rank)
-            tensors = [torch.randn(numel, generator=random).to(DEVICE) for numel in NUMELS]
-            found = [
-                (each[first:last].abs() >= floor).nonzero().squeeze(1) + first
-                for each, (first, last) in zip(tensors, ranges)
-            ]
-            chosen = [Selection(each[i], i, each.numel()) for each, i in zip(tensors, found)]
-            selection = grouped(chosen) if knows else ReachingSelection(tensors, ranges, floor, list)
-            phases.append(formats[rank].exchange(selection, tensors, None))
-        arrivals, handed_in = run_phases(phases)
-        for each in formats:
-            each.release()
-        yield moved(arrivals, "cpu"), [[payload.tensor.nbytes for payload in payloads] for payloads in handed_in]
-
-
-def test_what_reaches_a_floor_is_sent_alike_whether_or_not_its_number_is_known():
-    steps = (2.0, 2.05, 9.0, 1.5, 1.6)  # the first and the fourth have too little room, in the third there is nothing
-    for (found, sent), (expected, bytes_of_known) in zip(
-        exchange_reaching(steps, knows=False), exchange_reaching(steps, knows=True), strict=True
-    ):
-        assert sent == bytes_of_known
-        for one, other in zip(found, expected, strict=True):
-            assert one.finite
-            for means in ("means", "kept"):
-                mine, theirs = getattr(one, means), getattr(other, means)
-                assert torch.equal(mine.indices, theirs.indices)
-                assert torch.equal(mine.values, theirs.values)
-                assert mine.counts == theirs.counts
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_where_a_rank_holds_what_is_not_finite_all_ranks_hear_of_it_at_once(value):
-    phases = []
-    for rank, ranges in enumerate(RANGES):
-        tensors = [torch.zeros(numel, device=DEVICE) for numel in NUMELS]
-        if rank == 1:
-            tensors[2][1] = value  # in nobody's range that it looks at
-        selection = ReachingSelection(tensors, ranges, 1.0, list)
-        phases.append(UnionFormat(torch.float32, rank, len(RANGES)).exchange(selection, tensors, None))
-    arrivals, handed_in = run_phases(phases)
-    assert len(handed_in) == 1
-    for arrival in arrivals:
-        assert not arrival.finite
-        assert not torch.cat([mean.values.flatten() for mean in arrival.means]).isfinite().all()
 
 
 @pytest.mark.parametrize("few", [0, 1 << 20])
