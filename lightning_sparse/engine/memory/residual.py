@@ -230,12 +230,7 @@ class ResidualMemory(Memory):
             self._keep_selections(residuals, accumulated, kept, accepted)
         elif residuals and residuals[0].device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
-            is_known = accepted.device.type == "cpu" and bool(accepted.all())
-            accepted = accepted.to(residuals[0].device, non_blocking=True)
-            if is_known:
-                torch._foreach_copy_(residuals, list(accumulated))
-            else:
-                overwrite_accepted(residuals, accumulated, accepted)
+            overwrite_accepted(residuals, accumulated, accepted)
             if accepted.dim():
                 numel = len(kept.values)
                 accepted = accepted.repeat_interleave(copied_to(kept.counts, accepted.device), output_size=numel)

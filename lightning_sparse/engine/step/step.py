@@ -210,7 +210,7 @@ class Pipeline:
         """
         if not step:
             return  # nothing is trained
-        finite = _all_of([exchanged.result.finite for exchanged in step])
+        finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
         finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
         self.memory.see_finite(finite)
         # Of a step that is not kept nothing may be applied, by an optimizer whose own gradients are finite, either.
@@ -310,9 +310,3 @@ def _round_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             narrow = [each for each, _ in alike[first:stop]]
             rounded = round_to(flat, dtype)
             torch._foreach_copy_(narrow, list(rounded.split(list(map(Tensor.numel, narrow)))))
-
-
-def _all_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return whether all flags, bool ``[]``, are true; on the host if it knows them all."""
-    device = next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
-    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()

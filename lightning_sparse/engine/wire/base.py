@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
 class ExchangeResult(NamedTuple):
     """Result of an exchange; values are divided by the number of ranks before they are added: sums stay finite."""
 
-    finite: Tensor  # bool []: whether everything that any rank sent is; on the host where that knows it
+    finite: Tensor  # bool []: whether everything that any rank sent is
     used: Optional[Tensor]  # bool: which parameters of the step any rank used; None where none was told
     means: Sequence[Selection]  # of each tensor the received elements: rows add up to the mean over ranks
     kept: Sequence[Selection]  # of each tensor what stays here at the places sent; elsewhere all does
