@@ -134,7 +134,7 @@ class CutSelection(Sequence[Selection]):
         self.values = values
         self._widths = widths
         self._numels = numels
-        self._are_zero = are_zero
+        self.are_zero = are_zero
 
     @override
     def __len__(self) -> int:
@@ -151,29 +151,7 @@ class CutSelection(Sequence[Selection]):
 
     def head(self, tensors: int) -> "CutSelection":
         """Return those of the first tensors."""
-        return CutSelection(self.values, self._widths[:tensors], self._numels[:tensors], self._are_zero)
-
-    def write(self, tensors: Sequence[Tensor]) -> None:
-        """Copy all elements to flat tensors."""
-        if self._are_zero:
-            torch._foreach_zero_(list(tensors))
-            return
-        if self.values.device.type == "cpu":
-            for selection, tensor in zip(self, tensors):
-                copy_elements(selection.values, tensor)
-            return
-        ranks, columns = self.values.shape
-        rest = columns - sum(self._widths)
-        is_padded = [ranks * width > numel for width, numel in zip(self._widths, self._numels)]
-        widths = [width for width, is_longer in zip(self._widths, is_padded) if is_longer]
-        padded = self.values.new_empty(ranks * (sum(widths) + rest)).split([ranks * each for each in (*widths, rest)])
-        room = iter(padded)
-        rows = [next(room) if is_longer else tensor for is_longer, tensor in zip(is_padded, tensors)]
-        outs = [row.view(ranks, width) for row, width in zip((*rows, padded[-1]), (*self._widths, rest))]
-        # A kernel for all of them, which FSDP2 has torch make for the same.
-        torch.split_with_sizes_copy(self.values, [*self._widths, rest], dim=1, out=outs)
-        if longer := [tensor for tensor, is_longer in zip(tensors, is_padded) if is_longer]:
-            torch._foreach_copy_(longer, [row[: len(tensor)] for row, tensor in zip(padded, longer)])
+        return CutSelection(self.values, self._widths[:tensors], self._numels[:tensors], self.are_zero)
 
 
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
@@ -233,8 +211,8 @@ def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> Non
     if isinstance(selections, FlatSelection):
         for flat, indices, values in selections.runs(tensors):
             flat.index_copy_(0, indices, values)
-    elif isinstance(selections, CutSelection):
-        selections.write(tensors)
+    elif isinstance(selections, CutSelection) and selections.are_zero:
+        torch._foreach_zero_(list(tensors))
     elif all(selection.values.dim() == 1 for selection in selections):
         torch._foreach_copy_(list(tensors), [selection.values for selection in selections])
     else:

@@ -15,10 +15,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, scatter
-from lightning_sparse.functional.elements import (
-    copied_to,
-    copy_elements,
-)
+from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
@@ -226,16 +223,14 @@ class ResidualMemory(Memory):
     ) -> None:
         self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
-        if not isinstance(kept, FlatSelection):
-            self._keep_selections(residuals, accumulated, kept, accepted)
-        elif residuals and residuals[0].device.type != "cpu":
+        if accepted.device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
+            overwrite(accumulated, kept)
             overwrite_accepted(residuals, accumulated, accepted)
-            if accepted.dim():
-                numel = len(kept.values)
-                accepted = accepted.repeat_interleave(copied_to(kept.counts, accepted.device), output_size=numel)
-            before = FlatSelection.at(residuals, kept.indices, kept.counts).values
-            overwrite(residuals, kept.replaced(torch.where(accepted, kept.values, before), kept.indices))
+        elif not isinstance(kept, FlatSelection):
+            for residual, selection, is_accepted in zip(residuals, kept, accepted.expand(len(residuals)).tolist()):
+                if is_accepted:  # what is overwritten as a whole need not be copied first
+                    copy_elements(selection.values, residual)
         else:
             overwrite(accumulated, kept)
             places = [place for place, is_accepted in enumerate(accepted.expand(len(names)).tolist()) if is_accepted]
@@ -245,18 +240,6 @@ class ResidualMemory(Memory):
                 self._residuals[names[place]], accumulated[place] = accumulated[place], residuals[place]
             if copied := [place for place in places if place not in traded]:
                 torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
-
-    def _keep_selections(
-        self, residuals: Sequence[Tensor], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
-    ) -> None:
-        """Keep what is told by parameter: whole tensors, for one."""
-        if accepted.device.type != "cpu":
-            overwrite(accumulated, kept)
-            overwrite_accepted(residuals, accumulated, accepted)
-            return
-        for residual, selection, is_accepted in zip(residuals, kept, accepted.expand(len(residuals)).tolist()):
-            if is_accepted:  # what is overwritten as a whole need not be copied first
-                copy_elements(selection.values, residual)
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
         if not self._new_rates:
