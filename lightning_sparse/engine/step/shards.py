@@ -43,10 +43,10 @@ class ShardedModel(BareModel):
 
     Args:
         module: the model.
-        same_shards: the ranks that hold the same shards, replica by replica.
+        same_shards: the ranks that hold the same shards, replica by replica, if a group of theirs is there.
     """
 
-    def __init__(self, module: Module, same_shards: Any) -> None:
+    def __init__(self, module: Module, same_shards: Any = None) -> None:
         super().__init__(module)
         self._same_shards = same_shards
 
