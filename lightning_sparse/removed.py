@@ -22,7 +22,7 @@ def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError)
 
 def refusing(kind: Kind) -> Kind:
     """Let a class refuse its arguments that are gone, instead of Python, which has no alternative to tell."""
-    build = kind.__init__  # type: ignore[misc]  # of this class, not of its subclasses
+    build = kind.__init__  # of this class, not of its subclasses
 
     @wraps(build)
     def checked(self: Any, *given: Any, **named: Any) -> None:
@@ -30,5 +30,5 @@ def refusing(kind: Kind) -> Kind:
             refuse_removed(f"{name}={value!r}", f"{kind.__name__}.{name}")
         build(self, *given, **named)
 
-    kind.__init__ = checked  # type: ignore[misc]
+    kind.__init__ = checked
     return kind
