@@ -48,11 +48,9 @@ _AVERAGED = (
     "mask",
     "running_mean",
     "running_var",
-    "phase",
-    "alias",
 )  # buffers of which replicas that drift have one value
 # Those that are each rank's own, as with DDP between two forwards.
-_OWN = ("count", "num_batches_tracked", "n_averaged", "flag")
+_OWN = ("count", "num_batches_tracked", "n_averaged")
 # Two sums of a few numbers in another order, through some 18 steps.
 _TOLERANCES = {"adamw": 1e-4, "amsgrad": 1e-4, "rmsprop": 1e-4}
 _TOLERANCE = 1e-5
@@ -87,7 +85,7 @@ def unlike(training, outcomes):
     has_one = training.drifts and not (training.local is not None and training.local.synchronous_steps)
     left_out = _OWN if has_one else _OWN + _AVERAGED
     # What callbacks average, and show instead, is of each rank's own model.
-    shows_own = training.drifts and (training.averages or "average at validation" in training.may_not_matter)
+    shows_own = training.drifts and "average at validation" in training.may_not_matter
     places = {
         "batch": [[] if training.drifts else outcome.batches for outcome in outcomes],
         "validation": [[] if shows_own else outcome.validated for outcome in outcomes],
@@ -148,7 +146,7 @@ def findings(training, ranks):
         if name in ranks[0]:
             yield from (f"{name}: {found}" for found in unlike(each, [outcomes[name] for outcomes in ranks]))
             # What was resumed is held to the bits of what went on, and may have had nothing left to do.
-            asks = each.moves_something and name != "resumed"
+            asks = name != "resumed"
             if asks and any(_stood_still(outcomes[name]) for outcomes in ranks):
                 yield f"{name}: nothing was trained"
     for rank, outcomes in enumerate(ranks):
@@ -172,7 +170,7 @@ def moved(training, before, outcomes):
     """Yield what does not hold of a training that goes on where there are other ranks."""
     for rank, outcome in enumerate(outcomes):
         # Within a round what training goes on from is not the shared model, which is in the file.
-        saved = {} if training.drifts or training.averages else before.saved
+        saved = {} if training.drifts else before.saved
         for name in saved.keys() & outcome.start.keys():
             if name.rpartition(".")[2] not in _OWN and saved[name] != outcome.start[name]:
                 yield f"moved: rank {rank} does not start with what was saved of {name}"
@@ -238,7 +236,7 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
 def test_a_loop_of_ones_own_ends_with_the_trainers_bits(pools, tmp_path, seed):
     training = in_a_loop(drawn(seed))
     # What Fabric's modules return is converted under autocast.
-    takes_fabric = training.precision != "bf16-mixed" and not training.is_sharded
+    takes_fabric = training.precision != "bf16-mixed"
     loops = [loop for loop in LOOPS if loop != "fabric" or takes_fabric]
     failing = partial(failures_of_loop, loops[seed % len(loops)], pools, folder=tmp_path)
     if failures := failing(training):

@@ -8,7 +8,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import SparseFabricStrategy, Sparsifier, sparsify
@@ -18,7 +17,7 @@ from tests.compatibility.running import changing_hands
 from tests.helpers.devices import DEVICE
 from tests.helpers.random_trainings import (
     MEASURED,
-    InShards,
+    Drawn,
     Outcome,
     Training,
     expect_warnings,
@@ -28,10 +27,10 @@ from tests.helpers.random_trainings import (
 )
 from tests.helpers.trainers import accelerator, learning_in_turns
 
-_OF_THE_TRAINER = ("callbacks", "averages", "fewer", "stops", "renews", "sets_up", "steps_unseen")
-_OF_THE_TRAINER += ("steps_bare", "skips", "syncs", "may_not_matter", "finds_unused")
+_OF_THE_TRAINER = ("callbacks", "fewer", "stops", "renews")
+_OF_THE_TRAINER += ("may_not_matter",)
 # Each rank's own, unless something makes them alike, which is not done at the same times everywhere.
-_OWN_BUFFERS = ("running mean", "normalized", "counter", "flag", "phase")
+_OWN_BUFFERS = ("running mean", "normalized", "counter")
 
 
 def in_a_loop(training):
@@ -39,27 +38,26 @@ def in_a_loop(training):
     by_hand = "together" if training.by_hand else ""
     is_known = agrees(training.subject) and training.strategy not in MEASURED
     found = training.but(
+        is_sharded=False,  # which is the Trainer's alone
         by_hand=by_hand,
         backwards=1,
         accumulates=1 if by_hand else training.accumulates,
         strategy=training.strategy if is_known else "topk",
-        clips_how="" if training.clips_how == "torch's" else training.clips_how,
+        clips="Lightning's" if training.clips == "torch's" else training.clips,
         **{name: Training.__dataclass_fields__[name].default for name in _OF_THE_TRAINER},
     )
     # What is frozen is sent as zeros until the end, where the Trainer sends it no more. It competes with nothing.
     competes = found.subject.selects_across_group or found.subject.wire_format == "union"
     left_out = ("thawing",) if competes or found.local else ()
-    # A validation before the first step begins it in a Trainer, where ranks meet.
-    left_out += ("starting",) if found.accumulates > 1 and found.validates else ()
     left_out += _OWN_BUFFERS if by_hand or found.validates or found.local else ()
     found = found.but(parts=tuple(part for part in found.parts if part not in left_out))
-    found = found.but(optimizer="momentum", has_tensor_rates=False) if refusals(found) else found
+    found = found.but(optimizer="momentum") if refusals(found) else found
     assert found.is_possible
     assert not refusals(found)
     return found
 
 
-class Alone(InShards):
+class Alone(Drawn):
     """The drawn model, told what else its trainer tells it."""
 
     trainer = None
@@ -70,9 +68,9 @@ class PlainLoop:
 
     wrap = staticmethod(lambda module: module)
 
-    def __init__(self, rank, training, has_more=False, goes_on=False):
+    def __init__(self, rank, training, has_more=False):
         self.rank, self.training = rank, training
-        self.model = model = Alone(training, goes_on, has_more)
+        self.model = model = Alone(training, has_more)
         facts = {"global_rank": rank, "current_epoch": 0, "should_stop": False, "sanity_checking": False}
         model._trainer = model.trainer = self.trainer = SimpleNamespace(**facts)
         model.saver = SimpleNamespace(count=lambda *given: None)
@@ -84,13 +82,8 @@ class PlainLoop:
 
     def set_up(self, settings):
         self.model.to(DEVICE, *([torch.bfloat16] if self.training.precision == "bf16-true" else []))
-        if self.training.is_sharded:
-            shape = self.training.nodes, self.training.ranks // self.training.nodes
-            names = "data_parallel_replicas", "data_parallel"
-            self.model._device_mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
-            self.model.configure_model()
         self.configure_optimizers()
-        self.outer = self.model if self.training.is_sharded else self.wrap(self.model)
+        self.outer = self.wrap(self.model)
         self.handle = sparsify(self.outer, self.optimizers, **settings)
 
     def configure_optimizers(self):
@@ -116,25 +109,13 @@ class PlainLoop:
         return Outcome(model.batches_seen, model.validated, {}, {}, model.state(), [], 0)
 
     def train_batch(self, index, is_last):
-        def go_backward():
+        with nullcontext() if is_last else self.accumulating():
             with self.computing():
                 loss = self.model._loss(index, 0, 1)
             self.backward(loss if self.training.by_hand else loss / self.training.accumulates)
-
-        def close():
-            self.optimizers[0].zero_grad()
-            go_backward()
-            self.clip(0)
-
-        if self.training.optimizer == "sam":
-            self.optimizers[0].step(close)
-        else:
-            with nullcontext() if is_last else self.accumulating():
-                go_backward()
         for number, optimizer in enumerate(self.optimizers if is_last else ()):
-            if self.training.optimizer != "sam":
-                self.clip(number)
-                optimizer.step()
+            self.clip(number)
+            optimizer.step()
             if self.training.falls:
                 self.schedules[number].step()
         for optimizer in self.optimizers if is_last else ():
@@ -155,10 +136,9 @@ class PlainLoop:
     def look(self):
         """Look at what there is, which changes no bit: some of it on one rank alone."""
         handle = self.handle if isinstance(self.handle, Sparsifier) else self.handle.handle(self.outer)
-        if handle.training.replicas.are_apart or not self.training.is_sharded:
-            handle.check_replicas()
+        handle.check_replicas()
         handle.state_dict()
-        if self.rank == 0 and not self.training.is_sharded:
+        if self.rank == 0:
             handle.stats(), handle.plan()
             self.model.eval()
             with handle.shared_model(), torch.no_grad(), self.computing():
@@ -268,12 +248,12 @@ def train_everywhere(rank, training, folder, loop):
         around.enter_context(learning_in_turns(training.seed % 2 == 1))
         expect_warnings()
         first = LOOPS[loop](rank, training)
-        is_saved = training.saves is not None and not training.is_sharded and training.is_resumable
+        is_saved = training.saves is not None and training.is_resumable
         first.path = path if is_saved else ""
         outcomes["loop"] = first.run()
         if os.path.exists(path):
             number = training.saves[1]
-            again = LOOPS[loop](rank, training, training.adds is not None and training.adds < number, goes_on=True)
+            again = LOOPS[loop](rank, training, training.adds is not None and training.adds < number)
             again.load(path)
             outcomes["resumed"] = again.run(number)
     return outcomes

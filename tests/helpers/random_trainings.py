@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from pytorch_lightning import Callback, LightningModule
-from pytorch_lightning.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging
+from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -51,14 +51,11 @@ _EXPECTED_WARNINGS = (
     ".*gradient_as_bucket_view.*",
     ".*Grad strides do not match bucket view strides.*",
     ".*is not corrected.*|.*makes its updates.*",  # of optimizers that were told not to be
-    ".*Swapping scheduler.*",
     ".*are not in this checkpoint, as with ddp.*",
     ".*exists and is not empty.*",
     ".*OverlapTimeline has recorded nothing.*",  # of trainings that accumulate longer than they last
-    ".*no optimizer that is known has made a step.*",  # of those that update weights by hand
     ".*gradients were changed between backward and the optimizer's step.*",  # by torch's own clipping
     ".*is left out: some ranks.*",  # which stop by themselves
-    ".*Detected call of `lr_scheduler.step.*",  # of optimizers that others have wrapped, whose own step is never called
 )
 
 State = dict[str, list[Any]]  # what a tensor of that name held
@@ -81,26 +78,18 @@ class Training:
     correction: Any = "auto"  # of Adam
     local: Optional[LocalSteps] = None
     callbacks: tuple[str, ...] = ()  # of this package, which change what is sent
-    finds_unused: bool = False
     optimizer: str = "sgd"  # in OPTIMIZERS
     optimizers: int = 1  # several are stepped by hand
     by_hand: str = ""  # how the user steps; "" is Lightning's own way
-    steps_unseen: bool = False  # weights are updated by hand, too, in no optimizer's step
     renews: Optional[int] = None  # batch of the training at which there are other optimizers
-    sets_up: bool = False  # all anew, then
     adds: Optional[int] = None  # batch of the training before which there is another layer
     shares: bool = False  # all optimizers have one parameter in common
     backwards: int = 1  # for a step by hand
     accumulates: int = 1  # batches for a step
-    syncs: bool = True  # gradients are exchanged in each of those, by hand
-    steps_bare: bool = False  # without Lightning's wrapper, by hand
-    clips: Optional[float] = None  # norm
-    clips_how: str = ""  # in CLIPS; "" is Lightning's own way, alike for all optimizers and to the end
+    clips: str = ""  # by norm, in CLIPS
     falls: str = ""  # how the learning rate does with every step, in SCHEDULES
-    has_tensor_rates: bool = False  # learning rates are tensors
     precision: str = "32-true"
     parts: tuple[str, ...] = ()  # of the model, in PARTS
-    averages: str = ""  # in AVERAGES
     epochs: int = 2
     batches: int = 5  # of an epoch
     fewer: int = 0  # each rank has so many batches less than the one before it
@@ -108,8 +97,6 @@ class Training:
     saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
     moves: int = 0  # to so many ranks, on which the file is gone on from as well
     stops: Optional[tuple[int, int]] = None  # rank and batch of the first epoch after which it wants to stop
-    silent: Optional[tuple[int, int]] = None  # rank and batch of an epoch of which the loss is zero
-    skips: Optional[int] = None  # batch of an epoch that is not trained on, by hand
     may_not_matter: tuple[str, ...] = ()  # in MAY_NOT_MATTER
 
     def __repr__(self):
@@ -126,6 +113,11 @@ class Training:
     @property
     def subject(self):
         return build_by_name("compressor", Compressor, COMPRESSORS, STRATEGIES[self.strategy]()["compressor"])
+
+    @property
+    def norm(self):
+        """What gradients are clipped to."""
+        return 0.05 if self.seed % 2 else 0.5
 
     @property
     def drifts(self):
@@ -175,29 +167,15 @@ class Training:
     @property
     def _needs_other_things(self):
         """Whether one thing cannot go with another one, in torch and Lightning themselves."""
-        yield self.precision == "bf16-true" and bool({"phase", "alias"} & {*self.parts})
-        # Lightning's averages exchange buffers after parameters: a parameter keeps the average of its own buffer.
-        averages = self.averages or any("memory moves" in name for name in self.may_not_matter)
-        yield "alias" in self.parts and averages
-        yield (
-            self.steps_unseen and "thawing" in self.parts
-        )  # nobody knows where a step ends, after which one may freeze
-        yield self.steps_unseen and not (self.by_hand and self.has_sgd and self.clips is None and not self.falls)
-        yield self.optimizer == "sam" and (self.by_hand or self.accumulates > 1 or self.optimizers > 1)
         in_step = self.renews is not None and (
             self.renews % self.batches % self.accumulates or (self.accumulates > 1 and "by turns" in self.by_hand)
         )
-        yield self.renews is not None and (self.falls or self.averages or in_step)
-        yield self.sets_up and self.renews is None
+        yield self.renews is not None and (self.falls or in_step)
         # What is added is seen at the next batch, which a rank may not have.
         yield self.adds is not None and (self.fewer or self.stops is not None)
-        yield self.adds is not None and (self.falls or self.averages)
-        yield self.has_tensor_rates and not self.has_adam
+        yield self.adds is not None and self.falls
         yield self.is_sharded and self != in_shards(self)
-        # Where ranks make one step together, each would have its own start, as with DDP; those of an island until then.
-        is_in_step = self.local is None or self.local.synchronous_steps or (self.are_islands and self.accumulates > 1)
-        yield "starting" in self.parts and is_in_step
-        yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
+        yield self.clips == "each its own" and not self.by_hand
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
         leaves_others = self.local is None or self.are_islands or self.local.synchronous_steps
         saves_alone = self.saves is not None and self.saves[0] != "epoch"
@@ -223,12 +201,6 @@ class Training:
         return "toggled" in self.by_hand and self.optimizers == 3 and is_seldom and not self.shares
 
     @property
-    def moves_something(self):
-        """Whether steps are made, and the end is what they have led to."""
-        skips_steps = self.skips is not None and self.accumulates > 1
-        return not (skips_steps or self.averages)  # of steps that Lightning counts, of which there may be few
-
-    @property
     def is_reproducible(self):
         """Whether nothing that is measured, or decided anew after a restart, changes its numbers."""
         return self.strategy != "auto"
@@ -241,17 +213,12 @@ class Training:
         of an average, nor, once that has been validated in the model's place, the model's before the next forward.
         """
         is_ddp = self.local is None or self.are_islands or self.local.synchronous_steps > 0
-        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last or self.averages) and is_ddp
-        has_own = keeps_own and bool({"running mean", "normalized", "flag", "phase"} & {*self.parts})
+        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and is_ddp
+        has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
         has_own = has_own or (self.fewer > 0 and bool({"counter", "normalized"} & {*self.parts}))
-        # DDP does not go on from SWA, either; where nothing is left to train, Lightning leaves an average in its place.
-        is_over = self.saves is not None and self.saves[0] == "epoch" and self.saves[1] >= self.epochs
-        averages_own = self.averages == "SWA" or bool(self.averages and (self.drifts or is_over))
         is_other = self.stops is not None or self.strategy == "switching"
-        # A step without zeros has what the one before it was made with.
-        is_other = is_other or (self.skips is not None and self.accumulates > 1 and self.skips % self.accumulates == 0)
         is_other = is_other or (self.is_sharded and self._loses_in_shards)
-        return self.is_reproducible and not (has_own or averages_own or self._leaves_gradients or is_other)
+        return self.is_reproducible and not (has_own or self._leaves_gradients or is_other)
 
     @property
     def _loses_in_shards(self):
@@ -303,20 +270,18 @@ class Training:
     @property
     def has_twin(self):
         """Whether DDP trains the same model where everything is sent."""
-        # DDP itself has no word for what thaws or is added. A turn that begins without zeros adds to what its optimizer
-        # has stepped with, which is zero by then with us.
-        skips_zeros = self.skips is not None and self.skips % self.accumulates == 0
-        adds_up = self.accumulates > 1 and ("by turns" in self.by_hand or skips_zeros)
+        # DDP itself has no word for what thaws or is added. Turns add to what their optimizers have stepped with.
+        adds_up = self.accumulates > 1 and "by turns" in self.by_hand
         # What goes backward in the turn of another optimizer, and is dropped, has gone into velocities.
         drops = self.has_momentum and self.by_hand == "by turns" and self.optimizers > 1
-        is_ours = self.adds is not None or not {"thawing", "starting"}.isdisjoint(self.parts)
+        is_ours = self.adds is not None or "thawing" in self.parts
         if not is_exact(self.subject) or is_ours or adds_up or drops:
             return False
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
         # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
         # They are also what is in gradients, for whoever makes steps of them; and decay adds up in them otherwise.
-        is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips is not None
-        is_other = is_other or self.renews is not None or self.steps_unseen
+        is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips != ""
+        is_other = is_other or self.renews is not None
         decays = self.optimizer == "sgd" and self.falls == "cycle"  # which gives it a momentum
         return not (self.has_momentum and (decays or (is_other and self.optimizer != "sgd")))
 
@@ -357,10 +322,6 @@ CALLBACKS = {
     "MomentumCorrection": MomentumCorrection,
     "AdaptiveDensity": lambda: AdaptiveDensity([ErrorBudget(budget=2.0)], max_density=0.5, every_n_steps=2),
 }
-AVERAGES = {
-    "EMA": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
-    "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1),
-}
 OPTIMIZERS = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, weight_decay=1e-2),
     # Without decay, which has another weight where momentum is accumulated before selection.
@@ -369,8 +330,6 @@ OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3),
     "amsgrad": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3, amsgrad=True),
     "rmsprop": lambda parameters: RMSprop(parameters, lr=0.01, eps=1e-2),
-    "lookahead": lambda parameters: Lookahead(parameters),
-    "sam": lambda parameters: SAM(parameters),
 }
 SCHEDULES = {
     "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
@@ -380,56 +339,7 @@ SCHEDULES = {
         optimizer, 0.05, total_steps=100, cycle_momentum=not {"momentum", "betas"}.isdisjoint(optimizer.defaults)
     ),
 }
-CLIPS = ("", "each its own", "stops", "torch's")
-
-
-class Around(torch.optim.Optimizer):
-    """An optimizer that has another one inside, whose groups are its own."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-        self.inner = SGD(self.param_groups, lr=0.1, weight_decay=1e-2)
-        self.param_groups = self.inner.param_groups
-
-    def load_state_dict(self, state_dict):
-        super().load_state_dict(state_dict)
-        self.inner.param_groups = self.param_groups  # which are other ones now
-
-    def trained(self):
-        return [each for group in self.param_groups for each in group["params"] if each.grad is not None]
-
-
-class Lookahead(Around):
-    """Every second step goes back half of the way."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self.inner.step(closure)
-        for parameter in self.trained():
-            state = self.state[parameter]
-            state.setdefault("slow", parameter.clone())
-            state["count"] = state.get("count", 0) + 1
-            if state["count"] % 2 == 0:
-                parameter.copy_(state["slow"].lerp_(parameter, 0.5))
-        return loss
-
-
-class SAM(Around):
-    """Each step asks for the gradient a second time, at another place."""
-
-    @torch.no_grad()
-    def step(self, closure):
-        with torch.enable_grad():
-            closure()
-        places = {parameter: parameter.clone() for parameter in self.trained()}
-        for parameter in places:
-            parameter.add_(parameter.grad, alpha=0.05)
-        with torch.enable_grad():
-            loss = closure()
-        for parameter, place in places.items():
-            parameter.copy_(place)
-        self.inner.step()
-        return loss
+CLIPS = ("Lightning's", "each its own", "stops", "torch's")  # alike for all optimizers and to the end, or not
 
 
 # What changes no bit ----------------------------------------------------------------------------------------------
@@ -441,6 +351,7 @@ _ARGUMENTS = {
     "merged": {"schedule": "merged"},
     "exchange after backward": {"overlaps_backward": False},
     "gradients of their own": {"gradient_as_bucket_view": False},
+    "find_unused_parameters": {"find_unused_parameters": True},
 }
 _OBSERVERS = {
     "CompressionMonitor": lambda folder: CompressionMonitor(by_parameter=True),
@@ -453,9 +364,8 @@ _OBSERVERS = {
     "memory moves before forward": lambda folder: LambdaCallback(on_train_batch_start=move_memory),
     "memory moves before the step": lambda folder: LambdaCallback(on_before_optimizer_step=move_memory),
 }
-_WAYS = ("buffers assigned", "weights at fit start", "weights at train start")
-_OF_MODEL = (*_WAYS, "memory moves before forward", "memory moves before the step")  # with DDP, too
-MAY_NOT_MATTER = (*_ARGUMENTS, *_OBSERVERS, *_WAYS, "exchanges dawdle")
+_OF_MODEL = ("buffers assigned", "memory moves before forward", "memory moves before the step")  # with DDP, too
+MAY_NOT_MATTER = (*_ARGUMENTS, *_OBSERVERS, "buffers assigned", "exchanges dawdle")
 
 
 class AverageAtValidation(Callback):
@@ -523,8 +433,8 @@ def move_memory(trainer, pl_module, *rest):
 # The model --------------------------------------------------------------------------------------------------------
 
 _PARAMETERS = ("frozen", "thawing", "tied", "never used", "used by a rank", "used by turns")
-_BUFFERS = ("running mean", "mask", "normalized", "counter", "flag", "phase", "alias")
-PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dead", "starting")
+_BUFFERS = ("running mean", "mask", "normalized", "counter")
+PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dead")
 
 
 class Drawn(LightningModule):
@@ -532,18 +442,14 @@ class Drawn(LightningModule):
 
     outer = ()  # what it is wrapped in, in a loop of one's own
 
-    def __init__(self, training, goes_on=False, has_more=False):
+    def __init__(self, training, has_more=False):
         super().__init__()
         self.drawn = training
         self.has_more = has_more
-        self.goes_on = goes_on
         self.automatic_optimization = not training.by_hand
         self._build(training.seed)
         if has_more:
             self.more = nn.Linear(8, 8)
-        if self._writes_weights and not goes_on:
-            self._right = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
-            write(self, {name: parameter + 0.5 for name, parameter in self._right.items()})
         self.batches_seen = []  # what it was after each batch
         self.validated = []
 
@@ -568,9 +474,6 @@ class Drawn(LightningModule):
             self.middle.requires_grad_(False)
         if "dead" in parts:  # whose second half has a gradient of zero for good
             self.dead = nn.Parameter(torch.zeros(8))
-        if "starting" in parts:  # which its first forward writes
-            self.offset = nn.Parameter(torch.zeros(8))
-            self.register_buffer("has_started", torch.zeros((), dtype=torch.bool))
         self._build_buffers(parts)
 
     def _build_buffers(self, parts):
@@ -580,12 +483,6 @@ class Drawn(LightningModule):
             self.register_buffer("mean", torch.zeros(8))
         if "counter" in parts:
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        if "flag" in parts:
-            self.register_buffer("flag", torch.zeros(3, dtype=torch.bool))
-        if "phase" in parts:
-            self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
-        if "alias" in parts:
-            self.register_buffer("alias", self.head.weight.detach())
 
     @property
     def called(self):
@@ -594,10 +491,6 @@ class Drawn(LightningModule):
     @property
     def _seldom(self):
         return next((part for part in self.drawn.parts if "used" in part), "")
-
-    @property
-    def _writes_weights(self):
-        return any("weights at" in name for name in self.drawn.may_not_matter)
 
     def rows(self, batch_index):
         """Return what this rank, and nobody else, trains on now."""
@@ -609,7 +502,6 @@ class Drawn(LightningModule):
         """Return the error of each element."""
         parts = self.drawn.parts
         hidden = torch.tanh(self.norm(self.first(rows)))
-        hidden = self._started(hidden)
         error = self._distance(hidden, rows)
         hidden = hidden + torch.tanh(self.middle(hidden))
         if self.has_more:
@@ -631,16 +523,6 @@ class Drawn(LightningModule):
             hidden = hidden + self.dead * (torch.arange(8, device=rows.device) < 4)
         return (self.head(hidden) * self.scale - rows).square() + 0.1 * error
 
-    def _started(self, hidden):
-        """Add an offset, if there is one, that the first forward writes."""
-        if "starting" not in self.drawn.parts:
-            return hidden
-        if self.training and not self.has_started:
-            with torch.no_grad():
-                self.offset.copy_(-hidden.mean(dim=0))
-                self.has_started.fill_(True)
-        return hidden + self.offset
-
     def _distance(self, hidden, rows):
         """Return how far what two copies of the first layer say, which only follow it, is from what it says."""
         error = torch.zeros((), device=rows.device)
@@ -653,13 +535,8 @@ class Drawn(LightningModule):
         return error
 
     def _count(self):
-        parts, rank = self.drawn.parts, self.global_rank
-        if "counter" in parts:
+        if "counter" in self.drawn.parts:
             self.count += 1
-        if "flag" in parts:
-            self.flag[rank % 3] = True
-        if "phase" in parts:
-            self.phase += (rank + 1) * 0.01j
 
     def _follow(self, name, new):
         buffer = getattr(self, name)
@@ -672,8 +549,7 @@ class Drawn(LightningModule):
     def training_step(self, batch, batch_index):
         if not self.drawn.by_hand:
             return self._loss(batch_index, 0, 1)
-        if self.drawn.skips != batch_index:
-            self._step_by_hand(_listed(self.optimizers()), batch_index)
+        self._step_by_hand(_listed(self.optimizers()), batch_index)
         return None
 
     def _step_by_hand(self, optimizers, batch_index):
@@ -689,7 +565,7 @@ class Drawn(LightningModule):
         for number, optimizer in enumerate(optimizers):
             if "by turns" in drawn.by_hand and batch_index % len(optimizers) != number:
                 continue
-            toggled = optimizer.toggle_model(sync_grad=is_last or drawn.syncs)
+            toggled = optimizer.toggle_model(sync_grad=is_last)
             with toggled if "toggled" in drawn.by_hand else nullcontext():
                 if is_first:
                     optimizer.zero_grad()
@@ -703,26 +579,23 @@ class Drawn(LightningModule):
 
     def _step(self, optimizer, number):
         drawn = self.drawn
-        if drawn.steps_unseen:
-            step_unseen(optimizer)
-            return
-        if (norm := self._norm(number)) is not None and drawn.clips_how == "torch's":
+        if (norm := self._norm(number)) is not None and drawn.clips == "torch's":
             clip_as_torch_does(optimizer, norm)
         elif norm is not None:
             self.clip_gradients(optimizer, norm, "norm")
-        (optimizer.optimizer if drawn.steps_bare else optimizer).step()
+        optimizer.step()
         if drawn.falls:
             _listed(self.lr_schedulers())[number].step()
 
     def _norm(self, number):
         """Return what the gradients of an optimizer are clipped to now; ``None`` for nothing."""
         drawn = self.drawn
-        if drawn.clips is None or (drawn.clips_how == "stops" and self.current_epoch > 0):
+        if not drawn.clips or (drawn.clips == "stops" and self.current_epoch > 0):
             return None
-        return drawn.clips * (1 + number) if drawn.clips_how == "each its own" else drawn.clips
+        return drawn.norm * (1 + number) if drawn.clips == "each its own" else drawn.norm
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        if (norm := self._norm(0)) is not None and self.drawn.clips_how == "torch's":
+        if (norm := self._norm(0)) is not None and self.drawn.clips == "torch's":
             clip_as_torch_does(optimizer, norm)
         elif norm is not None:
             self.clip_gradients(optimizer, norm, "norm")
@@ -732,8 +605,6 @@ class Drawn(LightningModule):
         error = self.called(self.rows(batch_index), batch_index)
         weight = 1.0 + piece
         loss = weight * error[piece % 5 :: max(2, pieces)].mean() if pieces > 1 else weight * error.mean()
-        if drawn.silent == (self.global_rank, batch_index):
-            loss = loss * 0
         return loss / (pieces * (drawn.accumulates if drawn.by_hand else 1))
 
     def validation_step(self, batch, batch_index):
@@ -748,32 +619,19 @@ class Drawn(LightningModule):
         for number, child in enumerate(children):
             owned = set(chain.from_iterable(layers))  # of layers that are tied
             layers[number % drawn.optimizers] += [each for each in child.parameters() if each not in owned]
-        layers[0] += [getattr(self, name) for name in ("dead", "offset") if hasattr(self, name)]
+        layers[0] += [self.dead] if "dead" in drawn.parts else []
         for number, mine in enumerate(layers):
             if number == 0 or drawn.shares:
                 mine.append(self.scale)
         optimizers = [OPTIMIZERS[drawn.optimizer](mine) for mine in layers]
         if self.has_more:
             add_to(optimizers[-1], self.more)
-        for group in (group for each in optimizers for group in each.param_groups if drawn.has_tensor_rates):
-            group["lr"] = torch.tensor(group["lr"])
         if not drawn.falls:
             return optimizers
         schedules = [SCHEDULES[drawn.falls](each) for each in optimizers]
         return optimizers, [{"scheduler": each, "interval": "step"} for each in schedules]
 
     # What happens beside it.
-
-    def _write_once(self, when):
-        if not self.goes_on and f"weights at {when} start" in self.drawn.may_not_matter and self._right:
-            write(self, {name: each.to(self.device) for name, each in self._right.items()})
-            self._right = {}
-
-    def on_fit_start(self):
-        self._write_once("fit")
-
-    def on_train_start(self):
-        self._write_once("train")
 
     def on_train_batch_start(self, batch, batch_idx):
         if "thawing" in self.drawn.parts:
@@ -783,11 +641,7 @@ class Drawn(LightningModule):
             torch.manual_seed(self.global_rank)
             self.more, self.has_more = nn.Linear(8, 8).to(self.device, self.dtype), True
             add_to(self.trainer.optimizers[-1], self.more)
-        if self.drawn.renews != batch_of_all:
-            return
-        if self.drawn.sets_up:
-            self.trainer.strategy.setup_optimizers(self.trainer)
-        else:
+        if self.drawn.renews == batch_of_all:
             self.trainer.optimizers = self.configure_optimizers()
 
     @torch.no_grad()
@@ -810,7 +664,7 @@ class Drawn(LightningModule):
 
 
 def add_to(optimizer, layer):
-    getattr(optimizer, "inner", optimizer).add_param_group({"params": list(layer.parameters())})
+    optimizer.add_param_group({"params": list(layer.parameters())})
 
 
 class InShards(Drawn):
@@ -830,13 +684,6 @@ def state(tensors):
     whole = ((name, each.full_tensor() if isinstance(each, DTensor) else each) for name, each in tensors)
     real = ((name, torch.view_as_real(each) if each.is_complex() else each) for name, each in whole)
     return {name: tensor.detach().flatten().tolist() for name, tensor in real}
-
-
-@torch.no_grad()
-def step_unseen(optimizer):
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if parameter.grad is not None:
-            parameter.sub_(parameter.grad, alpha=0.05)
 
 
 def clip_as_torch_does(optimizer, norm):
@@ -906,11 +753,10 @@ def settings_of(training):
 def build_strategy(training, is_ddp=False):
     """Build the strategy that was drawn, or DDP's for the same model."""
     if is_ddp:
-        searches = training.finds_unused or training.uses_partly
-        return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=searches)
+        return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=training.uses_partly)
     if training.is_sharded:
         return SparseModelParallelStrategy(**settings_of(training))
-    arguments = {"find_unused_parameters": True} if training.finds_unused else {}
+    arguments = {}
     for name in training.may_not_matter:
         arguments |= _ARGUMENTS.get(name, {})
     return SparseDDPStrategy(**{**settings_of(training), **arguments})
@@ -933,20 +779,19 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
     if training.is_sharded:
         forget_groups()
     kind = InShards if training.is_sharded else Drawn
-    model = kind(training, goes_on_from is not None, has_more)
+    model = kind(training, has_more)
     model.saver = saver = Saver(training.saves if goes_on_from is None else None, f"{folder}/mid.ckpt")
     observers = [build(folder) for name, build in _OBSERVERS.items() if name in training.may_not_matter]
     callbacks = [] if is_ddp else [CALLBACKS[name]() for name in training.callbacks]
-    averages = [AVERAGES[training.averages]()] if training.averages else []
     automatic = {} if training.by_hand else {"accumulate_grad_batches": training.accumulates}
-    if not training.by_hand and training.clips is not None:
-        automatic["gradient_clip_val"] = training.clips
+    if not training.by_hand and training.clips:
+        automatic["gradient_clip_val"] = training.norm
     validates = {} if training.validates is None else {"val_check_interval": training.validates}
     trainer = make_trainer(
         rank,
         build_strategy(training, is_ddp),
         node_ranks=training.ranks // training.nodes,
-        callbacks=[*callbacks, *averages, *observers, saver],
+        callbacks=[*callbacks, *observers, saver],
         max_epochs=training.epochs,
         limit_val_batches=len(validates),
         num_sanity_val_steps=len(validates),
@@ -1057,8 +902,8 @@ def refusals(training):
 
 
 _IN_SHARDS = ("frozen", "tied", "never used", "used by turns", "mask", "teacher", "written by hand", "dead")
-_KEPT_IN_SHARDS = ("seed", "density", "wire", "exchange", "correction", "accumulates", "clips", "falls", "epochs")
-_KEPT_IN_SHARDS += ("has_tensor_rates", "batches", "validates", "saves", "silent")
+_KEPT_IN_SHARDS = ("seed", "density", "wire", "exchange", "correction", "accumulates", "falls", "epochs")
+_KEPT_IN_SHARDS += ("batches", "validates", "saves")
 _BESIDE_SHARDS = ("a rank dawdles", "exchanges dawdle")
 
 
@@ -1073,6 +918,7 @@ def in_shards(training):
         strategy=training.strategy if training.strategy in _SHARED[:-2] else "topk",
         local=training.local and dataclasses.replace(training.local, overlap_steps=0, synchronous_steps=0),
         optimizer=training.optimizer if training.has_sgd or training.has_adam else "momentum",
+        clips=training.clips and "Lightning's",
         parts=tuple(part for part in training.parts if part in _IN_SHARDS),
         may_not_matter=tuple(name for name in training.may_not_matter if name in _BESIDE_SHARDS),
     )
@@ -1087,10 +933,9 @@ def drawn(seed):
         if refusals(training):
             training = training.but(**{name: Training.__dataclass_fields__[name].default})
     if refusals(training):
-        training = training.but(optimizer="momentum", strategy="topk", has_tensor_rates=False)
+        training = training.but(optimizer="momentum", strategy="topk")
     if not training.is_possible:
-        parts = tuple(part for part in training.parts if part != "starting" or training.local)
-        training = training.but(fewer=0, stops=None, parts=parts)
+        training = training.but(fewer=0, stops=None)
     assert training.is_possible
     assert not refusals(training)
     return training
@@ -1145,17 +990,15 @@ def drawn_freely(seed):
 
     strategy = pick([*STRATEGIES, "topk", "topk", "lags", "dense"])
     is_local = seldom(0.35)
-    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "amsgrad", "rmsprop", "lookahead", "sam"])
+    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "amsgrad", "rmsprop"])
     local = _local(chance, strategy) if is_local else None
     optimizers = pick([1, 1, 2, 2, 3])
     by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
-    parts = tuple(part for part in PARTS if part != "starting" and seldom(0.15))
+    parts = tuple(part for part in PARTS if seldom(0.15))
     unused = [part for part in parts if "used" in part]
     parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
     precision = pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"])
-    parts = tuple(part for part in parts if precision != "bf16-true" or part not in ("phase", "alias"))
     accumulates = pick([1, 1, 1, 2, 3]) if by_hand != "by turns" else 1
-    optimizer = "lookahead" if optimizer == "sam" and (by_hand or accumulates > 1) else optimizer
     epochs, batches = pick([1, 2, 3]), pick([3, 4, 5, 6])
     validates = None if by_hand and accumulates > 1 else pick([None, *range(1, batches + 1)])
     points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
@@ -1165,7 +1008,6 @@ def drawn_freely(seed):
         corrected = AdamCorrection(2, pick([0, 2]), pick([1, 2, 3]))
         correction = pick(["auto", None] if is_local and seldom(0.8) else ["auto", None, *[corrected] * 4])
     falls = pick(list(SCHEDULES)) if seldom(0.3) else ""
-    averages = pick(["EMA", "SWA"]) if seldom(0.15) and "alias" not in parts else ""
     training = Training(
         seed=seed,
         ranks=4 if nodes == 2 else pick([2, 2, 2, 3]),
@@ -1179,26 +1021,20 @@ def drawn_freely(seed):
         correction=correction,
         local=local,
         callbacks=_callbacks(chance, strategy, optimizer),
-        finds_unused=seldom(0.2),
         optimizer=optimizer,
         optimizers=optimizers,
         by_hand=by_hand,
         shares=optimizers > 1 and (seldom(0.3) or bool({"frozen", "thawing"} & {*parts})),
         backwards=pick([1, 1, 2, 3]) if by_hand else 1,
         accumulates=accumulates,
-        syncs=seldom(0.5),
-        steps_bare=bool(by_hand) and seldom(0.15),
-        clips=pick([0.05, 0.5]) if seldom(0.25) else None,
+        clips=pick(CLIPS if by_hand else [how for how in CLIPS if how != "each its own"]) if seldom(0.3) else "",
         falls=falls,
         precision=precision,
         parts=parts,
-        averages=averages if not (by_hand or falls) else averages and "EMA",
         epochs=epochs,
         batches=batches,
         validates=validates,
         saves=(pick(points), chance.randint(1, epochs * batches)) if seldom(0.6) else None,
-        silent=(0, chance.randrange(batches)) if seldom(0.15) else None,
-        skips=chance.randrange(batches) if by_hand and seldom(0.1) else None,
     )
     training = training.but(shares=training.shares or training._has_idle)
     training = _with_more(training, chance)
@@ -1217,23 +1053,13 @@ def drawn_freely(seed):
 def _with_more(training, chance):
     """Add, one after the other, what is seldom and goes with the rest."""
     drawn = {
-        "clips_how": chance.choice(CLIPS),
         "renews": chance.randrange(training.epochs * training.batches),
         "adds": chance.randrange(training.epochs * training.batches),
-        "has_tensor_rates": True,
-        "parts": (*training.parts, "starting"),
         "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
-        "sets_up": True,
         "stops": (chance.randrange(training.ranks), chance.randrange(training.batches)),
-        "steps_unseen": True,
     }
     shares = {
-        "clips_how": 0.5,
         "stops": 0.4,
-        "steps_unseen": 0.4,
-        "sets_up": 0.5,
-        "has_tensor_rates": 0.3,
-        "parts": 0.4,
         "moves": 0.3,
     }  # the seldomer, the less goes with it
     for name, value in drawn.items():
@@ -1279,8 +1105,5 @@ def _can(training, name):
     if name == "ReplicaSentinel":
         return not training.drifts
     if name == "average at validation":
-        return training.validates is not None and agrees(training.subject) and not training.averages
-    if "weights at" in name:
-        # Which copy the model before that.
-        return {"teacher", "averaged"}.isdisjoint(training.parts) and not training.averages
+        return training.validates is not None and agrees(training.subject)
     return True
