@@ -9,7 +9,7 @@ Four processes, then the same with ordinary DDP, then one process, then Muon in 
     python examples/train_gpt.py --devices 4
     python examples/train_gpt.py --devices 4 --strategy ddp
     python examples/train_gpt.py --devices 1
-    python examples/train_gpt.py --devices 4 --strategy sparse_muloco --optimizer muon --epochs 40
+    python examples/train_gpt.py --devices 4 --strategy sparse_qsgd --optimizer muon --epochs 40
 
 Two nodes with two processes each; the first command on a host that the other reaches as ``first``::
 

@@ -11,6 +11,11 @@ REMOVED: dict[str, str] = {
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
     "CriticalRegime": "use ErrorBudget or Warmup, or a Rule of your own",
+    "LocalSteps.overlap_steps": "a round waits for its exchange, leave it out",
+    "local_steps='auto'": "give a number of steps, `lightning-sparse estimate` prints one",
+    "sparse_muloco": "use SparseDDPStrategy('dense', wire='bfloat16', local_steps=LocalSteps(30, outer_lr=0.7,"
+    " outer_momentum=0.6, nesterov=True))",
+    "levels=2 with local_steps": "leave levels out, or use sparse_hsdp, which with local_steps trains a node in step",
 }
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SYSTEMS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "configs").glob("*/*.yaml"))
 FOLDERS = sorted({path.parent.name for path in OVERLAYS})
-WITHOUT_DENSITY = ("a2sgd", "diloco", "muloco")
+WITHOUT_DENSITY = ("a2sgd", "diloco")
 STEPS = 3
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning_fabric import Fabric
+from pytorch_lightning import Trainer
 
 import lightning_sparse
 from lightning_sparse import LocalSteps, SparseDDPStrategy, SparseFabricStrategy, callbacks, sparsify
@@ -32,6 +33,13 @@ GONE = {
     "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),
     "sparse_hsdp": (lambda: Fabric(strategy="sparse_hsdp", accelerator="cpu"), "sparse_hsdp"),
     "CriticalRegime": (lambda: callbacks.CriticalRegime, "ErrorBudget"),
+    "overlap_steps": (lambda: LocalSteps(4, overlap_steps=1), "overlap_steps=1.*leave it out"),
+    "automatic rounds": (
+        lambda: SparseDDPStrategy(local_steps="auto"),
+        "local_steps='auto'.*lightning-sparse estimate",
+    ),
+    "MuLoCo's name": (lambda: Trainer(strategy="sparse_muloco"), "sparse_muloco.*outer_momentum=0.6"),
+    "islands": (lambda: SparseDDPStrategy(levels=2, local_steps=5), "levels=2 with local_steps.*sparse_hsdp"),
 }
 
 

@@ -25,7 +25,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "qsgd": QSGD,
     "dense": Dense,
 }
-STRATEGIES_WITH_SETTINGS = ("auto", "diloco", "muloco", "loco")  # sparse_<name> is more than a compressor
+STRATEGIES_WITH_SETTINGS = ("auto", "diloco", "loco")  # sparse_<name> is more than a compressor
 
 
 def available_compressors() -> dict[str, str]:

@@ -92,7 +92,7 @@ def warning_for(optimizer: Optimizer) -> str:
         return (
             f"{name} takes directions from what arrives, and what arrives is sparse. A small GPT, MuonAdamW, top-k with"
             " a 16th sent, 1000 steps: validation loss 1.258 where DDP ends at 1.212. Choose strategy='sparse_qsgd',"
-            " which sends every element in 4 bits (1.215); strategy='sparse_muloco', with local steps;"
+            " which sends every element in 4 bits (1.215); local_steps=..., with MuLoCo's constants;"
             " torch.optim.AdamW, or strategy='ddp'."
         )
     return (
@@ -127,8 +127,7 @@ def log_rounds(
     local: LocalSteps, steps: int, log: Callable[[str], None], warn: Optional[Callable[[str], None]]
 ) -> None:
     """Log how many rounds so many optimizer steps make, and ``warn`` of few."""
-    if not isinstance(every := local.every, int):
-        return
+    every = local.every
     count = -(-max(0, steps - local.synchronous_steps) // every)
     rounds = f"{count} round{'s' * (count != 1)} of {every} local steps"
     log(f"up to {steps} optimizer steps, that is {rounds}.")
@@ -142,7 +141,7 @@ def log_rounds(
 
 def warning_of_validations(local: LocalSteps, steps: int) -> str:
     """Compose the warning for validations that come many times a round, each after so many steps; else return none."""
-    if not isinstance(every := local.every, int) or not 0 < steps * SHORTEST_PART < every:
+    if not 0 < steps * SHORTEST_PART < (every := local.every):
         return ""
     return (
         f"a validation ends a round, and validations come every {steps} optimizer steps: rounds are no longer than"

@@ -73,7 +73,6 @@ def _own() -> tuple[System, ...]:
     from lightning_sparse.engine.settings import LocalSteps  # not with the package: it takes the engine
 
     diloco = LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
-    muloco = LocalSteps(30, outer_lr=0.7, outer_momentum=0.6, nesterov=True)
     loco = LocalSteps(30, residual_decay=0.95)
     return (
         AUTO,
@@ -81,11 +80,6 @@ def _own() -> tuple[System, ...]:
             "sparse_diloco",
             "Train alone for 50 steps, then average what has changed, with an outer Nesterov momentum (DiLoCo).",
             {"compressor": "dense", "local_steps": diloco},
-        ),
-        System(
-            "sparse_muloco",
-            "Train alone for 30 steps, then average what has changed, with constants for Muon (MuLoCo).",
-            {"compressor": "dense", "wire": "bfloat16", "local_steps": muloco},
         ),
         System(
             "sparse_loco",
