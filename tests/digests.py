@@ -160,7 +160,6 @@ def rounds():
         "all": {"compressor": "dense", "local_steps": outer},
         "4 bits": {"compressor": "dense", "wire": "4bit", "local_steps": outer},
         "a part": {"density": 0.1, "wire": "bfloat16", "local_steps": LocalSteps(3, residual_decay=0.9)},
-        "late": {"density": 0.1, "local_steps": LocalSteps(3, overlap_steps=2)},
         "after DDP": {"density": 0.1, "local_steps": LocalSteps(3, synchronous_steps=5)},
     }
     for way, arguments in ways.items():

@@ -32,7 +32,7 @@ ENGINE = [
     {"adam"},
     {"settings"},
     {"replicas"},
-    {"shared_model", "meeting"},
+    {"shared_model"},
     {"local_steps"},
     {"engine"},
     {"__init__"},

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,6 @@ from tests.helpers.random_trainings import (
 )
 from tests.helpers.tiers import exhaustive
 
-_ISLANDS = tuple(islice((seed for seed in count(100) if drawn(seed).are_islands), 3))  # which are seldom drawn
 _OF_A_COMMIT = 20
 _LOOPS_OF_A_COMMIT = 8
 _SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
@@ -64,14 +62,14 @@ def first_of_the_commit():
     return 100 + _OF_A_COMMIT * (commit % (1000 // _OF_A_COMMIT))
 
 
-def draws(of_a_commit=_OF_A_COMMIT, always=_ISLANDS):
+def draws(of_a_commit=_OF_A_COMMIT):
     """Return the numbers of the trainings to draw; of more than a few, the others are left to ``make test-all``."""
     asked = os.environ.get("LIGHTNING_SPARSE_DRAWS", "100:1100" if os.environ.get("LIGHTNING_SPARSE_FAULTS") else "")
     if asked:
         return range(*map(int, asked.split(":")))
     first = first_of_the_commit()
-    few = [*range(first, first + of_a_commit), *always[:1]]
-    return [*dict.fromkeys(few), *exhaustive(seed for seed in (*range(4 * of_a_commit), *always) if seed not in few)]
+    few = range(first, first + of_a_commit)
+    return [*few, *exhaustive(seed for seed in range(4 * of_a_commit) if seed not in few)]
 
 
 def unlike(training, outcomes):
@@ -92,8 +90,6 @@ def unlike(training, outcomes):
         "save": [[outcome.saved] for outcome in outcomes],
         "end": [[outcome.end] for outcome in outcomes],
     }
-    for first in range(0, len(outcomes), 2) if training.are_islands else ():
-        places[f"step of node {first // 2}"] = [outcome.batches for outcome in outcomes[first : first + 2]]
     for place, states_of in places.items():
         for number, states in enumerate(zip(*states_of, strict=True), 1):
             first, *others = (
@@ -101,7 +97,7 @@ def unlike(training, outcomes):
                     name: values
                     for name, values in state.items()
                     # With local steps a teacher is averaged from the end of the first round on.
-                    if name.rpartition(".")[2] not in (_OWN + _AVERAGED if "node" in place else left_out)
+                    if name.rpartition(".")[2] not in left_out
                     and not (training.local and place != "end" and name.startswith(("teacher", "averaged")))
                 }
                 for state in states
@@ -232,7 +228,7 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
         fail_with_the_least(training, failures, lambda simpler: failures_of(pools, simpler, tmp_path), seed)
 
 
-@pytest.mark.parametrize("seed", draws(_LOOPS_OF_A_COMMIT, ()))
+@pytest.mark.parametrize("seed", draws(_LOOPS_OF_A_COMMIT))
 def test_a_loop_of_ones_own_ends_with_the_trainers_bits(pools, tmp_path, seed):
     training = in_a_loop(drawn(seed))
     # What Fabric's modules return is converted under autocast.

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -242,13 +243,6 @@ class Run(NamedTuple):
     wire: str
     exchange: str = "gather"
     local: str = ""
-    batches: str = ""
-    node_ranks: int = 1  # that train one model in step, on the mean of their losses; each but 1 with local steps
-
-    def has_batch(self, rank: int, step: int) -> bool:
-        """Return whether a rank has a batch in this step of its epoch, which is as long as that of the longest."""
-        counts = [int(number) for number in self.batches.split(":") if number]
-        return not counts or step % max(counts) < counts[rank]
 
     def local_numbers(self) -> list[float]:
         """Return steps of a round, outer rate, outer momentum, decay, and synchronous steps before the first round.
@@ -300,7 +294,7 @@ def train(run: Run) -> dict[str, Any]:
     build_optimizer = OPTIMIZERS[run.optimizer]
     every, *_, after = run.local_numbers()
     ranks = VirtualRanks(
-        run.ranks // run.node_ranks,
+        run.ranks,
         learnable.network,
         lambda network: build_optimizer(network, run.rate, task),
         run.settings,
@@ -316,8 +310,7 @@ def train(run: Run) -> dict[str, Any]:
         for member in ranks.ranks:
             for group in member.optimizer.param_groups:
                 group["lr"] = run.rate * task.schedule(step, run.steps)
-        firsts = range(0, run.ranks, run.node_ranks)
-        losses = [_loss_of(learnable, rank, step, run) if run.has_batch(rank, step) else None for rank in firsts]
+        losses = [partial(learnable.loss, rank, step) for rank in range(run.ranks)]
         ranks.step(losses, step // task.epoch_steps)
         if (step + 1) % max(1, run.steps // _CURVE_POINTS) == 0 or step + 1 == run.steps:
             with ranks.ranks[0].shared_model() as network:
@@ -328,15 +321,10 @@ def train(run: Run) -> dict[str, Any]:
     return {
         **run._asdict(),
         "score": curve[-1][2],
-        "bytes": ranks.wire_bytes / run.node_ranks / (dense_bytes(elements, run.ranks) * run.steps),
+        "bytes": ranks.wire_bytes / (dense_bytes(elements, run.ranks) * run.steps),
         "curve": curve,
         "seconds": seconds,
     }
-
-
-def _loss_of(learnable: Learnable, first: int, step: int, run: Run) -> Callable[[nn.Module], Tensor]:
-    members = range(first, first + run.node_ranks)
-    return lambda network: torch.stack([learnable.loss(rank, step, network) for rank in members]).mean()
 
 
 @torch.no_grad()
@@ -363,8 +351,7 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
         for density, rate, seed, exchange, local in product(
             densities, rates, options.seeds, exchanges, options.local_steps
         ):
-            how = (options.ranks, wire, exchange, local, options.batches, options.node_ranks)
-            yield Run(task, optimizer, system, density, seed, rate, steps, *how)
+            yield Run(task, optimizer, system, density, seed, rate, steps, options.ranks, wire, exchange, local)
 
 
 def known_runs(path: Path) -> dict[Run, dict[str, Any]]:
@@ -383,19 +370,12 @@ def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
     yield "| task | optimizer, rate | steps, ranks | system | density, wire | score | / ddp | seeds | bytes / ddp |"
     yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |"
     for run, lines in sorted(scores.items(), key=lambda item: tuple(map(str, item[0]))):
-        ddp = scores.get(
-            run._replace(
-                system="ddp", density=None, wire="float32", exchange="gather", local="", batches="", node_ranks=1
-            ),
-            [],
-        )
+        ddp = scores.get(run._replace(system="ddp", density=None, wire="float32", exchange="gather", local=""), [])
         values = [line["score"] for line in lines]
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         ratio = fmean(values) / fmean([line["score"] for line in ddp]) if ddp else math.nan
         sent = "" if run.density is None else f"{run.density:g}, {run.wire}, {run.exchange}"
         sent += f" local {run.local}" if run.local else ""
-        sent += f" batches {run.batches}" if run.batches else ""
-        sent += f" nodes of {run.node_ranks}" if run.node_ranks > 1 else ""
         volume = fmean([line["bytes"] for line in lines])
         yield (
             f"| {run.task} | {run.optimizer}, {run.rate:g} | {run.steps}, {run.ranks} | {run.system} | {sent} |"
@@ -453,14 +433,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of a round, then outer rate, outer momentum (Nesterov's), decay, and synchronous steps before the first"
         " round, such as 20:0.7:0.9 or 20:1:0:1:200; ddp with the first and the last of them is torch's post-localSGD"
         " (the last is 100 if left out)",
-    )
-    parser.add_argument(
-        "--batches",
-        default="",
-        help="of each rank in an epoch, such as 40:30:20:10, with --local-steps; as many if left out",
-    )
-    parser.add_argument(
-        "--node-ranks", type=int, default=1, help="that train in step, with --local-steps: rounds go between nodes"
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; without it, the task's own")
     parser.add_argument("--rate", type=float, help="learning rate; without it, DDP's best")

@@ -19,7 +19,6 @@ from lightning_sparse.compressors.base import Clipping, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
@@ -226,7 +225,7 @@ class VirtualRank:
             names = [name for name, _ in self.network.named_parameters()]
             local, worker = settings.local_steps, InlineWorker()
             shared = SharedModel(self.network, names, local, self._pipeline, Single(), worker)
-            self._rounds = Rounds(local, shared, Meeting(self._collectives), worker)
+            self._rounds = Rounds(local, shared, self._collectives, worker)
 
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
@@ -246,7 +245,6 @@ class VirtualRank:
         is_local = self._averages_every is not None and self._steps > self._averages_after
         if rounds is not None and not rounds.is_synchronous:
             rounds.begin_round()
-            rounds.meeting.see_batch(1)
             is_local = True
         with torch.no_grad():
             if is_local:
@@ -264,13 +262,6 @@ class VirtualRank:
             elif is_local and (self._steps - self._averages_after) % (self._averages_every or 1) == 0:
                 self._mean(list(self.network.parameters()))
                 self.recorder.end_exchange()
-
-    def pass_by(self) -> None:
-        """Let a step go by without a batch, in rounds: where one ends, this rank's change counts for nothing."""
-        assert self._rounds is not None
-        assert self._steps, "each rank has a batch in the first step"
-        with torch.no_grad():
-            self._rounds.count_step(0)
 
     @contextmanager
     def shared_model(self) -> Iterator[nn.Module]:
@@ -358,20 +349,17 @@ class VirtualRanks:
         """Bytes that have left rank 0 so far."""
         return self.ranks[0].recorder.totals.wire_bytes
 
-    def step(self, losses: Sequence[Optional[Callable[[nn.Module], Tensor]]], epoch: int = 0) -> None:
+    def step(self, losses: Sequence[Callable[[nn.Module], Tensor]], epoch: int = 0) -> None:
         """Make a step.
 
         Args:
-            losses: for each rank, computes its loss with its replica; ``None`` for one without a batch, in rounds.
+            losses: for each rank, computes its loss with its replica.
             epoch: from 0.
         """
 
-        def step_of(member: VirtualRank, loss_of: Optional[Callable[[nn.Module], Tensor]]) -> None:
+        def step_of(member: VirtualRank, loss_of: Callable[[nn.Module], Tensor]) -> None:
             try:
-                if loss_of is None:
-                    member.pass_by()
-                else:
-                    member.step(loss_of(member.network), epoch)
+                member.step(loss_of(member.network), epoch)
             except BaseException:
                 self._meeting.leave()
                 raise

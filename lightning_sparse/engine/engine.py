@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 from weakref import proxy
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_sparse.compressors.base import Compressor, ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backend_of, timeout_of_job
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
@@ -23,7 +22,7 @@ from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, 
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Route, Wrapper
-from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Islands, Shards, Topology
+from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Shards, Topology
 from lightning_sparse.engine.step.shards import ShardedModel, named_module
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
@@ -73,13 +72,13 @@ class Engine(SharedOnCopy):
         self.arrived = ArrivedGradients()
         self.densities = settings.densities()
         self._settings = settings
-        self.wrapper, self._before = ddp, _Before(ddp.process_group, ddp.broadcast_buffers)
+        self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
         self._known = KnownModel(module, compressor, levels, trained)  # it may refuse, before a thread runs
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
         self.source = self._source_from(ddp, begin, end)
-        self.replicas = self._replicas_of(module, log)
+        self.replicas = self._replicas_of(module)
         self.source.track(trained)
         self.send_dense(False)
 
@@ -91,24 +90,21 @@ class Engine(SharedOnCopy):
     @property
     def topology(self) -> Topology:
         """Who keeps what."""
-        return Topology(self.levels.world.collectives.ranks, self.levels.node_ranks, isinstance(self.levels, Islands))
+        return Topology(self.levels.world.collectives.ranks, self.levels.node_ranks)
 
     def _source_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> Exchange:
-        settings, levels = self._settings, self.levels
-        # Gradients of an island's steps do not wait for a round that is on its way: they have a thread of their own.
-        worker = ExchangeWorker(levels.world.collectives.device) if isinstance(levels, Islands) else self.worker
-        parts = (worker, self.arrived, levels.in_step)
+        settings = self._settings
+        parts = (self.worker, self.arrived, self.levels.same_shard.collectives)
         is_sharded = isinstance(ddp, ShardedModel)
         route = Route(self.pipeline, settings.schedule, *parts, settings.overlaps_backward, is_sharded, {})
         return Exchange(ddp, route, begin, end, is_dense=settings.local_steps is not None)
 
-    def _replicas_of(self, module: nn.Module, log: Callable[[str], None]) -> Replicas:
+    def _replicas_of(self, module: nn.Module) -> Replicas:
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            meeting = Meeting(self.levels.world.collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
             begin = partial(type(self)._begin_exchange, proxy(self))  # no cycle, in which memory waits for a collection
-            return Rounds(local, shared, meeting, self.worker, begin, log, self.recorder.expose)
+            return Rounds(local, shared, self.levels.world.collectives, self.worker, begin)
         if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world.collectives, self.recorder)
             return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)
@@ -134,14 +130,9 @@ class Engine(SharedOnCopy):
             if is_dense:  # optimizers learn from gradients again
                 self.arrived.clear()
                 self.worker.run(self.memory.leave)
-        elif isinstance(self.levels, Islands):
-            in_step = self.levels.world.collectives if is_dense else self.levels.in_step
-            self.source.average_among(in_step)
-            # Of those whose buffers are one.
-            self.wrapper.process_group = self._before.process_group if is_dense else in_step.group
         else:
             self.source.is_silent = not is_dense
-            self.wrapper.broadcast_buffers = self._before.broadcast_buffers and is_dense
+            self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense
 
     def target_densities(self) -> dict[str, float]:
         """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
@@ -185,16 +176,11 @@ class Engine(SharedOnCopy):
             self.replicas.count_step(optimizer)
         self.recorder.totals.end_step()  # which waits for what replicas exchange after it, too
 
-    def _begin_exchange(self) -> Callable[[], StepContext]:
-        """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
+    def _begin_exchange(self) -> StepContext:
+        """Begin an exchange of local steps."""
         self._known.loaded = None
-        epoch = self.densities.epoch
-
-        def prepare() -> StepContext:
-            self.densities.begin_step(epoch)
-            return StepContext()
-
-        return prepare
+        self.densities.begin_step(self.densities.epoch)
+        return StepContext()
 
     def compression_stats(self) -> dict[str, float]:
         """Return the facts of the last step that ended; empty before the first."""
@@ -237,19 +223,12 @@ class Engine(SharedOnCopy):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.source.close()
-        self.wrapper.process_group, self.wrapper.broadcast_buffers = self._before
+        self.wrapper.broadcast_buffers = self._broadcasts_buffers
         # A worker that hangs in a collective still needs the process group that it hangs in.
-        has_ended = min(worker.close() for worker in {self.source.worker, self.worker})
+        has_ended = self.worker.close()
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
-
-
-class _Before(NamedTuple):
-    """What a wrapper had before its gradients were taken."""
-
-    process_group: Any
-    broadcast_buffers: bool
 
 
 class KnownModel:
@@ -340,9 +319,6 @@ def _levels_between(
     channels = Channel(intra, recorder, True), Channel(inter, recorder), world
     if is_sharded:
         return Shards(*channels)
-    if settings.asks_for_islands:
-        is_alone = intra.backend == "nccl"  # where no round goes on beside steps
-        return Islands(*channels, intra if is_alone else Collectives(nodes[number], device, timeout, nodes))
     return HierarchicalRanks(*channels)
 
 

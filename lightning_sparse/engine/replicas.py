@@ -42,13 +42,6 @@ class Replicas(SharedOnCopy):
     def count_step(self, optimizer: int) -> None:
         """Count a step of an optimizer."""
 
-    def meet(self, place: str) -> bool:
-        """Return when all ranks have come to a place, taking part in exchanges of those that still train.
-
-        ``False`` if some will not come, as they are past it.
-        """
-        return True
-
     def synchronize(self) -> None:
         """Make all replicas one; all ranks must call."""
 

@@ -21,7 +21,7 @@ from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, Res
 from lightning_sparse.engine.refusals import lacking, refuse, unmet
 from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.removed import refusing
+from lightning_sparse.removed import refuse_removed, refusing
 from lightning_sparse.schedule import SCHEDULES, Merged, Schedule
 
 AUTO = "auto"
@@ -36,14 +36,11 @@ class LocalSteps:
     which is what is validated, saved, and there at the end (DiLoCo, arXiv 2311.08105).
 
     Args:
-        every: optimizer steps of a round; ``"auto"`` times a few short rounds, and then takes as many steps as keep
-            exchanges at 5 % of the time.
+        every: optimizer steps of a round.
         outer_lr: what the mean change is multiplied by.
         outer_momentum: momentum of the mean changes, as of SGD; 0 for none.
         nesterov: whether that momentum is Nesterov's.
         residual_decay: the residual is multiplied by this before a change is added to it; 1 keeps all of it.
-        overlap_steps: local steps that are made while an exchange travels, whose result is then added; 0 waits for it,
-            as on NCCL, where nothing may meet an exchange, whatever is given.
         synchronous_steps: optimizer steps that are DDP's, before the first round. They are counted on across a resume.
 
     Raises:
@@ -55,47 +52,33 @@ class LocalSteps:
         1.0
     """
 
-    every: Union[int, str] = 1
+    every: int = 1
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
     residual_decay: float = 1.0
-    overlap_steps: int = 0
     synchronous_steps: int = 0
 
     def __post_init__(self) -> None:
         """Check."""
-        for name, least in (("every", 1), ("overlap_steps", 0), ("synchronous_steps", 0)):
+        refuse_removed(f"local_steps={self.every!r}", f"local_steps={self.every!r}")
+        for name, least in (("every", 1), ("synchronous_steps", 0)):
             given: Any = getattr(self, name)
-            if name == "every" and given == AUTO:
-                continue
             if not is_whole(given, least):
-                told = f"{name}={given!r} must be"
-                if name == "every":  # which users give as local_steps, too
-                    told = f"local_steps={given!r} (every, of LocalSteps) must be 'auto' or"
-                raise ValueError(f"{told} a whole number, at least {least}")
+                named = f"local_steps={given!r} (every, of LocalSteps)" if name == "every" else f"{name}={given!r}"
+                raise ValueError(f"{named} must be a whole number, at least {least}")
             object.__setattr__(self, name, int(given))  # of numpy's, too
         refuse(self._refusals())
 
     def _refusals(self) -> Iterator[str]:
-        overlap, synchronous, momentum = self.overlap_steps, self.synchronous_steps, self.outer_momentum
+        synchronous, momentum = self.synchronous_steps, self.outer_momentum
         for name, number in (("outer_momentum", momentum), ("residual_decay", self.residual_decay)):
             if not 0 <= number <= 1:
                 yield f"{name}={number!r} must be a number with 0 <= {name} <= 1"
-        if self.every == AUTO and overlap:
-            yield (
-                f"local_steps='auto' measures exchanges that are waited for, and overlap_steps={overlap} was given:"
-                " name a number of local steps, or leave it out"
-            )
-        if overlap >= (1 if self.every == AUTO else int(self.every)):
-            yield (
-                f"overlap_steps={overlap} must be less than local_steps={self.every}: an exchange has to be applied"
-                " before the next one begins"
-            )
         if synchronous and replace(self, synchronous_steps=0) == LocalSteps():
             yield (
                 f"synchronous_steps={synchronous} are those before rounds of local steps, and every step is synchronous"
-                " with local_steps=1: leave it out (0), or give local_steps=... of 2 or more, or 'auto'"
+                " with local_steps=1: leave it out (0), or give local_steps=... of 2 or more"
             )
         if not self.outer_lr > 0:
             yield f"outer_lr={self.outer_lr!r} must be positive; 1 applies the mean change as it is"
@@ -105,7 +88,7 @@ class LocalSteps:
             yield "nesterov=True needs an outer_momentum above 0, such as 0.9"
 
 
-def rounds_of(local_steps: Union[int, str, LocalSteps]) -> Optional[LocalSteps]:
+def rounds_of(local_steps: Union[int, LocalSteps]) -> Optional[LocalSteps]:
     """Return the rounds that a user asks for; ``None`` where gradients are exchanged in every step."""
     rounds = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
     return None if rounds == LocalSteps() else rounds
@@ -135,13 +118,12 @@ class Compression(TypedDict, total=False):
         overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it, as on NCCL with
             SyncBatchNorm: no other collective of backward then meets theirs. See the page on limits.
         local_steps: optimizer steps of each rank by itself between two exchanges, which are then of the changes of its
-            parameters; 1 exchanges gradients in every step, ``"auto"`` chooses by measured times, and a
-            :class:`~lightning_sparse.LocalSteps` says more. See the page on local steps.
+            parameters; 1 exchanges gradients in every step, and a :class:`~lightning_sparse.LocalSteps` says more. See
+            the page on local steps.
         levels: with 2, the ranks of a node average their gradients first, and each exchanges a share of the means with
             the other nodes: one selection for each node travels, and residuals take as many times less memory as a node
             has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
-            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``). With ``local_steps``, 2 has the ranks
-            of a node train in step, and rounds go between nodes. See the page on local steps.
+            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``).
 
     Example::
 
@@ -157,7 +139,7 @@ class Compression(TypedDict, total=False):
     optimizer_correction: Union[str, AdamCorrection, None]
     exchange: Union[str, Owners]
     overlaps_backward: bool
-    local_steps: Union[int, str, LocalSteps]
+    local_steps: Union[int, LocalSteps]
     levels: Union[int, str]
 
 
@@ -208,7 +190,7 @@ class Settings:
         if own.wire is not None and bits is None:
             wire, bits = wire_values(own.wire)
         exchange, rounds = exchange_of(chosen["exchange"]), rounds_of(chosen["local_steps"])
-        refuse(_of_values(chosen))
+        refuse(_of_values(chosen, rounds))
         epochs = chosen["warmup_epochs"]
         warmup_epochs = own.default_warmup_epochs if epochs is None else int(epochs)
         settings = cls(
@@ -218,7 +200,6 @@ class Settings:
             wire=wire,
             wire_bits=bits,
             warmup_epochs=warmup_epochs,
-            # Ranks make different numbers of local steps, and their epochs end together.
             bounds_warm_up=epochs is None and warmup_epochs > 0 and rounds is None,
             optimizer_correction=chosen["optimizer_correction"],
             exchange=exchange,
@@ -254,11 +235,6 @@ class Settings:
     def can_have_levels(self) -> bool:
         """Whether ranks of a node can average gradients first and share the rest of the work."""
         return not any(lacking("in shards", self))
-
-    @property
-    def asks_for_islands(self) -> bool:
-        """Whether ranks of a node are to train in step, and rounds of local steps to go between nodes."""
-        return self.levels == 2 and self.local_steps is not None
 
     @property
     def is_sparse(self) -> bool:
@@ -333,7 +309,7 @@ class Settings:
         )
 
 
-def _of_values(chosen: Compression) -> Iterator[str]:
+def _of_values(chosen: Compression, rounds: Optional[LocalSteps]) -> Iterator[str]:
     """Yield what is no value of an argument."""
     epochs: Any = chosen["warmup_epochs"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
@@ -344,6 +320,8 @@ def _of_values(chosen: Compression) -> Iterator[str]:
             f"levels={levels!r} must be 'auto' (two where several nodes have several ranks each), 1 (all ranks exchange"
             " with all) or 2 (ranks of a node average their gradients first)"
         )
+    if levels == 2 and rounds is not None:
+        refuse_removed("levels=2 with local_steps", "levels=2 with local_steps")
     if not (isinstance(correction, AdamCorrection) or correction is None or correction == AUTO):
         yield (
             f"optimizer_correction={correction!r} must be 'auto' (Adam and AdamW are corrected), None (nothing is), or"

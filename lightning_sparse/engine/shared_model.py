@@ -6,9 +6,8 @@ tensors when they are used: it may have others by then, or other names for them.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, compress
-from threading import Event
 from typing import Any, Optional
 
 import torch
@@ -19,9 +18,8 @@ from torch.optim import SGD
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.replicas import ReplicaAverager, averaged, take_replaced
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.engine.step.levels import FlatRanks
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
-from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import laid_flat, local_tensor, round_to, runs
 from lightning_sparse.schedule import Schedule
@@ -31,21 +29,6 @@ _OTHERS = (
     " train them apart. Change what is trained before a training_step, or, in a loop of your own, close() and sparsify"
     " the model anew"
 )
-_ROUNDINGS = 8  # of the type of a parameter
-
-
-@dataclass
-class Change:
-    """What this rank's tensors have changed by, from when its exchange begins until the mean is applied to them."""
-
-    names: list[str]
-    parts: list[Tensor]  # flat; held for as long as a device may read them
-    corrections: Optional[list[Tensor]]  # added to each tensor; ``None``: the shared model replaces them
-    due: int = 0  # the step after which it is applied
-    steps: int = 0  # that it is of
-    flags: int = 0  # that ranks have set, as bits
-    resting: frozenset[str] = frozenset()  # names of what no optimizer has, or is frozen and has not moved on any rank
-    done: Event = field(default_factory=Event)
 
 
 class SharedModel:
@@ -78,7 +61,8 @@ class SharedModel:
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
         self._parameters: dict[str, Tensor] = {}  # those that had each name last
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
-        self._outer = OuterOptimizer(local, pipeline.levels, self.device)
+        self._local = local
+        self._momenta: dict[str, Tensor] = {}  # of the mean changes
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
         self.track(names)
 
@@ -90,7 +74,7 @@ class SharedModel:
             raise RuntimeError(_OTHERS.format(new=sorted(renamed.values()), gone=sorted(renamed)))
         for name in take_replaced(self._parameters, self.module):
             self._shared.pop(name, None)
-            self._outer.momenta.pop(name, None)
+            self._momenta.pop(name, None)
         tensors = averaged(self._named())
         buffers = {name for name, _ in self.module.named_buffers()}
         beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
@@ -113,13 +97,12 @@ class SharedModel:
         """
         frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
         held = {name: each for name, each in self._tensors().items() if name in frozen} if frozen else {}
-        are_shared = [self._is_shared(name, tensor) for name, tensor in held.items()]
-        return self._left_alone().union(compress(held, torch.stack(are_shared).tolist() if held else ()))
+        return self._left_alone().union(held.keys() - self._moved(held))
 
-    def _is_shared(self, name: str, tensor: Tensor) -> Tensor:
-        """Tell whether a tensor is that of the shared model, up to what a late exchange rounds."""
-        shared = round_to(self._shared[name], tensor.dtype)
-        return tensor.isclose(shared, rtol=_ROUNDINGS * torch.finfo(tensor.dtype).eps, atol=0).all()
+    def _moved(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of tensors that are not those of the shared model, whoever has written them."""
+        flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in tensors.items()]
+        return set(compress(tensors, torch.stack(flags).tolist())) if flags else set()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return chain(self.module.named_parameters(), self.module.named_buffers())
@@ -171,9 +154,7 @@ class SharedModel:
 
         An exchange of nothing would move the shared model, too, by its momentum.
         """
-        trained = [(name, tensor) for name, tensor in self.exchanged().items() if name in self.trained]
-        moved = [tensor.ne(round_to(self._shared[name], tensor.dtype)).any() for name, tensor in trained]
-        return bool(moved) and bool(torch.stack(moved).any())
+        return bool(self._moved({name: each for name, each in self.exchanged().items() if name in self.trained}))
 
     def adopt(self, all_of_it: bool = True) -> None:
         """Share the model that there is now, averaged over ranks, or only what of it is trained; all must call."""
@@ -185,60 +166,65 @@ class SharedModel:
                 shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
-    def change(self, is_late: bool) -> Change:
-        """Return shared tensors minus this rank's, to be exchanged while these go on changing if it ``is_late``.
+    def exchange(self, resting: frozenset[str], context: StepContext, steps: int) -> None:
+        """Exchange what this rank's tensors have changed by in so many steps, and go on from the shared model.
 
         A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
         """
-        present = self.exchanged()
-        tensors = {name: present.get(name, shared) for name, shared in self._shared.items()}
-        starts = [tensor.clone() for tensor in tensors.values()] if is_late else None
-        pairs = [self._before_and_now(name, tensor) for name, tensor in tensors.items()]
-        parts = _differences([before for before, _ in pairs], [now for _, now in pairs])
-        return Change(list(tensors), parts, starts)
+        present, recorder = self.exchanged(), self._pipeline.recorder
+        now = [laid_flat(present.get(name, shared), shared) for name, shared in self._shared.items()]
+        before = [self._before(name, each.dtype) for name, each in zip(self._shared, now)]
+        changes = dict(zip(self._shared, _differences(before, now)))
+        start = recorder.clock.mark()
+        self._worker.run(partial(self._move, changes, resting, context, steps))
+        recorder.expose(start, recorder.clock.mark())
+        if present:
+            shared = [round_to(self._shared[name], tensor.dtype) for name, tensor in present.items()]
+            torch._foreach_copy_(list(present.values()), shared)
 
-    def _before_and_now(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a tensor as all ranks had it and as it is, flat and in the order in which the shared one lies."""
-        shared, part_of = self._shared[name], self._pipeline.levels.part_of
-        base, own = laid_flat(shared), laid_flat(tensor, shared)
-        if name in self.trained:
-            return _as(part_of(base), own.dtype), part_of(own)
-        # The mean may be finite, and nothing finite leads there from an infinity.
-        return _as(base, own.dtype).nan_to_num(0, 0, 0), own
+    def _before(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the shared model, flat, as one of a type holds it."""
+        before = _as(laid_flat(self._shared[name]), dtype)
+        # Of what is not trained the mean may be finite, and nothing finite leads there from an infinity.
+        return before if name in self.trained else before.nan_to_num(0, 0, 0)
 
-    def exchange(self, change: Change, weight: float, prepare: Callable[[], StepContext]) -> None:
-        """Exchange a change, and move the shared model by the mean; on the worker."""
-        pipeline, names, parts, count = self._pipeline, change.names, change.parts, len(self.trained)
-        if weight == 0:  # a product with an infinity, as in a mask, would be no number
-            torch._foreach_zero_(parts)
-        elif weight != 1:  # before residuals are added, so that all of what counts arrives in the end
-            torch._foreach_mul_(parts, weight)
-        pipeline.context = prepare()
-        moving = {name: part for name, part in zip(names[:count], parts) if name not in change.resting}
+    def _move(self, changes: Mapping[str, Tensor], resting: frozenset[str], context: StepContext, steps: int) -> None:
+        """Exchange changes, and move the shared model by their mean; on the worker."""
+        pipeline = self._pipeline
+        pipeline.context = context
+        moving = {name: each for name, each in changes.items() if name in self.trained and name not in resting}
         gradients = [LocalGradient(name, part, None) for name, part in moving.items()]
         pipeline.commit(pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
-        _average(parts[count:], pipeline.levels.same_shard)
-        self._outer.step(self._shared, moving)
-        for name, mean in zip(names[count:], parts[count:]):  # of what is not trained, as it is
-            laid_flat(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
-        for name, start in zip(names, change.corrections or ()):
-            start.copy_(_difference(_as(self._shared[name], start.dtype), start))
-        pipeline.recorder.current.covered_steps = change.steps
+        self._move_beside([changes[name] for name in self._beside])
+        self._step(moving)
+        pipeline.recorder.current.covered_steps = steps
         pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
         pipeline.close_record()
         pipeline.recorder.samples = None  # who asked may have looked by now, and then asks for the next
 
-    def apply(self, change: Change) -> None:
-        """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""
-        tensors = self.exchanged()
-        present = [(position, name) for position, name in enumerate(change.names) if name in tensors]
-        held = [tensors[name] for _, name in present]
-        if not held:
+    def _move_beside(self, changes: Sequence[Tensor]) -> None:
+        """Average changes of what is not trained, all of each, whatever the compressor, and apply them as they are."""
+        if not changes:
             return
-        if change.corrections is not None:
-            torch._foreach_add_(held, [change.corrections[position] for position, _ in present])
-            return
-        torch._foreach_copy_(held, [round_to(self._shared[name], tensors[name].dtype) for _, name in present])
+        replicas = self._pipeline.levels.same_shard
+        means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.ranks)))
+        for name, mean in zip(self._beside, means.split([change.numel() for change in changes])):
+            laid_flat(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
+
+    def _step(self, means: Mapping[str, Tensor]) -> None:
+        """Move the shared model by mean changes as if these were gradients, by ``torch.optim.SGD``."""
+        how, momentum = self._local, "momentum_buffer"
+        parts = [laid_flat(self._shared[name]) for name in means]
+        # Made for each round, as an optimizer knows its tensors by identity. All at once only where calls count more
+        # than the memory of a step of all of them.
+        is_together = self.device.type != "cpu"
+        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
+        for part, (name, mean) in zip(parts, means.items()):
+            part.grad, outer.state[part][momentum] = mean, self._momenta.get(name)
+        outer.step()
+        outer.zero_grad()
+        if how.outer_momentum:
+            self._momenta.update({name: outer.state[part][momentum] for name, part in zip(means, parts)})
 
     def unify_rest(self) -> None:
         """Have all ranks hold the same of what is not trained; all must call."""
@@ -287,7 +273,7 @@ class SharedModel:
             "unshared": unshared,
             # In Lightning's file the shared model has the type of the parameters.
             "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
-            "momentum": dict(self._outer.momenta),
+            "momentum": dict(self._momenta),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -307,63 +293,20 @@ class SharedModel:
         for name, tensor in self._tensors().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
-        self._outer.momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
-
-
-class OuterOptimizer:
-    """Move shared tensors by mean changes as if these were gradients, by ``torch.optim.SGD``.
-
-    Attributes:
-        momenta: by name, with two levels of this rank's shares.
-    """
-
-    def __init__(self, local: LocalSteps, levels: FlatRanks, device: torch.device) -> None:
-        self.momenta: dict[str, Tensor] = {}
-        self._local = local
-        self._levels = levels
-        # All at once only where calls count more than the memory of a step of all of them.
-        self._is_together = device.type != "cpu"
-
-    def step(self, shared: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:
-        """Move those of ``shared`` that have a mean, in place."""
-        how, momentum = self._local, "momentum_buffer"
-        wholes = [laid_flat(shared[name]) for name in means]
-        parts = list(map(self._levels.part_of, wholes))
-        # Made for each round, as an optimizer knows its tensors by identity.
-        is_together = self._is_together
-        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
-        for part, (name, mean) in zip(parts, means.items()):
-            part.grad, outer.state[part][momentum] = mean, self.momenta.get(name)
-        outer.step()
-        outer.zero_grad()
-        if how.outer_momentum:
-            self.momenta.update({name: outer.state[part][momentum] for name, part in zip(means, parts)})
-        self._levels.put_together(parts, wholes)
-
-
-def _average(changes: Sequence[Tensor], replicas: Channel) -> None:
-    """Average changes over replicas, in place: all of each, whatever the compressor."""
-    if changes:
-        flat = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.ranks)))
-        torch._foreach_copy_(list(changes), list(flat.split([change.numel() for change in changes])))
+        self._momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
 
 
 def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return flat tensors less others, see :func:`_difference`."""
+    """Return flat tensors less others; 0 where they are the same infinity."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(other.dtype for other in others):
         alike = [place for place, other in enumerate(others) if other.dtype is dtype]
         for first, stop, flat in runs([ones[place] for place in alike]):
             some = alike[first:stop]
             other = others[some[0]] if len(some) == 1 else torch.cat([others[place] for place in some])
-            difference = _difference(flat, other)
+            difference = (flat - other).masked_fill_(flat == other, 0)
             found.update(zip(some, difference.split([others[place].numel() for place in some])))
     return [found[place] for place in range(len(ones))]
-
-
-def _difference(one: Tensor, other: Tensor) -> Tensor:
-    """Return one less the other; 0 where they are the same infinity."""
-    return (one - other).masked_fill_(one == other, 0)
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:

@@ -102,7 +102,7 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
     NCCL alone asks for that. What backward and the main thread launch while an exchange travels would come before it on
     one rank, and after it on another: there nothing travels beside them. The settings that are given stay as they are.
     """
-    local, told = settings.local_steps, list[str]()
+    told = list[str]()
     if backend != "nccl":
         return settings, told
     # FSDP gathers and scatters all through backward, on a communicator of its own.
@@ -113,24 +113,17 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
         told.append(
             f"gradients travel after backward, not during it: SyncBatchNorm exchanges during backward, too, {_ON_NCCL}."
         )
-    if local is not None and local.overlap_steps:
-        told.append(
-            f"overlap_steps={local.overlap_steps} is taken as 0, so that training waits for each exchange: metrics,"
-            f" checkpoints, and the ranks of a node, exchange between steps, too, {_ON_NCCL}."
-        )
-        local = replace(local, overlap_steps=0)
-    return replace(settings, overlaps_backward=overlaps, local_steps=local), told
+    return replace(settings, overlaps_backward=overlaps), told
 
 
 def of_the_settings(settings: Settings) -> Iterator[str]:
     """Yield what there is no place for where every rank holds a shard of the model."""
     yield from lacking("in shards", settings)
     local = settings.local_steps or LocalSteps()
-    if local.overlap_steps or local.synchronous_steps:
+    if local.synchronous_steps:
         yield (
-            f"overlap_steps={local.overlap_steps} would send beside FSDP's own collectives, which NCCL may not bring to"
-            f" an end, and synchronous_steps={local.synchronous_steps} are DDP's: leave both out (0), or use"
-            " SparseDDPStrategy where the model fits"
+            f"synchronous_steps={local.synchronous_steps} are DDP's: leave them out (0), or use SparseDDPStrategy where"
+            " the model fits"
         )
 
 

@@ -40,8 +40,7 @@ def kept_by(engine: Engine, together: bool = False) -> dict[str, Any]:
     everywhere = {part: each for part, each in state.items() if part not in (*own, "memory")}
     scopes: dict[str, Any] = {RANK: own, SHARE: {}, EVERYWHERE: everywhere}
     if "rounds" in own:
-        momentum = own["rounds"].pop("momentum")
-        scopes[SHARE if engine.topology.are_islands else EVERYWHERE]["momentum"] = momentum
+        everywhere["momentum"] = own["rounds"].pop("momentum")
     shared = SHARE if isinstance(engine.levels, HierarchicalRanks) else RANK
     for each in scopes.values():
         each["memory"] = {}
@@ -97,16 +96,10 @@ def fitted(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], lis
     elif everywhere["compressor"]:
         unused.append(f"what {kept['compressor']} had learned, because {name} goes on")
     if "rounds" in own and engine.rounds is not None:
-        usable["rounds"] = {**own["rounds"], "momentum": _fitted_momenta(kept, engine)}
+        parameters = dict(engine.module.named_parameters())
+        momentum = {name: each for name, each in everywhere["momentum"].items() if name in parameters}
+        usable["rounds"] = {**own["rounds"], "momentum": momentum}
     return usable, unused
-
-
-def _fitted_momenta(kept: Mapping[str, Any], engine: Engine) -> Mapping[str, Tensor]:
-    """Return outer momenta, or this rank's part of each where the ranks of an island divide it anew."""
-    shares: Mapping[str, Tensor] = kept[SHARE].get("momentum", {})
-    wholes = kept[EVERYWHERE].get("momentum", {})
-    names = wholes.keys() & dict(engine.module.named_parameters())
-    return {**shares, **{name: engine.levels.part_of(each) for name, each in wholes.items() if name in names}}
 
 
 def _fitted_memory(kept: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:

@@ -28,10 +28,8 @@ def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], No
     # In the store: which device is whose nobody may have told NCCL so far.
     nodes = [] if settings.levels == 1 else gather_apart(str(node))
     count = ranks_of_node(settings, nodes) if len(nodes) > 1 else 1
-    together = "average their gradients before they exchange with other nodes."
-    if settings.asks_for_islands:
-        together = "train in step, and rounds of local steps go between nodes."
     if count > 1:
+        together = "average their gradients before they exchange with other nodes."
         log(f"two levels, the {count} ranks of each of {len(nodes) // count} nodes {together}")
     return count
 
@@ -50,8 +48,6 @@ def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
         reason = "each node has one rank: there is nobody to average with first"
     if reason is not None and settings.levels == 2:
         cure = "which takes two levels where there are"
-        if settings.asks_for_islands:
-            cure = "and every rank makes its local steps by itself; on one node nothing else would be exchanged"
         raise ValueError(f"levels=2 was given, but {reason}. {_TOLD_APART.format(listed(nodes))} Leave it out, {cure}")
     is_wanted = settings.levels != 1 and settings.can_have_levels
     return sizes[0] if is_wanted and reason is None else 1

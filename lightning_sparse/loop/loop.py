@@ -343,9 +343,6 @@ class Training:
             self.replicas.begin_round()
         if adopts:
             self.replicas.adopt()
-        if self.is_in_round and self.engine.topology.are_islands:
-            # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
-            self.engine.wrapper.require_forward_param_sync = True
         if self.settings.replicas_diverge or self.choice is not None:
             self.steps.see_weights(self.engine.module)
 

@@ -493,7 +493,7 @@ def _refuse_join(**settings: Any) -> Any:
     raise RuntimeError(
         "torch's Join, or ddp_model.join(), has ranks without a batch follow DDP's own collectives, and here others are"
         " made: leave it out, and give all ranks equally many batches (DistributedSampler, or as many as the shortest"
-        " has), or train by the Trainer with local_steps, where they may have different numbers"
+        " has)"
     )
 
 

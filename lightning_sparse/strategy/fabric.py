@@ -224,7 +224,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
         if handle.engine is not None:
-            _, self._checkpointer.node_ranks, self._checkpointer.are_islands = handle.engine.topology
+            _, self._checkpointer.node_ranks = handle.engine.topology
         self._waiting.pop(model).remove()
         self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
         self._are_closed = False

@@ -21,16 +21,14 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from lightning_fabric.utilities.cloud_io import get_filesystem
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.callbacks import ModelCheckpoint, ModelPruning, Timer
+    from pytorch_lightning.callbacks import ModelPruning
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
     from pytorch_lightning.profilers import PyTorchProfiler
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
-    from pytorch_lightning.tuner.lr_finder import _LRCallback
     from pytorch_lightning.utilities import GradClipAlgorithmType
-    from pytorch_lightning.utilities.data import _extract_batch_size
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -38,16 +36,14 @@ else:
     from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, Timer
+    from lightning.pytorch.callbacks import ModelPruning
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
     from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
-    from lightning.pytorch.tuner.lr_finder import _LRCallback
     from lightning.pytorch.utilities import GradClipAlgorithmType
-    from lightning.pytorch.utilities.data import _extract_batch_size
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 OTHER = "pytorch_lightning" if NAME == "lightning.pytorch" else "lightning.pytorch"

@@ -43,7 +43,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         data_parallel_size: ranks over which FSDP shards, in a replica; ``"auto"`` for all that there are.
         **given: settings as of :class:`~lightning_sparse.Compression`, without ``schedule``, ``overlaps_backward`` and
             ``levels``, and other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1. What makes
-            local steps by itself is a replica, and neither ``overlap_steps`` nor ``synchronous_steps`` are there.
+            local steps by itself is a replica, and there are no ``synchronous_steps``.
 
     Attributes:
         settings: what the user chose, checked.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -16,19 +15,19 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_together, post_error
+from lightning_sparse.engine.collectives import post_error
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_model, check_rounds
-from lightning_sparse.loop.kept import EVERYWHERE, RANK
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import describe
 from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError, PathLike
+from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
+from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
     CURE,
     CheckpointIO,
@@ -40,9 +39,7 @@ from lightning_sparse.strategy.lightning import (
     Trainer,
     _WrappingCheckpointIO,
 )
-from lightning_sparse.strategy.meeting_points import MeetingPoints
 from lightning_sparse.strategy.stop import GracefulStop
-from lightning_sparse.strategy.uneven import check_logged, check_ranks_apart
 
 _MODEL = "model"  # the name of the one that there is, in checkpoints
 
@@ -82,8 +79,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _loop: Loop
     _timeout: Optional[timedelta]
     _has_failed = False
-    _meetings: Optional[MeetingPoints] = None  # where replicas may be apart, or in shards; the last fit's after it
-    _replaced: ExitStack  # which gives back methods in whose place ours stand
+    _first: Optional[FirstCallback] = None  # where replicas may be apart, or in shards
+    _replaced: ExitStack  # which gives back what was changed of the Trainer
 
     @property
     @override
@@ -150,31 +147,28 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         given = Given(self._timeout, scaler, clipping, node_ranks)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
         model: Any = wrapper or self.model
-        self._meetings = None
         self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
         training.await_backward(self._module.automatic_optimization)
         if self.settings.replicas_diverge or self.holds_shards:
-            self._meetings = MeetingPoints(trainer, training, self._replace)
+            self._put_first(trainer, FirstCallback(training))
         if training.view.adam is not None:
             clip = clip_before(training, self.precision_plugin.clip_gradients)
-            self._replace(self.precision_plugin, "clip_gradients", clip)
+            self.precision_plugin.clip_gradients = clip  # type: ignore[method-assign]
+            self._replaced.callback(vars(self.precision_plugin).pop, "clip_gradients", None)
 
     @property
     def rounds(self) -> Optional[Rounds]:
         """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
         return None if self.engine is None else self.engine.rounds
 
-    @property
-    def has_uneven_batches(self) -> bool:
-        """Whether ranks have, or may have, different numbers of batches, and make steps that others do not."""
-        return self._meetings is not None and self._meetings.have_uneven_batches
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Have ours stand in a method's place until those replaced are given back."""
-        setattr(owner, name, method)
-        self._replaced.callback(vars(owner).pop, name, None)
+    def _put_first(self, trainer: Any, callback: FirstCallback) -> None:
+        """Have a callback of ours come before all others."""
+        callbacks, self._first = trainer.callbacks, callback
+        callbacks.insert(0, callback)
+        self._replaced.callback(callbacks.remove, callback)
+        self._replaced.callback(setattr, self, "_first", None)
 
     def _begin_steps(self) -> None:
         """Tell the loop, and users, of the steps that begin now."""
@@ -182,8 +176,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         training = self._loop.training
         if training is None:
             return
-        if self._meetings is not None:
-            self._meetings.begin_steps()
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
         if makes_rounds or training.view.adam is not None or self.settings.bounds_warm_up:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
@@ -203,12 +195,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             training.track_optimizers(self.optimizers)
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
             training.begin_batch(adopts, forgets=True)
-        if self._meetings is not None:
-            self._meetings.see_batch(args[0] if args else None)
-        output = super().training_step(*args, **kwargs)
-        if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
-            check_logged(self._trainer)
-        return output
+        return super().training_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -233,10 +220,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         # Under automatic optimization training_step comes inside the step, too late for the hooks of another optimizer.
         training.track_optimizers(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
-            output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._meetings is not None:
-            self._meetings.end_step()
-        return output
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -247,6 +231,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
+        if self._first is not None:
+            self._first.end_validation(self._module)
         if self.engine is not None:
             self.engine.recorder.totals.resume()
 
@@ -274,31 +260,16 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         # Lightning leaves the optimizers out where the user wants the weights only.
-        kept = self._kept() if "optimizer_states" in checkpoint else None
+        kept = self._loop.state() if "optimizer_states" in checkpoint else None
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
         models = {} if kept is None else {_MODEL: kept}
         self._checkpointer.save(models, name, checkpoint, filepath, storage_options, write_file)
 
-    def _kept(self) -> Optional[dict[str, Any]]:
-        """Return what this rank has to save; ``None`` if nothing is compressed."""
-        kept = self._loop.state()
-        if kept is None:
-            return None
-        if self._meetings is not None and self.engine is not None:
-            kept[EVERYWHERE] |= self._meetings.state()
-        return kept
-
     def _restore(self) -> None:
         """Go on from the checkpoint that was read, if one was."""
         if (training := self._loop.training) is not None:
-            self._checkpointer.restore_models(partial(self._restore_models, training))
+            self._checkpointer.restore_models(lambda models: training.load(models[_MODEL]))
         self._checkpointer.loaded = None
-
-    def _restore_models(self, training: Training, models: Mapping[str, dict[str, Any]]) -> list[str]:
-        """Give the engine and the optimizers what this rank had kept; return what they cannot use."""
-        if self._meetings is not None:
-            self._meetings.load(models[_MODEL][EVERYWHERE])
-        return training.load(models[_MODEL])
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -313,6 +284,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        if self.rounds is not None and not (self.rounds.is_shared or self._has_failed):
+            self.rounds.synchronize()  # a resume with nothing left to train has had no end
+            self.rounds.adopt()
         self._replaced.close()
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()
@@ -399,9 +373,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        checkpointer = self._checkpointer
-        count = checkpointer.node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
-        checkpointer.are_islands = count > 1 and self.settings.asks_for_islands
+        self._checkpointer.node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
         super().configure_ddp()
 
     @override
@@ -416,36 +388,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._begin_steps()
 
     @override
-    def _kept(self) -> Optional[dict[str, Any]]:
-        kept = super()._kept()
-        if kept is None:
-            return None
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        kept[RANK]["batches"] = progress.state_dict()
-        if self.has_uneven_batches:
-            kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
-        return kept
-
-    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._restore()
-
-    @override
-    def _restore_models(self, training: Training, models: Mapping[str, dict[str, Any]]) -> list[str]:
-        unused = super()._restore_models(training, models)
-        own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
-        has_own_position = ranks == self.world_size
-        if everywhere.get("only_some_have_ended") and not has_own_position:  # Lightning would take rank 0's word
-            raise CheckpointError(
-                f"the checkpoint was saved where some of {ranks} ranks had ended their epoch and others had not, and"
-                f" {self.world_size} cannot go on from there: take one that was saved at the end of an epoch"
-            )
-        if has_own_position:  # Lightning's file has that of rank 0
-            self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
-            if self._meetings is not None:
-                self._meetings.has_own_position = True
-        return unused
 
 
 def total_steps_of(trainer: Trainer) -> Optional[int]:

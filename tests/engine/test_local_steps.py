@@ -1,33 +1,26 @@
 """Rounds of local steps: when they exchange, with numbers alone, and what, against slow references in float64."""
 
-from dataclasses import replace
-from itertools import accumulate, cycle
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_sparse.compressors.base import trained_in
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.engine.shared_model import Change
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
 from tests.helpers.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp
 
 OUTER = LocalSteps(every=3, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
-LATE = LocalSteps(every=4, overlap_steps=1)
 
 
 def flat(tensors):
     return torch.cat([tensor.detach().double().flatten().cpu() for tensor in tensors])
 
 
-def train(rank, steps, local, settings, closes=False, samples=()):
-    """Train with AdamW in rounds, told of the samples of each rank's batches; return what can be seen after steps."""
+def train(rank, steps, local, settings, closes=False):
+    """Train with AdamW in rounds; return what can be seen after steps."""
     torch.manual_seed(0)
     seen = {"drift": [], "local": [], "shared": [], "residual": [], "wire_bytes": []}
     with sparse_ddp(Edges(), **{"compressor": "dense", "local_steps": local, **settings}) as (ddp, engine):
@@ -37,8 +30,6 @@ def train(rank, steps, local, settings, closes=False, samples=()):
                 ddp.zero_grad()
                 ddp(batch(rank, step)).backward()
             optimizer.step()
-            if samples:
-                engine.rounds.meeting.see_batch(samples[rank])
             seen["drift"].append(flat(ddp.parameters()))
             engine.end_step()
             if closes and step == steps - 1:
@@ -57,9 +48,8 @@ def train(rank, steps, local, settings, closes=False, samples=()):
 class Reference:
     """DiLoCo of virtual workers, on one flat vector in float64."""
 
-    def __init__(self, ranks, local, weights=()):
+    def __init__(self, ranks, local):
         self.local = local
-        self.weights = weights or [1.0] * ranks
         self.models = []
         for _ in range(ranks):
             torch.manual_seed(0)
@@ -78,7 +68,7 @@ class Reference:
         self.steps += 1
         if self.steps % self.local.every == 0:
             changes = [self.shared - flat(model.parameters()) for model in self.models]
-            mean = sum(map(torch.mul, changes, self.weights)) / len(changes)
+            mean = sum(changes) / len(changes)
             self.momentum = self.local.outer_momentum * self.momentum + mean
             ahead = self.local.outer_momentum * self.momentum + mean if self.local.nesterov else self.momentum
             self.shared = self.shared - self.local.outer_lr * ahead
@@ -104,23 +94,6 @@ def test_rounds_go_as_their_formula_says(pools, ranks, local):
             torch.testing.assert_close(answer["shared"][step], reference.shared, rtol=0, atol=3e-5)
 
 
-COUNTED = [  # samples of each rank's batches, and what its change counts then
-    ((6, 2), (1.5, 0.5)),
-    ((0, 5), (0.0, 2.0)),
-    ((0, 0), (1.0, 1.0)),
-    ((7, None), (1.0, 1.0)),
-]
-
-
-@pytest.mark.parametrize(("samples", "weights"), COUNTED)
-def test_a_change_counts_by_its_samples(pair, samples, weights):
-    reference, answers = Reference(2, OUTER, weights), pair.run(train, 6, OUTER, {}, False, samples)
-    for step in range(6):
-        reference.step()
-        for answer in answers:
-            torch.testing.assert_close(answer["shared"][step], reference.shared, rtol=0, atol=3e-5)
-
-
 def synchronous(rank, local):
     """Train with SGD, in rounds of one step or as DDP does."""
     torch.manual_seed(0)
@@ -143,21 +116,20 @@ def test_rounds_of_one_step_of_sgd_are_ddp(pair):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("samples", "weights"), [((), (1.0, 1.0)), COUNTED[0]])
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize(
     "settings",
     [{"compressor": "topk", "density": 0.1}, {"wire": "4bit"}, {"wire": "2bit"}],
     ids=["sparse", "4bit", "2bit"],
 )
-def test_what_is_not_sent_waits_and_decays(pair, settings, decay, samples, weights):
-    answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), settings, False, samples)
+def test_what_is_not_sent_waits_and_decays(pair, settings, decay):
+    answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), settings)
     start = flat(Reference(1, OUTER).models[0].parameters())
     owed = [torch.zeros_like(start) for _ in answers]
     for step in (1, 3, 5):
         before = start if step == 1 else answers[0]["shared"][step - 2]
         sent = before - answers[0]["shared"][step]
-        learned = [weight * (before - answer["drift"][step]) for weight, answer in zip(weights, answers)]
+        learned = [before - answer["drift"][step] for answer in answers]
         changes = [decay * each + change for each, change in zip(owed, learned)]
         kept = [answer["residual"][step] for answer in answers]
         torch.testing.assert_close(sent, sum(map(torch.sub, changes, kept)) / 2, rtol=0, atol=1e-6)
@@ -167,7 +139,7 @@ def test_what_is_not_sent_waits_and_decays(pair, settings, decay, samples, weigh
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("local", [LocalSteps(every=3), LATE, replace(OUTER, overlap_steps=2)])
+@pytest.mark.parametrize("local", [LocalSteps(every=3), OUTER])
 def test_the_shared_model_is_one_to_the_bit(pools, local, wire):
     answers = pools[3].run(train, 9, local, {"compressor": "topk", "density": 0.05, "wire": wire}, True)
     for answer in answers[1:]:
@@ -190,32 +162,6 @@ def test_bytes_travel_in_rounds_only(pair):
     assert counts[0] == counts[1] == 0 < counts[2] == counts[4] < counts[5] == counts[6] == 2 * counts[2]
     assert answer["stats"]["local_steps"] == 3
     assert answer["stats"]["dense_bytes"] == 4 * len(answer["local"][0])  # of a step, as all statistics of rounds
-
-
-def late(rank, at_once):
-    """Train with SGD, exchanges two steps late; return the changes that each step made by itself, and the end."""
-    torch.manual_seed(0)
-    changes = []
-    local = LocalSteps(every=3, overlap_steps=0 if at_once else 2)
-    with sparse_ddp(Edges(), "dense", local_steps=local) as (ddp, engine):
-        start = flat(ddp.parameters())
-        for step in range(6):
-            before = flat(ddp.parameters())
-            with torch.no_grad():
-                for parameter in ddp.parameters():
-                    parameter.sub_(0.01 * (rank + 1) * (step + 1))
-            changes.append(before - flat(ddp.parameters()))
-            engine.end_step()
-        engine.replicas.synchronize()
-        return changes, start - flat(ddp.parameters())
-
-
-def test_nothing_that_is_learned_during_an_exchange_is_lost(pair):
-    for at_once in (True, False):
-        answers = pair.run(late, at_once)
-        learned = sum(sum(changes) for changes, _ in answers) / 2
-        for _, moved in answers:
-            torch.testing.assert_close(moved, learned, rtol=0, atol=1e-5)
 
 
 class Written(Edges):
@@ -282,9 +228,8 @@ def write_everything(rank, local, is_assigned):
 
 
 @pytest.mark.parametrize("is_assigned", [False, True], ids=["in place", "assigned"])
-@pytest.mark.parametrize("local", [LocalSteps(every=3), LATE], ids=["at once", "late"])
-def test_whatever_training_writes_is_one_model(pair, local, is_assigned):
-    (first, beside), (second, other) = pair.run(write_everything, local, is_assigned)
+def test_whatever_training_writes_is_one_model(pair, is_assigned):
+    (first, beside), (second, other) = pair.run(write_everything, LocalSteps(every=3), is_assigned)
     assert beside == other == ["mask", "lowest", "mean", "grown", "phase"]
     torch.manual_seed(0)
     start = Written().state_dict()
@@ -339,22 +284,6 @@ def test_what_nobody_has_counted_is_exchanged(pair):
         start.matrix.sub_(0.25)
     for end in pair.run(step_unseen):
         torch.testing.assert_close(end, flat(start.parameters()))
-
-
-def average_a_buffer(rank):
-    """Write a buffer in a round, of 3 samples on the first rank and 1 on the second; return what it is then."""
-    torch.manual_seed(0)
-    with sparse_ddp(Written(), "dense", local_steps=LocalSteps(every=2)) as (ddp, engine):
-        for step in range(2):
-            engine.rounds.meeting.see_batch(3 - 2 * rank)
-            write_a_step(ddp.module, rank, step, is_assigned=False)
-            engine.end_step()
-        return ddp.module.mean.cpu()
-
-
-def test_buffers_count_by_samples(pair):
-    for mean in pair.run(average_a_buffer):
-        torch.testing.assert_close(mean, torch.full((3,), (2 * 1.5 + 4 * 0.5) / 2))
 
 
 def change_shapes(rank):
@@ -413,35 +342,27 @@ def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair):
         {"outer_momentum": 1.0},
         {"residual_decay": -0.1},
         {"nesterov": True},
-        {"every": 4, "overlap_steps": 4},
-        {"every": "auto", "overlap_steps": 1},
-        {"every": 4, "overlap_steps": True},
         {"every": 4, "synchronous_steps": "all"},
         {"synchronous_steps": 3},
     ],
     ids=str,
 )
 def test_numbers_out_of_range_are_refused(changes):
-    refused = "local_steps=.*'auto'" if list(changes) == ["every"] else f"{list(changes)[-1]}="
+    refused = "local_steps=" if list(changes) == ["every"] else f"{list(changes)[-1]}="
     with pytest.raises(ValueError, match=refused):
         LocalSteps(**changes)
 
 
 class Numbers:
-    """A shared model of no tensor, which notes after which steps changes are taken and applied."""
+    """A shared model of no tensor, which notes after which steps changes are exchanged."""
 
     trained = frozenset()
-    device = torch.device("cpu")
 
     def __init__(self):
-        self.begun, self.applied = [], []
+        self.exchanged = []
 
-    def change(self, is_late):
-        self.begun.append(self.now)
-        return Change([], [], [] if is_late else None)
-
-    def apply(self, change):
-        self.applied.append(self.now)
+    def exchange(self, *arguments):
+        self.exchanged.append(self.now)
 
     def has_moved(self):
         return False
@@ -449,26 +370,20 @@ class Numbers:
     def nothing(self, *arguments, **named):
         return ()
 
-    adopt = check_followed = unify_rest = exchange = resting = take_back = nothing
+    adopt = check_followed = unify_rest = resting = take_back = nothing
 
 
 class Alone:
     """Collectives of one rank."""
 
-    rank = 0
-
     def gather_numbers(self, numbers):
         return torch.tensor([numbers], dtype=torch.float64)
 
-    def mean_of_numbers(self, numbers):
-        return numbers
 
-
-def count(local, steps, ends=(), optimizers=1, pace=(1, 1)):
-    """Count steps, and end rounds after some; return after which exchanges begin and are applied, and what is said."""
-    shared, lines, worker = Numbers(), [], ExchangeWorker(torch.device("cpu"))
-    rounds = Rounds(local, shared, Meeting(Alone()), worker, log=lines.append)
-    rounds.meeting.step_ratio = pace
+def count(local, steps, ends=(), optimizers=1):
+    """Count steps, and end rounds after some; return after which changes are exchanged."""
+    shared, worker = Numbers(), ExchangeWorker(torch.device("cpu"))
+    rounds = Rounds(local, shared, Alone(), worker)
     for step in range(1, steps + 1):
         shared.now = step
         if not rounds.is_synchronous:
@@ -478,39 +393,42 @@ def count(local, steps, ends=(), optimizers=1, pace=(1, 1)):
         if step in ends:
             rounds.synchronize()
     worker.close()
-    return shared.begun, shared.applied, lines
+    return shared.exchanged
 
 
 @pytest.mark.parametrize(
-    ("local", "arguments", "begun", "late"),
+    ("local", "arguments", "exchanged"),
     [
-        (LocalSteps(4), {}, [4, 8, 12], 0),
-        (LocalSteps(4, overlap_steps=2), {}, [4, 8, 12], 2),
-        (LocalSteps(4), {"ends": (6, 8)}, [4, 6, 8, 12], 0),
-        (LocalSteps(4), {"ends": (8,)}, [4, 8, 12], 0),  # nothing has changed since
-        (LocalSteps(5, synchronous_steps=3), {}, [8, 13], 0),
-        (LocalSteps(2, synchronous_steps=3), {"optimizers": 2}, [5, 7, 9, 11, 13], 0),
-        (LocalSteps(4), {"pace": (7, 14)}, [2, 4, 6, 8, 10, 12], 0),  # each step stands for two
+        (LocalSteps(4), {}, [4, 8, 12]),
+        (LocalSteps(4), {"ends": (6, 8)}, [4, 6, 8, 12]),
+        (LocalSteps(4), {"ends": (8,)}, [4, 8, 12]),  # nothing has changed since
+        (LocalSteps(5, synchronous_steps=3), {}, [8, 13]),
+        (LocalSteps(2, synchronous_steps=3), {"optimizers": 2}, [5, 7, 9, 11, 13]),
     ],
 )
-def test_when_exchanges_begin_and_are_applied(local, arguments, begun, late):
-    seen, applied, _ = count(local, 13, **arguments)
-    assert seen == begun
-    assert applied == [step + late for step in begun if step + late <= 13]
+def test_when_changes_are_exchanged(local, arguments, exchanged):
+    assert count(local, 13, **arguments) == exchanged
 
 
-def test_rounds_are_as_long_as_exchanges_are_slow():
-    # Of the first 8 steps, and of each 8 thereafter, which take 3 seconds, an exchange takes half a second.
-    seconds = accumulate(cycle([3.0, 0.5]), initial=0.0)
-    with mock.patch("lightning_sparse.engine.observe.perf_counter", seconds.__next__):
-        begun, _, (line,) = count(LocalSteps("auto"), 90)
-    assert begun == [8, 16, 24, 32, 59, 86]  # 5 % of the time of 27 steps
-    assert "rounds of 27 local steps" in line
+def step_apart(rank, where):
+    """Make more steps on one rank than on the other, which ends its training, or is in a later round."""
+    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(2)) as (_, engine):
+        engine.rounds.begin_steps()
+        for _ in range(2 + (rank if where == "the end" else 2 * rank)):
+            engine.end_step()
+        if where == "the end" or rank == 0:
+            engine.replicas.synchronize()
 
 
-@pytest.mark.parametrize("local", [OUTER, LATE])
-def test_nodes_of_several_ranks_go_the_same_way(pools, local):
-    one_level, two_levels = (pools[4].run(train, 8, local, {"node_ranks": ranks}, True) for ranks in (1, 2))
+@pytest.mark.parametrize("where", ["the end", "another round"])
+def test_ranks_with_different_numbers_of_steps_are_refused(pair, where):
+    for told in pair.run(refuse, step_apart, where):
+        assert "rank 0 has made 2 optimizer steps and has come to a validation or to its end where rank 1" in told
+        assert f"rank 1 has made {3 if where == 'the end' else 4}" in told
+
+
+def test_nodes_of_several_ranks_go_the_same_way(pools):
+    one_level, two_levels = (pools[4].run(train, 8, OUTER, {"node_ranks": ranks}, True) for ranks in (1, 2))
     for one, two in zip(one_level, two_levels):
         for ours, theirs in zip(two["shared"], one["shared"]):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

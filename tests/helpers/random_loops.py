@@ -27,8 +27,7 @@ from tests.helpers.random_trainings import (
 )
 from tests.helpers.trainers import accelerator, learning_in_turns
 
-_OF_THE_TRAINER = ("callbacks", "fewer", "stops", "renews")
-_OF_THE_TRAINER += ("may_not_matter",)
+_OF_THE_TRAINER = ("callbacks", "renews", "may_not_matter")
 # Each rank's own, unless something makes them alike, which is not done at the same times everywhere.
 _OWN_BUFFERS = ("running mean", "normalized", "counter")
 

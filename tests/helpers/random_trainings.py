@@ -55,7 +55,6 @@ _EXPECTED_WARNINGS = (
     ".*exists and is not empty.*",
     ".*OverlapTimeline has recorded nothing.*",  # of trainings that accumulate longer than they last
     ".*gradients were changed between backward and the optimizer's step.*",  # by torch's own clipping
-    ".*is left out: some ranks.*",  # which stop by themselves
 )
 
 State = dict[str, list[Any]]  # what a tensor of that name held
@@ -92,11 +91,9 @@ class Training:
     parts: tuple[str, ...] = ()  # of the model, in PARTS
     epochs: int = 2
     batches: int = 5  # of an epoch
-    fewer: int = 0  # each rank has so many batches less than the one before it
     validates: Optional[int] = None  # batches between two validations
     saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
     moves: int = 0  # to so many ranks, on which the file is gone on from as well
-    stops: Optional[tuple[int, int]] = None  # rank and batch of the first epoch after which it wants to stop
     may_not_matter: tuple[str, ...] = ()  # in MAY_NOT_MATTER
 
     def __repr__(self):
@@ -125,21 +122,12 @@ class Training:
         return self.local is not None or not agrees(self.subject)
 
     @property
-    def are_islands(self):
-        """Whether ranks of a node train in step, and rounds go between nodes."""
-        return self.local is not None and self.levels == 2
-
-    @property
     def has_adam(self):
         return self.optimizer in ("adamw", "amsgrad")
 
     @property
     def has_sgd(self):
         return self.optimizer in ("sgd", "momentum")
-
-    def batches_of(self, rank):
-        """Return how many batches an epoch of a rank has; those of an island have equally many."""
-        return self.batches - self.fewer * (rank // (self.ranks // self.nodes) if self.are_islands else rank)
 
     @property
     def has_momentum(self):
@@ -155,8 +143,7 @@ class Training:
         """
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
-        is_refused = drops or self._has_idle or not (self.fewer == 0 or self.can_be_uneven)
-        return is_alone and not (is_refused or any(self._needs_other_things))
+        return is_alone and not (drops or self._has_idle or any(self._needs_other_things))
 
     @property
     def uses_partly(self):
@@ -171,28 +158,9 @@ class Training:
             self.renews % self.batches % self.accumulates or (self.accumulates > 1 and "by turns" in self.by_hand)
         )
         yield self.renews is not None and (self.falls or in_step)
-        # What is added is seen at the next batch, which a rank may not have.
-        yield self.adds is not None and (self.fewer or self.stops is not None)
         yield self.adds is not None and self.falls
         yield self.is_sharded and self != in_shards(self)
         yield self.clips == "each its own" and not self.by_hand
-        # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
-        leaves_others = self.local is None or self.are_islands or self.local.synchronous_steps
-        saves_alone = self.saves is not None and self.saves[0] != "epoch"
-        yield self.stops is not None and (leaves_others or saves_alone or self.fewer)
-
-    @property
-    def can_be_uneven(self):
-        """Whether ranks may have different numbers of batches: nothing but rounds, validations and epochs is common."""
-        if self.local is None or (self.by_hand and self.local.synchronous_steps):
-            return False
-        numbers = [self.batches_of(rank) for rank in range(self.ranks)]
-        validations = {number // self.validates if self.validates else 0 for number in numbers}
-        saves_together = self.saves is None or self.saves[0] != "batch"
-        is_long = min(numbers) > self.local.synchronous_steps * self.accumulates
-        # Within synchronous steps all validate after the same batch, or none does.
-        is_validated_late = not self.validates or self.validates > self.local.synchronous_steps * self.accumulates
-        return is_long and len(validations) == 1 and saves_together and is_validated_late
 
     @property
     def _has_idle(self):
@@ -212,11 +180,10 @@ class Training:
         By hand, and where batches are accumulated, DDP does not make buffers alike before each forward; nor ever those
         of an average, nor, once that has been validated in the model's place, the model's before the next forward.
         """
-        is_ddp = self.local is None or self.are_islands or self.local.synchronous_steps > 0
+        is_ddp = self.local is None or self.local.synchronous_steps > 0
         keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and is_ddp
         has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
-        has_own = has_own or (self.fewer > 0 and bool({"counter", "normalized"} & {*self.parts}))
-        is_other = self.stops is not None or self.strategy == "switching"
+        is_other = self.strategy == "switching" or self._misses_validation
         is_other = is_other or (self.is_sharded and self._loses_in_shards)
         return self.is_reproducible and not (has_own or self._leaves_gradients or is_other)
 
@@ -237,7 +204,14 @@ class Training:
     @property
     def can_move(self):
         """Whether files are whole for other ranks, and the model is that of the beginning."""
-        return self.moves > 0 and self.saves is not None and self.stops is None and not self.fewer
+        return self.moves > 0 and self.saves is not None
+
+    @property
+    def _misses_validation(self):
+        """Whether a validation comes right after the save, which ends a round, and which Lightning leaves out later."""
+        if self.local is None or self.validates is None or self.saves is None or self.saves[0] != "batch":
+            return False
+        return ((self.saves[1] - 1) % self.batches + 1) % self.validates == 0
 
     @property
     def _leaves_gradients(self):
@@ -297,9 +271,7 @@ class Training:
             found["resumed"] = self
         if self.has_twin:
             of_model = tuple(name for name in self.may_not_matter if name in _OF_MODEL)
-            found["whole"] = self.but(
-                density=1.0, wire="float32", local=None, saves=None, callbacks=(), fewer=0, stops=None
-            )
+            found["whole"] = self.but(density=1.0, wire="float32", local=None, saves=None, callbacks=())
             found["ddp"] = found["whole"].but(may_not_matter=of_model)
         return found
 
@@ -654,8 +626,6 @@ class Drawn(LightningModule):
             self.averaged.update_parameters(self.first)
         if "written by hand" in drawn.parts:
             self.head.weight.clamp_(-0.4, 0.4)
-        if drawn.stops == (self.global_rank, batch_idx):
-            self.trainer.should_stop = True
         self.batches_seen.append(self.state())
         self.saver.count(self.trainer, "batch")  # callbacks come before this hook
 
@@ -805,7 +775,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
     )
     expect_warnings()
     loaders = [
-        DataLoader(range(batches), batch_size=None) for batches in (training.batches_of(rank), 1)
+        DataLoader(range(batches), batch_size=None) for batches in (training.batches, 1)
     ]  # rows follow from them
     with ExitStack() as patched:
         patched.enter_context(changing_hands())
@@ -876,7 +846,7 @@ REFUSALS = {
     "sends its selections in a way of its own": (
         lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"
     ),
-    "levels=2": lambda it: it.levels == 2 and (it.nodes == 1 or it.strategy not in _SHARED),
+    "levels=2": lambda it: it.levels == 2 and (it.nodes == 1 or it.strategy not in _SHARED or it.local is not None),
     "AdamCorrection": (
         lambda it: (
             isinstance(it.correction, AdamCorrection)
@@ -916,7 +886,7 @@ def in_shards(training):
         nodes=2,
         is_sharded=True,
         strategy=training.strategy if training.strategy in _SHARED[:-2] else "topk",
-        local=training.local and dataclasses.replace(training.local, overlap_steps=0, synchronous_steps=0),
+        local=training.local and dataclasses.replace(training.local, synchronous_steps=0),
         optimizer=training.optimizer if training.has_sgd or training.has_adam else "momentum",
         clips=training.clips and "Lightning's",
         parts=tuple(part for part in training.parts if part in _IN_SHARDS),
@@ -934,8 +904,6 @@ def drawn(seed):
             training = training.but(**{name: Training.__dataclass_fields__[name].default})
     if refusals(training):
         training = training.but(optimizer="momentum", strategy="topk")
-    if not training.is_possible:
-        training = training.but(fewer=0, stops=None)
     assert training.is_possible
     assert not refusals(training)
     return training
@@ -1039,15 +1007,7 @@ def drawn_freely(seed):
     training = training.but(shares=training.shares or training._has_idle)
     training = _with_more(training, chance)
     free = tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name))
-    training = training.but(may_not_matter=free)
-    if local is None or seldom(0.5):
-        return training
-    uneven = training.but(
-        fewer=1,
-        may_not_matter=free,
-        saves=training.saves and ("epoch", training.saves[1] % epochs + 1),
-    )
-    return uneven if uneven.can_be_uneven else uneven.but(validates=None)
+    return training.but(may_not_matter=free)
 
 
 def _with_more(training, chance):
@@ -1056,10 +1016,8 @@ def _with_more(training, chance):
         "renews": chance.randrange(training.epochs * training.batches),
         "adds": chance.randrange(training.epochs * training.batches),
         "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
-        "stops": (chance.randrange(training.ranks), chance.randrange(training.batches)),
     }
     shares = {
-        "stops": 0.4,
         "moves": 0.3,
     }  # the seldomer, the less goes with it
     for name, value in drawn.items():
@@ -1078,7 +1036,6 @@ def _local(chance, strategy):
         outer_momentum=momentum,
         nesterov=momentum > 0 and chance.random() < 0.5,
         residual_decay=0.9 if chance.random() < (0.05 if strategy in ("dense", "qsgd") else 0.3) else 1.0,
-        overlap_steps=chance.choice([0, 0, *range(1, every)]),
         synchronous_steps=chance.choice([0, 0, 0, 2]),
     )
 

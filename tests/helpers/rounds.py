@@ -15,10 +15,9 @@ ROUNDS: dict[str, dict[str, Any]] = {
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, 0.7, 0.9, nesterov=True)},
     "sparse": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
     "quantized": {"compressor": "dense", "wire": "4bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
-    "late": {"density": 0.1, "local_steps": LocalSteps(4, overlap_steps=2)},
     "synchronous": {
         "density": 0.1,
-        "local_steps": LocalSteps(4, overlap_steps=1, synchronous_steps=3),
+        "local_steps": LocalSteps(4, synchronous_steps=3),
         "find_unused_parameters": True,
     },
 }

@@ -26,10 +26,9 @@ SETTINGS = {
     "momentum": {"compressor": "dgc", "density": 0.1, "warmup_epochs": 0},
     "lags": {"compressor": "lags", "density": 0.1, "wire": "bfloat16", "local_steps": 5},
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(5, 0.7, 0.9, nesterov=True)},
-    "late": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(5, residual_decay=0.9, overlap_steps=3)},
+    "decaying": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(5, residual_decay=0.9)},
     "two levels": {"density": 0.1, "levels": 2, "optimizer_correction": AdamCorrection(3, 2, 2)},
-    "islands": {"density": 0.1, "levels": 2, "local_steps": LocalSteps(5, 0.7, 0.9, synchronous_steps=3)},
-    "synchronous": {"density": 0.1, "local_steps": LocalSteps(5, overlap_steps=1, synchronous_steps=3)},
+    "synchronous": {"density": 0.1, "local_steps": LocalSteps(5, 0.7, 0.9, synchronous_steps=3)},
 }
 
 
@@ -61,7 +60,7 @@ def compiled_in_ddp(net):
     return DistributedDataParallel(compiled(net))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "late"])
+@pytest.mark.parametrize("kind", ["AdamW", "decaying"])
 @pytest.mark.parametrize("wraps", [(as_it_is, compiled), (compiled_in_ddp, as_it_is)])
 def test_compiled_or_not_a_state_is_the_same(pair, tmp_path, wraps, kind):
     whole, resumed = (

@@ -100,9 +100,9 @@ def start_from_data(rank, settings, synchronizes=False):
     return written, model.bias.detach()
 
 
-@pytest.mark.parametrize(("kind", "synchronizes"), [("diloco", False), ("late", False), ("diloco", True)])
-def test_what_the_first_forward_writes_is_where_rounds_begin(pair, kind, synchronizes):
-    (one, end), (other, its_end) = pair.run(start_from_data, ROUNDS[kind], synchronizes)
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_what_the_first_forward_writes_is_where_rounds_begin(pair, synchronizes):
+    (one, end), (other, its_end) = pair.run(start_from_data, ROUNDS["diloco"], synchronizes)
     for each in (end, its_end):
         torch.testing.assert_close(each, (one + other) / 2, rtol=0, atol=1e-6)
 
@@ -204,9 +204,8 @@ def end_inside(rank, settings, ends, inside):
 
 
 @pytest.mark.parametrize("ends", ["synchronize", "close"])
-@pytest.mark.parametrize("settings", [SPARSE, ROUNDS["late"]], ids=["sparse", "late"])
-def test_a_round_ends_while_the_shared_model_is_shown_as_it_does_outside(pair, settings, ends):
-    for ours, expected in zip(*(pair.run(end_inside, settings, ends, inside) for inside in (True, False))):
+def test_a_round_ends_while_the_shared_model_is_shown_as_it_does_outside(pair, ends):
+    for ours, expected in zip(*(pair.run(end_inside, SPARSE, ends, inside) for inside in (True, False))):
         for one, other in zip(ours, expected):
             assert_same(one, other)
 
@@ -320,7 +319,7 @@ def freeze(rank, kind, first):
 
 
 @pytest.mark.parametrize("first", [2 * EVERY, 2 * EVERY + 1], ids=["as a round begins", "within a round"])
-@pytest.mark.parametrize("kind", ["diloco", "sparse", "late"])
+@pytest.mark.parametrize("kind", ["diloco", "sparse"])
 def test_what_is_frozen_is_moved_by_no_later_round(pair, kind, first):
     (frozen, one), (_, other) = pair.run(freeze, kind, first)
     assert_same(one, other)
@@ -411,7 +410,7 @@ def go_on(rank, kind, save_at, is_anew, inside=False):
     "loaded",
     [(3, True), (4, True), (6, True), (7, True), (6, False), (7, False), (6, True, True), (6, False, True)],
 )
-@pytest.mark.parametrize("kind", ["diloco", "sparse", "late"])
+@pytest.mark.parametrize("kind", ["diloco", "sparse"])
 def test_it_goes_on_to_the_bit_whatever_has_changed(pair, kind, loaded):
     for expected, resumed in pair.run(go_on, kind, *loaded):
         assert_same(resumed, expected)

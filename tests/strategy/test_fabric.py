@@ -171,7 +171,7 @@ def test_a_model_that_was_closed_is_not_asked_for_once_another_begins(pools, ran
     assert pools[ranks].run(train_folds) == [[None if ranks == 1 else 2.0] * 6] * ranks
 
 
-ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction": "auto"}
+ROUNDS = {"local_steps": LocalSteps(2), "optimizer_correction": "auto"}
 
 
 def train_in_two(rank, kind, settings, path):

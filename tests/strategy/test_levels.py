@@ -37,11 +37,10 @@ def test_auto_takes_two_levels_where_there_are(compressor, nodes, expected):
     assert ranks_of_node(Settings.of(compressor, levels=1), nodes) == 1
 
 
-@pytest.mark.parametrize("local_steps", [1, 5], ids=["gradients", "islands"])
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 8], ids=["one", "of one", "ragged", "in turns"])
-def test_two_levels_are_refused_where_there_are_none(nodes, local_steps):
+def test_two_levels_are_refused_where_there_are_none(nodes):
     with pytest.raises(ValueError, match=r"levels=2.*nodes were found to be 0.* GROUP_RANK"):
-        ranks_of_node(Settings.of("topk", 0.01, levels=2, local_steps=local_steps), nodes)
+        ranks_of_node(Settings.of("topk", 0.01, levels=2), nodes)
 
 
 @pytest.mark.parametrize("levels", [0, 3, "two", None])

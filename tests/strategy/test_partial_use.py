@@ -329,7 +329,6 @@ SUCCESSIONS = {
     "partitions": ({"compressor": "exdyna", "density": 0.05}, torch.optim.SGD),
     "updates": ({"density": 0.05, "optimizer_correction": EARLY}, WITHOUT_DECAY),
     "rounds": ({"density": 0.05, "local_steps": LocalSteps(3, 0.7, 0.9)}, torch.optim.SGD),
-    "late rounds": ({"density": 0.05, "local_steps": LocalSteps(4, overlap_steps=3)}, torch.optim.SGD),
 }
 
 

@@ -464,7 +464,6 @@ BAD = {
     "compressor=MiCRO": {"compressor": "micro"},
     "compressor=ExDyna": {"compressor": "exdyna"},
     "local_steps": {"local_steps": 0},
-    "overlap_steps": {"local_steps": LocalSteps(5, overlap_steps=1)},
     "synchronous_steps": {"local_steps": LocalSteps(5, synchronous_steps=1)},
     "replicas": {"replicas": 0},
     "data_parallel_size": {"data_parallel_size": 1.5},
@@ -713,26 +712,6 @@ def test_a_round_with_what_is_not_finite_moves_nothing_that_waits(pools):
     for answer in fits(pools[4], partial(Accounted, 7), settings, limit_train_batches=8):
         assert answer["notes"][7]["waits before"]["network.0.weight"].any()
         assert_same(answer["notes"][7]["waits before"], answer["notes"][7]["waits after"])
-
-
-class Uneven(Sharded):
-    def __init__(self, batches):
-        super().__init__("adamw")
-        self.batches = batches
-
-    def train_dataloader(self):
-        return DataLoader(Rows(4 * self.batches[self.global_rank]), batch_size=4)
-
-
-@pytest.mark.exhaustive
-def test_replicas_may_have_different_numbers_of_batches(pools):
-    own = {"use_distributed_sampler": False, "max_epochs": 2, "limit_train_batches": 1.0}
-    answers = fits(pools[4], partial(Uneven, {0: 7, 1: 7, 2: 5, 3: 5}), ROUNDS["sparse"], **own)
-    assert [len(answer["history"]) for answer in answers] == [14, 14, 10, 10]
-    for shard in (0, 1):
-        assert_same(answers[shard]["end"], answers[shard + 2]["end"])
-    for failure in pools[4].run(refuse, fit, partial(Uneven, {0: 7, 1: 6, 2: 5, 3: 5}), ROUNDS["sparse"], own):
-        assert "ranks train in step" in failure
 
 
 def whole_gradient(rank):

@@ -659,11 +659,6 @@ class Exchange(SharedOnCopy):
             each.position = position
         self.numel = sum(each.numel for each in self._members)
         self._route.packages.clear()
-        self.average_among(self._route.among)
-
-    def average_among(self, ranks: Collectives) -> None:
-        """Have these ranks average what is dense, and agree on an order of gradients after the next backward."""
-        self._route = self._route._replace(among=ranks)
         self._order = Order((), self._route.pipeline.collectives.device)
 
     @property
@@ -681,11 +676,6 @@ class Exchange(SharedOnCopy):
         """Have dense gradients travel in a type from the next backward on, and return the bytes of all of them."""
         self._route = self._route._replace(dense_dtype=dtype)
         return sum(each.numel * self._route.dense_dtype_of(each.parameter.dtype).itemsize for each in self._members)
-
-    @property
-    def worker(self) -> ExchangeWorker:
-        """What exchanges the gradients."""
-        return self._route.worker
 
     @property
     def is_open(self) -> bool:

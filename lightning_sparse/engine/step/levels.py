@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.step.worker import Channel, Phases
@@ -35,24 +34,20 @@ class Topology(NamedTuple):
 
     ranks: int
     node_ranks: int = 1  # that share what is kept; 1 where each keeps all
-    are_islands: bool = False  # ranks of a node make their local steps together
 
 
 class FlatRanks:
     """All ranks exchange with all, each the whole of every gradient.
 
     The channel ``inter`` joins ranks that exchange selections, ``world`` all, and ``same_shard`` those that hold the
-    same tensors of a model, replica by replica. The steps of the ranks ``in_step`` are of one mean of gradients.
-    ``node_ranks`` share each gradient.
+    same tensors of a model, replica by replica. ``node_ranks`` share each gradient.
     """
 
     node_ranks = 1
-    are_in_step = False  # the ranks of a node train one model together: rounds of local steps go between such models
 
     def __init__(self, inter: Channel, world: Optional[Channel] = None) -> None:
         self.inter = inter
         self.world = self.same_shard = inter if world is None else world
-        self.in_step = self.world.collectives
 
     def share_numel(self, numel: int) -> int:
         """Return how many elements each rank's share of so many has."""
@@ -69,13 +64,6 @@ class FlatRanks:
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
         """Tell of which gradients, or shares of a node's means, backward has given anything."""
         return [local.is_used for local in shares]
-
-    def part_of(self, flat: Tensor) -> Tensor:
-        """Return the part that this rank exchanges of a flat tensor that all ranks in step hold: a view, or a copy."""
-        return flat
-
-    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Write what each rank in step has as its part into all of each flat tensor, on all of them."""
 
     def all_of(self, flag: Tensor) -> Tensor:
         """Tell whether a flag, bool ``[]``, is set on all ranks of the node."""
@@ -107,7 +95,7 @@ class FlatRanks:
 
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
-        for each in (self.inter.collectives, self.world.collectives, self.in_step):
+        for each in (self.inter.collectives, self.world.collectives):
             each.close(has_failed)
 
 
@@ -138,11 +126,9 @@ class DividedRanks(FlatRanks):
 class Shards(DividedRanks):
     """Every rank holds a shard of the model, and is handed that of the gradients' mean over its replica, as by FSDP."""
 
-    are_in_step = True
-
     def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
         super().__init__(intra, inter, world)
-        self.same_shard, self.in_step = inter, inter.collectives
+        self.same_shard = inter
 
     @override
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
@@ -271,35 +257,6 @@ class HierarchicalRanks(DividedRanks):
         for rank, row in enumerate(rows):
             there = tensor[rank * numel + first :][:columns]
             there.copy_(row[: len(there)])
-
-
-class Islands(HierarchicalRanks):
-    """The ranks of a node train one model in step, so that all hold each change, and every rank exchanges its share."""
-
-    are_in_step = True
-
-    def __init__(self, intra: Channel, inter: Channel, world: Channel, in_step: Collectives) -> None:
-        super().__init__(intra, inter, world)
-        self.in_step = in_step  # beside a round that is on its way between islands
-
-    @override
-    def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        return group
-
-    @override
-    def write_back(self) -> None:
-        return
-
-    @override
-    def part_of(self, flat: Tensor) -> Tensor:
-        return self.share_of(flat)
-
-    @override
-    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            alike = [place for place, part in enumerate(parts) if part.dtype is dtype]
-            shares = torch.cat([parts[place] for place in alike])
-            self._intra.run(self._hand_out(shares, [tensors[place] for place in alike], dtype))
 
 
 def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

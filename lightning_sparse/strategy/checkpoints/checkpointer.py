@@ -38,7 +38,6 @@ class Checkpointer:
         # The checkpoint that was read, until it is restored from: Lightning's file, and its save, if one is wanted.
         self.loaded: Optional[tuple[str, Optional[SaveHeader]]] = None
         self.node_ranks = 1  # that share what is kept; 1 where each keeps all
-        self.are_islands = False  # whose ranks make their local steps together
         self.same_shards: Optional[ProcessGroup] = None  # ranks that hold the same shards, where the model has some
         self._strategy = strategy
         self._resumes = resumes
@@ -68,8 +67,8 @@ class Checkpointer:
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
         self._follow_removals(but=str(filepath))  # whose old save is removed below
-        ranks, node_ranks, are_islands = self._topology
-        save = SaveHeader(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
+        ranks, node_ranks = self._topology
+        save = SaveHeader(name, ranks, compressor, node_ranks, self.same_shards is not None)
         header = {KEY: save.as_header()}
         path = shard_path(filepath, name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
@@ -89,7 +88,7 @@ class Checkpointer:
 
     @property
     def _topology(self) -> Topology:
-        return Topology(self._strategy.world_size, self.node_ranks, self.are_islands)
+        return Topology(self._strategy.world_size, self.node_ranks)
 
     @property
     def _is_asynchronous(self) -> bool:

@@ -37,12 +37,11 @@ class SaveHeader(NamedTuple):
     compressor: str  # its class
     node_ranks: int = 1  # that, one after the other, had shares of the same parameters; 1 where each kept all
     is_sharded: bool = False  # those shares were FSDP's shards, and the ranks one replica
-    are_islands: bool = False  # those ranks made their local steps together
 
     @property
     def topology(self) -> Topology:
         """Who kept what."""
-        return Topology(self.ranks, self.node_ranks, self.are_islands)
+        return Topology(self.ranks, self.node_ranks)
 
     def as_header(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -61,7 +60,7 @@ def read_header(content: Any, source: str) -> Optional[SaveHeader]:
             f" {VERSION}): use that version. {CURE} Weights and optimizers are loaded as ever."
         )
     values: list[Any] = [header.get(field) for field in SaveHeader._fields]
-    is_whole = version == VERSION and [*map(type, values)] == [str, int, str, int, bool, bool]
+    is_whole = version == VERSION and [*map(type, values)] == [str, int, str, int, bool]
     # The name becomes part of a path.
     if is_whole and re.fullmatch("[0-9a-f]{32}", values[0]) and min(values[1], values[3]) > 0 == values[1] % values[3]:
         return SaveHeader(*values)
@@ -149,9 +148,8 @@ def mean_of_sums(
             means.copy_(sum_together(sums.to(device, torch.float64, copy=True), group).div_(parts))
         _put(mine.first, place, mean)
     for state in mine.first.values():
-        whole, state[SHARE] = state[SHARE], {"memory": {}}
-        state[RANK]["memory"] |= whole.pop("memory")
-        state[EVERYWHERE] |= whole
+        state[RANK]["memory"] |= state[SHARE]["memory"]
+        state[SHARE] = {"memory": {}}
     return mine.first
 
 

@@ -26,7 +26,6 @@ ADAM = {
     "given": {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)},
     "build": partial(torch.optim.AdamW, lr=0.001),
 }
-LATE = {"local_steps": LocalSteps(2, 0.7, 0.9, overlap_steps=1, synchronous_steps=1)}
 WAYS = {
     "gather": Way(),
     "gather, bfloat16": Way({"wire": "bfloat16", "schedule": "single"}),
@@ -47,9 +46,8 @@ WAYS = {
     "narrow": Way(dtype=torch.bfloat16, node_ranks=2),
     "unused": Way(skips=True),
     "several backwards": Way(backwards=2, scales=True),
-    "rounds": Way({"local_steps": LocalSteps(2)}),
-    "late rounds": Way(LATE),
-    "late rounds of islands": Way(LATE, node_ranks=2),
+    "rounds": Way({"local_steps": LocalSteps(2, 0.7, 0.9, synchronous_steps=1)}),
+    "rounds, two levels": Way({"local_steps": LocalSteps(2)}, node_ranks=2),
 }
 
 
@@ -62,7 +60,7 @@ def test_nothing_is_read_or_given_out_again_before_it_is_done(way):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("way", ["gather", "Adam", "two levels", "late rounds"])
+@pytest.mark.parametrize("way", ["gather", "Adam", "two levels", "rounds"])
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
 def test_who_does_not_wait_is_seen(wait, way):
     # The worker's stream waits for events of gradients, and the stream of whoever reads means for the worker's.
@@ -152,7 +150,7 @@ class Remembering(TopK):
         self.streams.add(torch.get_device_module(CUDA).current_stream().name)
 
 
-@pytest.mark.parametrize("way", ["momentum", "Adam", "union", "late rounds", "gather"])
+@pytest.mark.parametrize("way", ["momentum", "Adam", "union", "rounds", "gather"])
 def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(way):
     # It also drops parts of it, whose memory goes back at once to the stream for which it was allocated.
     given, compressor = WAYS[way].given, Remembering()
