@@ -3,14 +3,11 @@
 import copy
 import gc
 import io
-import time
 import warnings
 import weakref
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -25,13 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import AdamCorrection, LocalSteps, sparsify
 from lightning_sparse.compressors import DGC
-from lightning_sparse.loop.loop import Training
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import tensors_of
 from tests.helpers.fits import refuse
-from tests.helpers.trainers import Small, run_fit, weights
+from tests.helpers.trainers import weights
 
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 CORRECTED = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)}
@@ -132,24 +128,6 @@ def test_weights_may_be_replaced_for_a_forward(pair, form, settings, way):
     assert_same(*ours)
 
 
-def drop_on_one_rank(rank, first):
-    """Have rank 0 drop its gradients between two backwards of a step that AdamW learns from the step before in."""
-    model, _ = built(rank, "bare")
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    with sparsify(model, optimizer, **SPARSE, **CORRECTED):
-        train(rank, model, optimizer, range(first))
-        model(batch(rank, 1)).backward()
-        if rank == 0:
-            optimizer.zero_grad()
-        model(batch(rank, 2)).backward()
-
-
-@pytest.mark.parametrize("first", [4, 5, 6, 7])
-def test_gradients_that_one_rank_drops_are_an_error_on_all_whatever_adam_learns(pair, first):
-    for message in pair.run(refuse, drop_on_one_rank, first):
-        assert "between two exchanges of one optimizer step gradients were changed on some ranks" in message
-
-
 def overflow_beside_what_nobody_owns(rank):
     """Leave out a step that is not finite, beside a layer that no optimizer has; return residuals after each step."""
     torch.manual_seed(0)
@@ -193,69 +171,6 @@ def renew_the_optimizer(rank, kind):
 def test_a_new_optimizer_that_nobody_has_told_of_is_warned_of(pair, kind):
     told, others = pair.run(renew_the_optimizer, kind)
     assert (len(told), others) == (int(kind != "plain"), [])  # where what it does was taken over
-
-
-def load_of_another_step(rank, is_later):
-    """Load what AdamW kept at an earlier step, or may keep at a later one; return its second moments from then on."""
-    model, _ = built(rank, "bare")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    notes = []
-
-    def note(step=0):
-        states = optimizer.state.values()
-        seconds = [each["exp_avg_sq"] / (1 - 0.999 ** float(each["step"])) for each in states if each["step"] > 1]
-        notes.append(torch.cat([each.flatten() for each in seconds]))
-
-    with sparsify(model, optimizer, **SPARSE, **CORRECTED):
-        train(rank, model, optimizer, range(5))
-        state = copy.deepcopy(optimizer.state_dict())
-        if not is_later:
-            train(rank, model, optimizer, range(5, 20))
-        for each in state["state"].values() if is_later else ():
-            each["exp_avg_sq"] *= (1 - 0.999 ** (each["step"] + 400)) / (1 - 0.999 ** each["step"])
-            each["step"] += 400
-        optimizer.load_state_dict(state)
-        note()
-        train(rank, model, optimizer, range(20, 26), after=note)
-    return notes
-
-
-@pytest.mark.parametrize("is_later", [True, False])
-def test_second_moments_of_another_step_are_taken_for_that_steps(pair, is_later):
-    ours, others = pair.run(load_of_another_step, is_later)
-    assert_same(ours, others)
-    assert not torch.equal(ours[-1], ours[0])
-    for each in ours[1:]:
-        assert (each >= 0).all()
-        assert 0.3 < each.sum() / ours[0].sum() < 3
-
-
-def train_with_hooks(rank, is_late):
-    """Train with hooks that halve gradients, and take a while, registered before the exchange's or after them."""
-    model, module = built(rank, "bare")
-
-    def halve(parameter):
-        time.sleep(0.01)
-        parameter.grad.mul_(0.5)
-
-    def register():
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(halve)
-
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    if not is_late:
-        register()
-    with sparsify(model, optimizer, schedule="layerwise", **SPARSE):
-        if is_late:
-            register()
-        train(rank, model, optimizer, range(3))
-    return weights(module)
-
-
-def test_hooks_of_users_come_before_the_exchange_in_a_loop_of_ones_own(pair):
-    (late, other), (early, _) = (pair.run(train_with_hooks, is_late) for is_late in (True, False))
-    assert_same(late, other)
-    assert_same(late, early)
 
 
 def train_summed(rank, form, kind, is_apart):
@@ -315,19 +230,6 @@ def step_by_own_gradients(rank, form, kind, is_inside):
 def test_a_step_by_a_ranks_own_gradients_is_refused(pair, form, kind, is_inside):
     one, other = pair.run(step_by_own_gradients, form, kind, is_inside)
     assert all(map(torch.equal, one, other))
-
-
-def go_backward_when_closed(rank, settings):
-    model, _ = built(rank, "bare")
-    with sparsify(model, OPTIMIZERS["SGD"](model.parameters()), **SPARSE, **settings):
-        loss = model(batch(rank, 0))
-    loss.backward()
-
-
-@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}], ids=["every step", "rounds"])
-def test_a_backward_after_the_end_is_refused(pair, settings):
-    for refusal in pair.run(refuse, go_backward_when_closed, settings):
-        assert refusal.startswith("RuntimeError: closed")
 
 
 def train_a_copy(rank, again):
@@ -427,32 +329,6 @@ def test_a_wrapper_inside_is_refused_by_its_name(pools, ranks, wrap):
         assert "'1" in refusal
 
 
-def fit_a_wrapper_inside(rank):
-    module = Small()
-    module.network = DistributedDataParallel(module.network.to(DEVICE))
-    run_fit(rank, "sparse_topk", module)
-
-
-def test_a_wrapper_inside_of_a_lightning_module_is_refused(pair):
-    for refusal in pair.run(refuse, fit_a_wrapper_inside):
-        assert refusal.startswith("ValueError: model=")
-        assert "holds wrappers that exchange themselves" in refusal
-
-
-def fit_beside_a_frozen_one(rank):
-    module = Small()
-    module.teacher = DataParallel(nn.Linear(4, 4).requires_grad_(False))
-    before = weights(module)
-    run_fit(rank, "sparse_topk", module, limit_train_batches=2, limit_val_batches=0)
-    return before, weights(module)
-
-
-def test_a_wrapper_of_what_is_frozen_may_be_inside(pair):
-    (before, one), (_, other) = pair.run(fit_beside_a_frozen_one)
-    assert_same(one, other)
-    assert differences(before, one)
-
-
 class Checkpointed(nn.Module):
     """Two layers, of which the second is checkpointed, or not for ``None``."""
 
@@ -490,7 +366,7 @@ def test_a_checkpoint_that_does_not_is_as_none(pair):
 
 
 class Laid(nn.Module):
-    """Parameters that lie in memory in other orders than their shapes tell, and one of no dimension."""
+    """Parameters that lie in memory in other orders than their shapes tell, or leave gaps, and one of no dimension."""
 
     def __init__(self):
         super().__init__()
@@ -498,9 +374,10 @@ class Laid(nn.Module):
         self.turned = nn.Linear(8, 64)
         self.turned.weight = nn.Parameter(torch.randn(8, 64).t())
         self.scale = nn.Parameter(torch.ones(()))
+        self.gaps = nn.Parameter(torch.randn(8, 10)[:, :1])
 
     def forward(self, rows):
-        pictures = self.picture(rows.view(-1, 4, 4, 4)).amax(dim=(2, 3))
+        pictures = self.picture(rows.view(-1, 4, 4, 4)).amax(dim=(2, 3)) * self.gaps.view(8)
         return (self.turned(pictures) * self.scale).square().mean()
 
 
@@ -524,24 +401,6 @@ def train_dense_steps(rank, is_ours):
 def test_dense_steps_have_ddps_gradients_however_parameters_lie(pair):
     for ours, ddps in zip(pair.run(train_dense_steps, True), pair.run(train_dense_steps, False)):
         assert_same(ours, ddps)
-
-
-def begin_anew(rank):
-    """Sparsify a model, which fails late, and then again; return the first error, and what the steps lead to."""
-    torch.manual_seed(0)
-    model = Edges().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mock.patch.object(Training, "expect_steps", side_effect=RuntimeError("few rounds")):
-        told = refuse(rank, lambda rank: sparsify(model, optimizer, **SPARSE))
-    with sparsify(model, optimizer, **SPARSE) as handle:
-        train(rank, model, optimizer, range(2), handle.accumulating)
-    return told, tensors_of(model)
-
-
-def test_a_model_whose_start_has_failed_starts_again(pair):
-    (told, ours), (_, others) = pair.run(begin_anew)
-    assert told == "RuntimeError: few rounds"
-    assert_same(ours, others)
 
 
 def close(rank, optimizer, settings):
@@ -691,47 +550,3 @@ def train_looked_at(rank):
 
 def test_whoever_keeps_a_gradient_keeps_no_residual(pair):
     assert_same(pair.run(train_looked_at), pair.run(train_factors, "topk", False))
-
-
-class Failing(nn.Module):
-    """A model whose backward may fail when gradients for one message are there, and not for the next."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
-
-    def forward(self, rows, fails):
-        hidden = self.layers[:2](rows)
-        if fails:
-            hidden.register_hook(fail)
-        return self.layers[2:](hidden).square().mean()
-
-
-def fail(gradient):
-    raise ArithmeticError
-
-
-def leave_with_a_message_on_its_way(rank):
-    """Return whether one rank has left while another still waits, whose part of the message never comes."""
-    model = Failing().to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters())
-    handle = sparsify(model, optimizer, "topk", density=0.1)
-    rows = torch.ones(2, 600, device=DEVICE)
-    for _ in range(2):  # the first agrees on an order
-        model(rows, False).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    store, word = dist.distributed_c10d._get_default_store(), "left a backward that failed"
-    if rank == 0:
-        with pytest.raises(ArithmeticError):
-            model(rows, True).backward()
-        handle.close(has_failed=True)
-        store.set(word, "1")
-    store.wait([word], timedelta(seconds=45))
-    handle.close(has_failed=True)
-    return True
-
-
-@pytest.mark.exhaustive
-def test_a_rank_whose_backward_fails_leaves_without_the_others(forked):
-    assert forked[2].run(leave_with_a_message_on_its_way, timeout=100.0) == [True, True]
