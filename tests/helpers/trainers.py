@@ -109,13 +109,6 @@ class Late(torch.autograd.Function):
         return gradient, None
 
 
-class Quiet(Small):
-    """It logs nothing, so that ranks meet in exchanges of gradients only."""
-
-    def training_step(self, batch, batch_index):
-        return self.network(batch).square().mean()
-
-
 class Adversaries(Small):
     """Two optimizers that toggle in each batch, the first with so many losses, each with a backward of its own."""
 
@@ -168,14 +161,6 @@ class WithOptimizer(Small):
 class WithAdam(Small):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
-
-
-def sgd_shared_out(parameters, **arguments):
-    """Return SGD whose state ranks share out."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own module calls what torch has deprecated
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, **arguments)
 
 
 def learning_in_turns(learns=True):

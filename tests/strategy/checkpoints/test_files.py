@@ -1,11 +1,8 @@
 """Checkpoints as files: complete or not there, deleted together, and refused with a cure where they are broken."""
 
-import errno
 import os
 import re
 import shutil
-import signal
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -23,7 +20,6 @@ from lightning_sparse.strategy.checkpoints.shards import read_header, read_shard
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fit, fits, strategy_of
 from tests.helpers.resuming import Numbered, files_in, fit_numbered
-from tests.helpers.trainers import sgd_shared_out
 
 DGC = {"compressor": "dgc", "density": 0.05}
 RANKS = ["rank_00000.pt", "rank_00001.pt"]
@@ -80,7 +76,6 @@ CALLBACKS = {
     "the last one": ({}, "step=16.ckpt", with_ranks("step=16.ckpt")),
     "all": ({"save_top_k": -1}, "step=8.ckpt", with_ranks(*(f"step={step}.ckpt" for step in (4, 8, 12, 16)))),
     "and last": ({"save_last": True}, "last.ckpt", with_ranks("step=16.ckpt", "last.ckpt")),
-    "and a link": ({"save_last": "link"}, "last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
     "by its address": ({"save_last": "link"}, "file://last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
     "weights only": ({"save_weights_only": True}, "", ["step=16.ckpt"]),
 }
@@ -100,21 +95,6 @@ def test_what_the_ranks_kept_is_kept_and_deleted_with_its_checkpoint(pair, tmp_p
     assert ("lightning_sparse" in content) == bool(name)
 
 
-class Apart(Numbered):
-    """A model of which ranks hold other epochs for the worst."""
-
-    def validation_step(self, batch, batch_index):
-        warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*")
-        self.log("loss", ((5.0, 3.0, 2.0), (3.0, 5.0, 2.0))[self.global_rank][self.current_epoch], sync_dist=False)
-
-
-def test_rank_0_decides_which_checkpoint_is_deleted_with_what_all_kept(pair, tmp_path):
-    callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="loss", save_top_k=2)
-    arguments = {"enable_checkpointing": True, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
-    fits(pair, Apart, DGC, callbacks=[callback], node_ranks=1, **arguments)
-    assert files_in(tmp_path) == with_ranks("epoch=1.ckpt", "epoch=2.ckpt")
-
-
 @pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO, Noting, partial(AsyncCheckpointIO, Noting())])
 def test_a_new_save_takes_the_place_of_the_old_one(pair, tmp_path, plugin):
     path = str(tmp_path / "same.ckpt")
@@ -130,28 +110,6 @@ def test_weights_alone_leave_nothing_of_a_save_before_them(pair, tmp_path):
     path = tmp_path / "same.ckpt"
     pair.run(act, {2: partial(save, path), 8: partial(save, path, weights_only=True)})
     assert files_in(tmp_path) == ["same.ckpt"]
-
-
-def save_over_another(rank, folder, plugin):
-    """Save, save under that name from another Trainer, use the first one again; return the files before and after."""
-    path, plugins = str(folder / "same.ckpt"), [plugin()] if plugin else []
-    model = Saves({5: partial(save, path)})
-    first = fit_numbered(rank, strategy_of(DGC), model, plugins=plugins)
-    first.save_checkpoint(path)
-    first.strategy.checkpoint_io.teardown()  # for an asynchronous plugin
-    act(rank, {8: partial(save, path)})
-    before = [str(each) for each in sorted(folder.rglob("*.pt"))]
-    dist.barrier()
-    first.validate(model, verbose=False)
-    dist.barrier()
-    return before, [str(each) for each in sorted(folder.rglob("*.pt"))]
-
-
-@pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO])
-def test_what_another_trainer_has_saved_since_is_left_alone(pair, tmp_path, plugin):
-    for before, after in pair.run(save_over_another, tmp_path, plugin):
-        assert len(before) == 2
-        assert after == before
 
 
 def test_the_users_plugin_writes_everything_by_the_path_that_the_user_gave(pair, tmp_path):
@@ -240,67 +198,6 @@ def test_a_full_disk_is_told_on_every_rank_and_spares_the_old_checkpoint(pair, t
         assert ("No space left" if has_failed else "another rank could not write its part") in message
     for resumed, (_, expected, _) in zip(fits(pair, Numbered, DGC, path), answers):
         assert_same(resumed.batches, expected[4:])
-
-
-class Late(AtomicCheckpointIO):
-    """It runs out of space in Lightning's file, when whoever saves has gone on."""
-
-    is_full = False
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        if self.is_full and str(path).endswith(".ckpt"):
-            time.sleep(0.2)
-            raise OSError(28, "No space left on device")
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
-def save_after_a_full_disk(rank, path):
-    """Return what a save raises where the one before has failed in the background."""
-    plugin, raised = AsyncCheckpointIO(Late()), []
-
-    def fill(model):
-        plugin.checkpoint_io.is_full = True
-        save(path, model)
-
-    def fail(model):
-        try:
-            save(path, model)
-        except (OSError, CheckpointError) as error:
-            raised.append(str(error))
-        plugin._error = None  # else the end raises it once more
-
-    act(rank, {4: fill, 8: fail}, plugin)
-    return raised[0]
-
-
-def test_what_fails_in_the_background_is_told_on_every_rank(pair, tmp_path):
-    one, other = pair.run(save_after_a_full_disk, str(tmp_path / "late.ckpt"))
-    assert "No space left" in one
-    assert "another rank could not write" in other
-
-
-def requeue(rank, folder):
-    """Save as SLURM's signal makes Lightning do, with the traces of a save that was cut short, and go on."""
-
-    def interrupt(model):
-        connector = model.trainer._signal_connector
-        with mock.patch("pytorch_lightning.trainer.connectors.signal_connector.call", return_value=0) as call:
-            connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
-        assert call.called == (rank == 0)
-
-    more = {"default_root_dir": str(folder)}
-    with mock.patch.dict(os.environ, SLURM_JOB_ID="1"):
-        first = fit(rank, partial(Saves, {4: interrupt}), DGC, None, more)
-    leftover = folder / "hpc-ckpt-2.ckpt.sparse" / ("0" * 32)
-    leftover.mkdir(parents=True, exist_ok=True)
-    (folder / "hpc-ckpt-2.ckpt.partial").touch()
-    return first.batches[4:], fit(rank, Numbered, DGC, "hpc", more).batches
-
-
-def test_a_job_that_slurm_requeues_goes_on_to_the_bit(pair, tmp_path):
-    for expected, resumed in pair.run(requeue, tmp_path):
-        assert_same(resumed, expected)
-    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
 def go_on_elsewhere(rank, path, settings=DGC):
@@ -396,13 +293,6 @@ def test_the_file_alone_goes_on_with_empty_residuals_and_says_so(pair, tmp_path,
     assert batches == others == 8
 
 
-def test_parts_of_different_shapes_are_refused_on_all_ranks(pools, copied):
-    change_shape(copied)
-    for text, batches in pools[3].run(go_on_elsewhere, str(copied / "model.ckpt")):
-        assert "keep tensors of different shapes" in text
-        assert batches == 0
-
-
 def parts_read(rank, path):
     """Go on from a checkpoint; return the names of the parts that this rank has read."""
     read = []
@@ -428,62 +318,8 @@ def test_parts_are_shared_out_among_the_ranks_that_go_on(pools, tmp_path, ranks)
     assert sorted(read) == ([0, 1, 2, 3] if ranks < 3 else [0, 0, 1])
 
 
-class Theirs(Saves):
-    """A model whose callback puts the number of its process into the name of the file."""
-
-    def __init__(self, folder):
-        super().__init__({4: lambda model: save(f"{folder}/{model.global_rank}.ckpt", model)})
-
-
-def test_the_path_of_rank_0_counts(pair, tmp_path):
-    saved = fits(pair, partial(Theirs, str(tmp_path)), DGC)
-    assert files_in(tmp_path) == with_ranks("0.ckpt")
-    assert_went_on(pair, tmp_path / "0.ckpt", saved, 5)
-
-
-class Sharded(Saves):
-    """A model whose ranks share out the state of their optimizer."""
-
-    def configure_optimizers(self):
-        return sgd_shared_out(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def test_an_optimizer_whose_state_is_shared_out_is_saved(pair, tmp_path):
-    path = tmp_path / "sharded.ckpt"
-    fits(pair, partial(Sharded, {4: partial(save, path)}), {"compressor": "topk", "density": 0.05})
-    state = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
-    assert sum(each["momentum_buffer"].abs().sum() for each in state.values()) > 0
-
-
-class Reluctant(TorchCheckpointIO):
-    """A file system on which folders cannot be removed, as NFS while somebody reads them."""
-
-    def remove_checkpoint(self, path):
-        if Path(path).is_dir():
-            raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        super().remove_checkpoint(path)
-
-
 def remove(path, model):
     model.trainer.strategy.remove_checkpoint(path)
-
-
-def save_twice(rank, path, second):
-    """Save, then do something else under that name; return how far training went, and what was warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        batches = act(rank, {4: partial(save, path), 8: partial(second, path)}, Reluctant())
-    return len(batches), [str(each.message) for each in caught if "could not be removed" in str(each.message)]
-
-
-@pytest.mark.parametrize(
-    "second", [save, partial(save, weights_only=True), remove], ids=["saved again", "weights only", "removed"]
-)
-def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(pair, tmp_path, second):
-    (last, [warned]), (other, silent) = pair.run(save_twice, str(tmp_path / "twice.ckpt"), second)
-    assert last == other == 12
-    assert "Stale file handle" in warned
-    assert silent == []
 
 
 class Old(CheckpointIO):
@@ -512,8 +348,3 @@ def test_a_file_is_written_whole_where_lightning_has_no_temporary_folder(tmp_pat
     with pytest.raises(TypeError, match="storage_options"):
         AtomicCheckpointIO().save_checkpoint({}, "here.ckpt", storage_options={"key": "value"})
     assert AtomicCheckpointIO().load_checkpoint("here.ckpt", weights_only=True) == {"value": 1}
-
-
-def test_memory_paths_go_lightnings_way():
-    AtomicCheckpointIO().save_checkpoint({"value": 2}, "memory://folder/remote.ckpt")
-    assert AtomicCheckpointIO().load_checkpoint("memory://folder/remote.ckpt", weights_only=True) == {"value": 2}

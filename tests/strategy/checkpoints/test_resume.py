@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse import LocalSteps, SparseDDPStrategy
+from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC, LAGS
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, one_model
-from tests.helpers.resuming import BATCHES, Numbered, Starting, fit_numbered, kept_at_end, momenta
+from tests.helpers.resuming import Numbered, Starting, fit_numbered, kept_at_end, momenta
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES
 
 # A method whose numbers depend on the grouping is exact where that is given, and not left to what is measured.
@@ -38,14 +38,6 @@ class OneCycle(Numbered):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class Decaying(Numbered):
-    """The weight decay is written before every step."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        for group in self.trainer.optimizers[0].param_groups:
-            group["weight_decay"] = 0.01 * (BATCHES * self.current_epoch + batch_idx + 1)
 
 
 class Heads(Numbered):
@@ -75,30 +67,6 @@ class Edges(Numbered):
         return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
 
 
-class Measuring(torch.optim.SGD):
-    """Multiplies the learning rate by what it learns in a group, as Prodigy and D-Adaptation do."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, lr=lr)
-        self.param_groups[0]["distance"] = 1.0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = closure()
-        group = self.param_groups[0]
-        group["distance"] += float(sum(each.grad.norm() for each in group["params"]))
-        for each in group["params"]:
-            each -= group["lr"] * group["distance"] * each.grad
-        return loss
-
-
-class Learning(Numbered):
-    """A model whose learning rate each rank learns from gradients of its own."""
-
-    def configure_optimizers(self):
-        return Measuring(self.parameters(), lr=0.01)
-
-
 class Thawing(Numbered):
     """A model of which a part is frozen in the first epoch, and when a training begins."""
 
@@ -115,7 +83,6 @@ UNUSED = {"find_unused_parameters": True}
 DGC_ = {"compressor": "dgc", "density": 0.05}
 TOPK = {"compressor": "topk", "density": 0.05}
 LAYERS = {"schedule": "layerwise"}
-SYNCHRONOUS = LocalSteps(2, synchronous_steps=100)
 EXACT = {
     "rates in the memory": (Numbered, {"compressor": LAGS(error_feedback="update"), "density": 0.05}, {}),
     "local clipping": (Numbered, {"compressor": DGC(clip_norm=0.5), "density": 0.05}, {}),
@@ -125,20 +92,16 @@ EXACT = {
     "thresholds that follow": (Numbered, {"compressor": "sdagc", "density": 0.05}, {}),
     "sixteen bits": (Numbered, {**DGC_, "wire": "bfloat16"}, {}),
     "four bits": (Numbered, {"compressor": "dense", "wire": "4bit"}, {}),
-    "two bits": (Numbered, {**DGC_, "wire": "2bit"}, {}),
     "unused parameters": (Numbered, {**DGC_, **UNUSED}, {}),
     "bf16": (Numbered, DGC_, {"precision": "bf16-mixed"}),
     "own buckets": (Numbered, {"compressor": "topk", "gradient_as_bucket_view": False}, IN_PAIRS),
     "a momentum that is scheduled": (OneCycle, {**DGC_, **LAYERS}, {}),
-    "a weight decay that is scheduled": (Decaying, {**DGC_, **LAYERS}, {}),
     "heads that take turns": (Heads, {"compressor": "exdyna", "density": 0.05, **LAYERS, **UNUSED}, IN_PAIRS),
     **{
         f"edges, {name}": (Edges, {"compressor": name, "density": DENSITY[name], **LAYERS}, IN_PAIRS)
         for name in ("topk", "exdyna", "sdagc")
     },
     "within a round, thawed": (Thawing, {**TOPK, "local_steps": 3}, {}),
-    "the same, bf16": (Thawing, {**TOPK, "local_steps": 3}, {"precision": "bf16-true"}),
-    "within a round, a rate that is learned": (Learning, {**TOPK, "local_steps": 3}, {}),
     "within a round, before it thaws": (Thawing, {"compressor": "exdyna", "density": 0.05, "local_steps": 3}, {}),
 }
 
@@ -185,31 +148,6 @@ def fit_twice(rank, path):
 
 def test_a_second_fit_goes_on_from_a_checkpoint(pair, tmp_path):
     assert pair.run(fit_twice, str(tmp_path / "twice.ckpt")) == [[], []]
-
-
-class GoesBack(Numbered):
-    """A model that is set back to its checkpoint during training, as the search for a learning rate does."""
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        if batch_idx == 2:
-            self.notes = [self.kept()]
-        if batch_idx == 4:
-            self.notes.append(self.kept())
-            self.trainer._checkpoint_connector.restore(self.path)
-            self.notes.append(self.kept())
-            self.trainer.should_stop = True
-
-    def kept(self):
-        state = self.trainer.strategy.engine.state_dict()["memory"]
-        return {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in state.items()}
-
-
-def test_restoring_during_training_restores_what_is_kept(pair, tmp_path):
-    for each in fits(pair, partial(GoesBack, 3, str(tmp_path / "back.ckpt")), DGC_, max_epochs=1):
-        saved, before, after = each.notes
-        assert differences(saved, before)
-        assert_same(saved, after)
 
 
 def means(states):
@@ -306,17 +244,3 @@ def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(
     for one, other in zip(saved, fits(pair, partial(Convolving, is_other=True), TOPK, path)):
         assert one.notes[4]["convolution.weight"].any()
         assert differences(one.notes[4], other.notes[0]) == []
-
-
-class Flickering(Heads):
-    """The layer that nobody needs is frozen, and unfrozen between two batches of one step."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.spare.requires_grad_(batch_idx != 2)
-
-
-@pytest.mark.parametrize("is_view", [True, False])
-def test_wrapping_anew_within_a_step_changes_nothing(pair, is_view):
-    settings = {**TOPK, **LAYERS, **UNUSED, "gradient_as_bucket_view": is_view}
-    flickering, steady = (one_model(fits(pair, module, settings, **IN_PAIRS)) for module in (Flickering, Heads))
-    assert_same(flickering.batches, steady.batches)
