@@ -16,7 +16,6 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize, gro
 from lightning_sparse.engine.wire import WIRES, build_wires
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, SCOPES, SHARE
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
@@ -117,19 +116,6 @@ def test_rounding_makes_nothing_finite_infinite(values, dtype):
     assert torch.equal(rounded.isnan(), values.isnan())
     is_inside = values.isfinite() & (values.double().abs() < torch.finfo(dtype).max)
     assert torch.equal(rounded[is_inside], values[is_inside].to(dtype))
-
-
-@examples(80)
-@given(tensors(finite, dtypes=[torch.float32, torch.float64]), some.data())
-def test_a_quantile_lies_within_a_bin_of_the_element_of_that_rank(tensor, data):
-    count = data.draw(some.integers(1, tensor.numel()))
-    histogram = magnitude_histogram(tensor)
-    assert histogram.sum() == tensor.numel()
-    quantile = magnitude_quantile(histogram.double(), count)
-    exact = min(float(tensor.abs().sort(descending=True).values[count - 1]), torch.finfo(torch.float32).max)
-    assert math.isfinite(quantile)
-    smallest = torch.finfo(torch.float32).tiny
-    assert exact / 1.126 - smallest <= quantile <= exact * 1.126 + smallest
 
 
 # Wires ------------------------------------------------------------------------------------------------------------
@@ -287,20 +273,6 @@ class Evil:
 
     def __reduce__(self):
         return os.mkdir, (self.path,)
-
-
-values = some.recursive(
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=5),
-    lambda inner: (
-        some.lists(inner, max_size=3)
-        | some.dictionaries(
-            some.sampled_from([KEY, "models", *SCOPES, "compressor", "name", "version", "ranks", "x"]),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=8,
-)
 
 
 def test_a_pickle_that_asks_for_more_is_not_obeyed(tmp_path):

@@ -393,27 +393,16 @@ def played(ranks=4):
 
 
 class Way(NamedTuple):
-    """How a model is trained on a played device.
+    """How a model is trained on a played device."""
 
-    Attributes:
-        given: settings of the exchange.
-        build: makes the optimizer.
-        node_ranks: that average first.
-        dtype: of the model.
-        backwards: of a step.
-        clips: whether gradients are clipped to a norm.
-        scales: whether there is a gradient scaler.
-        skips: whether a layer is used in every second step only.
-    """
-
-    given: Mapping[str, Any] = {}
+    given: Mapping[str, Any] = {}  # settings of the exchange
     build: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1)
     node_ranks: int = 1
     dtype: torch.dtype = torch.float32
-    backwards: int = 1
+    backwards: int = 1  # of a step
     clips: bool = False
     scales: bool = False
-    skips: bool = False
+    skips: bool = False  # a layer in every second step
 
 
 class Skipping(nn.Module):
