@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed import GroupMember
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn import Module, Parameter, functional
 from typing_extensions import Self
 
@@ -197,10 +198,15 @@ def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) 
     return by_kind.get(device.type, "")
 
 
+def _default_group() -> dist.ProcessGroup:
+    assert GroupMember.WORLD is not None
+    return GroupMember.WORLD
+
+
 def timeout_of_job(device: torch.device) -> Optional[timedelta]:
     """Return how long the collectives of the job's own group may wait; ``None`` where its backend does not tell."""
     with suppress(RuntimeError, AttributeError):
-        timeout: timedelta = dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+        timeout: timedelta = _default_group()._get_backend(device).options._timeout
         return timeout
     return None
 
@@ -233,15 +239,16 @@ def attended(module: Module) -> dict[str, Parameter]:
 
 def align(module: Module, known: Iterable[str] = ()) -> None:
     """Copy parameters and buffers from rank 0, in place, but those known; raise where ranks have other shapes."""
-    group, left_out = dist.distributed_c10d._get_default_group(), ignored_by(module) | set(known)
+    group, left_out = _default_group(), ignored_by(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
     _verify_param_shape_across_processes(group, parameters)
-    _sync_module_states(module, group, _BROADCAST_BYTES, 0, set(left_out), True)
+    buffers = (each for name, each in module.named_buffers() if name not in left_out)
+    copy_from_first([*parameters, *buffers], group)
 
 
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
     """Copy buffers from the first rank of all, or of a group, in place; a graph of an earlier forward does not mind."""
-    group, left_out = group or dist.distributed_c10d._get_default_group(), ignored_by(module)
+    group, left_out = group or _default_group(), ignored_by(module)
     buffers: list[Tensor] = [each for name, each in module.named_buffers() if name not in left_out]
     if buffers:
         with _unsafe_preserve_version_counter(tuple(buffers)):

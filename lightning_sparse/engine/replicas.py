@@ -9,7 +9,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives, SharedOnCopy
@@ -181,7 +180,7 @@ class ReplicaAverager:
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned, as a view has to be
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        flat = _flatten_dense_tensors(tensors)
+        flat = torch.cat([each.reshape(-1) for each in tensors])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self._sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
         mean = self._collectives.all_reduce(flat / self._collectives.ranks)
@@ -244,5 +243,5 @@ def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _write(mean: Tensor, tensors: list[Tensor]) -> None:
-    for tensor, piece in zip(tensors, _unflatten_dense_tensors(mean, tensors)):
-        tensor.copy_(piece)
+    for tensor, piece in zip(tensors, mean.split([each.numel() for each in tensors])):
+        tensor.copy_(piece.view_as(tensor))

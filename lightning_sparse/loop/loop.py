@@ -1,13 +1,12 @@
 """The loop: what a training does around an exchange, the same behind the Trainer, Fabric and a loop of one's own."""
 
-import sys
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import is_
-from types import FrameType
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -504,8 +503,7 @@ def warn_user(message: str) -> None:
     """Warn, on one rank, at the line of the user's own that has led here, whichever packages lie between."""
     if dist.get_rank() != 0:
         return
-    frame: Optional[FrameType] = sys._getframe(1)
-    level = 2
+    frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

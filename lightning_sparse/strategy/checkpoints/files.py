@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from typing_extensions import override
 
@@ -95,8 +96,9 @@ def synchronous(checkpoint_io: CheckpointIO) -> CheckpointIO:
 def _local(path: PathLike) -> Optional[str]:
     """Return where a path lies in the local file system; ``None`` if it lies elsewhere."""
     with suppress(ValueError, ImportError):  # a protocol that only the user's own plugin knows
-        if isinstance(get_filesystem(path), LocalFileSystem):
-            return str(LocalFileSystem._strip_protocol(str(path)))
+        filesystem, stripped = url_to_fs(str(path))
+        if isinstance(filesystem, LocalFileSystem):
+            return str(stripped)
     return None
 
 
