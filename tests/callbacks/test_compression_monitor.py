@@ -293,33 +293,6 @@ class LongValidation(Small):
         return DataLoader(Rows(32), batch_size=4)
 
 
-class Slow(Small):
-    """A model whose batches take a while."""
-
-    def training_step(self, batch, batch_index):
-        time.sleep(0.1)
-        return super().training_step(batch, batch_index)
-
-
-class Exposing(Callback):
-    """Have each exchange wait."""
-
-    def on_before_backward(self, trainer, *arguments):
-        if trainer.fit_loop.batch_idx % 4 == 3:
-            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.2))
-
-
-def test_batches_before_a_validation_in_the_midst_of_a_step_count_as_training(pair):
-    often = {"val_check_interval": 1, "limit_val_batches": 1, "accumulate_grad_batches": 4, "limit_train_batches": 8}
-    for share in pair.run(partial(exposed_share, module=Slow, callbacks=[Exposing()], **often)):
-        assert 0.1 < share < 0.3  # 0.2 s, of 1 s; the first step's exchange begins late enough to wait for nothing
-
-
-def exposed_share(rank, module, **arguments):
-    trainer = run_fit(rank, SparseDDPStrategy(density=0.05, schedule="single"), module(), **arguments)
-    return trainer.strategy.compression_stats()["exposed_share"]
-
-
 def test_validation_does_not_count_as_training(fitted, tmp_path):
     fitted(module=LongValidation, num_sanity_val_steps=0, max_epochs=2)
     assert all(float(row["sparse/step_seconds"]) < 0.3 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])

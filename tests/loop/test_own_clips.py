@@ -74,45 +74,25 @@ def each_clipped(ddp, handle):
         nn.utils.clip_grad_value_(parameter, 1.0)
 
 
-def anew(ddp, handle):
-    for parameter in ddp.parameters():
-        parameter.grad = parameter.grad * 0.5
-
-
-def those_of_sgd_clipped(ddp, handle):
-    nn.utils.clip_grad_norm_(ddp.module.matrix, 1.0)
-
-
 def clipped_by_handle(ddp, handle):
-    for optimizer in handle.optimizers:
-        handle.clip(norm=1.0, optimizer=optimizer)
+    handle.clip(norm=1.0)
 
 
-def train(rank, change, has_sgd=False, has_scaler=False, has_closure=False, **ddp_arguments):
+def train(rank, change, has_scaler=False, **ddp_arguments):
     """Train with AdamW, two backwards for a step, and ``change`` gradients; return how many warnings there were."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Edges().to(DEVICE), bucket_cap_mb=100, **ddp_arguments)  # one bucket for all
-    given = [each for each in ddp.parameters() if not (has_sgd and each is ddp.module.matrix)]
-    optimizers = [torch.optim.AdamW(given, lr=1e-3)]
-    optimizers += [torch.optim.SGD([ddp.module.matrix], lr=1e-3)] * has_sgd
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0, enabled=has_scaler)
-    with noting_warnings() as told, sparsify(ddp, optimizers, scaler=scaler, **SETTINGS) as handle:
-
-        def backpropagate(step):
+    with noting_warnings() as told, sparsify(ddp, optimizer, scaler=scaler, **SETTINGS) as handle:
+        for step in range(DENSE + 4):
             ddp.zero_grad(set_to_none=False)
             with nullcontext() if ddp.static_graph else ddp.no_sync():  # which DDP has no way for there
                 scaler.scale(ddp(batch(rank, step))).backward()
             scaler.scale(ddp(batch(rank, step + 100))).backward()
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)
             change(ddp, handle)
-
-        for step in range(DENSE + 4):
-            closure = partial(backpropagate, step)
-            if not has_closure:
-                closure()
-            for optimizer in optimizers:
-                optimizer.step(closure) if has_closure else scaler.step(optimizer)
+            scaler.step(optimizer)
             scaler.update()
     return len(told)
 
@@ -120,23 +100,13 @@ def train(rank, change, has_sgd=False, has_scaler=False, has_closure=False, **dd
 HERE = {
     "all": (all_clipped, {}),
     "one by one": (each_clipped, {}),
-    "other tensors": (anew, {}),
-    "in a closure": (all_clipped, {"has_closure": True}),
     "after unscaling": (all_clipped, {"has_scaler": True}),
-    "views of a bucket": (all_clipped, {"gradient_as_bucket_view": True}),
     "views of a bucket after unscaling": (all_clipped, {"gradient_as_bucket_view": True, "has_scaler": True}),
     "a static graph": (each_clipped, {"static_graph": True}),
 }
 NOWHERE = {
     "by us": (clipped_by_handle, {}),
     "by us after unscaling": (clipped_by_handle, {"has_scaler": True}),
-    "by us, of views": (clipped_by_handle, {"gradient_as_bucket_view": True, "has_sgd": True}),
-    "of SGD": (those_of_sgd_clipped, {"has_sgd": True}),
-    "of SGD, in the bucket of AdamW": (those_of_sgd_clipped, {"gradient_as_bucket_view": True, "has_sgd": True}),
-    "of SGD after unscaling": (
-        those_of_sgd_clipped,
-        {"gradient_as_bucket_view": True, "has_sgd": True, "has_scaler": True},
-    ),
     "a static graph": (clipped_by_handle, {"static_graph": True}),
 }
 
