@@ -151,7 +151,7 @@ def assert_replicas_are_one(answers):
     ids=["accumulated, clipped", "AdamW"],
 )
 def test_density_1_is_native_hsdp(pools, kind, trainer):
-    arguments = {**trainer, "limit_train_batches": 20 * trainer.get("accumulate_grad_batches", 1)}
+    arguments = {**trainer, "limit_train_batches": 8 * trainer.get("accumulate_grad_batches", 1)}
     dense = fits(pools[4], partial(Native, kind), None, **arguments)
     sparse = fits(pools[4], partial(Sharded, kind), {"compressor": "dense"}, **arguments)
     assert_replicas_are_one(sparse)

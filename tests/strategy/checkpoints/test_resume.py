@@ -53,20 +53,6 @@ class Heads(Numbered):
         return (self.heads[batch_index % 2](self.network(rows)) - rows).square().mean()
 
 
-class Edges(Numbered):
-    """Parameters without an element, without a dimension, and of one element."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.shift = nn.Parameter(torch.zeros(1))
-
-    def training_step(self, batch, batch_index):
-        rows = self.rows(batch_index)
-        return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
-
-
 class Thawing(Numbered):
     """A model of which a part is frozen in the first epoch, and when a training begins."""
 
@@ -97,10 +83,6 @@ EXACT = {
     "own buckets": (Numbered, {"compressor": "topk", "gradient_as_bucket_view": False}, IN_PAIRS),
     "a momentum that is scheduled": (OneCycle, {**DGC_, **LAYERS}, {}),
     "heads that take turns": (Heads, {"compressor": "exdyna", "density": 0.05, **LAYERS, **UNUSED}, IN_PAIRS),
-    **{
-        f"edges, {name}": (Edges, {"compressor": name, "density": DENSITY[name], **LAYERS}, IN_PAIRS)
-        for name in ("topk", "exdyna", "sdagc")
-    },
     "within a round, thawed": (Thawing, {**TOPK, "local_steps": 3}, {}),
     "within a round, before it thaws": (Thawing, {"compressor": "exdyna", "density": 0.05, "local_steps": 3}, {}),
 }
