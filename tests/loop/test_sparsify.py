@@ -275,27 +275,6 @@ def train_over_epochs(rank):
     return str(refusal.value), densities
 
 
-def train_without_epochs(rank):
-    """Return densities of a training that tells its length, and of one that is made longer when its warm-up is over."""
-    densities = []
-    settings = {"compressor": DGC(momentum=None), "density": 0.05, "warmup_epochs": None}
-    with sparsified("SGD", total_steps=20, **settings) as (ddp, optimizer, handle):
-        for step in range(4):
-            train(rank, ddp, [optimizer], [step])
-            densities.append(handle.stats()["density"])
-        state = handle.state_dict()
-    with sparsified("SGD", total_steps=2000, **settings) as (ddp, optimizer, handle):
-        handle.load_state_dict(state)
-        train(rank, ddp, [optimizer], [4])
-        return [*densities, handle.stats()["density"]]
-
-
-def test_a_default_warm_up_is_a_tenth_of_a_length_that_is_told(pair):
-    first, second, *rest = pair.run(train_without_epochs)[0]
-    assert first > second > rest[0]
-    assert rest == rest[:1] * 3
-
-
 def test_the_density_falls_over_epochs_that_are_told(pair):
     for message, densities in pair.run(train_over_epochs):
         assert "warmup_epochs=2" in message
