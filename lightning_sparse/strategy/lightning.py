@@ -1,7 +1,7 @@
 """The Lightning of this process: of ``pytorch_lightning`` and ``lightning.pytorch``, the one that was imported first.
 
 They are the same code, but each has classes of its own. All of ours take Lightning's names from here; the choice falls
-when the first of them is imported. Type checkers take it for ``pytorch_lightning``.
+when this package is imported. Type checkers take it for ``pytorch_lightning``.
 """
 # All that is imported here is so for other files.
 # ruff: noqa: F401
@@ -17,6 +17,7 @@ NAME = "lightning.pytorch" if _FIRST.startswith("lightning.") else "pytorch_ligh
 
 if TYPE_CHECKING or NAME == "pytorch_lightning":
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning_fabric.strategies import STRATEGY_REGISTRY
     from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning_fabric.utilities.cloud_io import get_filesystem
     from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -32,6 +33,7 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.exceptions import MisconfigurationException
