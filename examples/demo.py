@@ -15,24 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse.cli.plan.forecast import FP32_BYTES, Candidate, forecast
-from lightning_sparse.engine.settings import Settings
-from lightning_sparse.schedule.network import Network
-
 _TRAIN_IMAGE = Path(__file__).with_name("train_image.py")
 _DENSITY = 0.01
-_WAYS = {
-    "ddp": Candidate("ddp"),
-    "sparse_lags": Candidate("sparse_lags", _DENSITY, Settings.of("lags", _DENSITY, optimizer_correction=None)),
-}
+_WAYS = ("ddp", "sparse_lags")
 _PROCESSES = 2
-_NETWORKS = {"1 Gbit/s": Network(1e9, 1e-4, _PROCESSES), "100 Mbit/s": Network(1e8, 1e-4, _PROCESSES)}
-_COMPUTE_SECONDS = 0.005  # of a step without exchange: assumed, near what this network takes on a processor
-_FORECAST = """
-A forecast, not a measurement: a step between two machines whose link has this rate, by the formula of
-`lightning-sparse plan`, if it computes for {:.0f} ms:
-
-{}"""
 
 
 def train(strategy: str) -> dict[str, Any]:
@@ -85,20 +71,11 @@ def measured(outcomes: list[dict[str, Any]]) -> str:
     return table(header, lines)
 
 
-def expected(elements: int) -> str:
-    """Return the milliseconds of a step by formula, as a table."""
-    steps = [forecast(elements, _COMPUTE_SECONDS, network, _WAYS.values()) for network in _NETWORKS.values()]
-    lines = [(each[0].name, *(f"{1e3 * row.step_seconds:.1f} ms" for row in each)) for each in zip(*steps)]
-    return table(("a step over", *_NETWORKS), lines)
-
-
 def main() -> None:
-    """Train, and print what was measured, and what it would be worth on slow networks."""
+    """Train, and print what was measured."""
     outcomes = [train(strategy) for strategy in _WAYS]
-    elements = round(outcomes[0]["dense_bytes"] / FP32_BYTES * _PROCESSES / (2 * (_PROCESSES - 1)))
     log_dirs = [outcome["log_dir"] for outcome in outcomes]
     print(f"\nMeasured here, on handwritten digits:\n\n{measured(outcomes)}")
-    print(_FORECAST.format(1e3 * _COMPUTE_SECONDS, expected(elements)))
     print(f"\nCurves: tensorboard --logdir {os.path.commonpath(log_dirs)}")
 
 

@@ -7,6 +7,7 @@ Kind = TypeVar("Kind", bound=type[Any])
 # A strategy's name, a command, an attribute, an argument of an entry point, or "Class.argument" of a class.
 REMOVED: dict[str, str] = {
     "RequeueAtStepEnd": "the strategy requeues by itself: leave the callback out",
+    "plan": "use lightning-sparse estimate instead",
     "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
@@ -27,7 +28,7 @@ def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError)
 
 def refusing(kind: Kind) -> Kind:
     """Let a class refuse its arguments that are gone, instead of Python, which has no alternative to tell."""
-    build = kind.__init__  # of this class, not of its subclasses
+    build = kind.__init__
 
     @wraps(build)
     def checked(self: Any, *given: Any, **named: Any) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from pytorch_lightning.cli import LightningCLI
 
-from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.engine.refusals import takes_wire
 from tests.helpers.trainers import accelerator, expect
@@ -42,12 +42,12 @@ def stacks(system):
     return [(), *((path,) for path in alone), *together]
 
 
-class FitCLI(SparseCLI):
+class FitCLI(LightningCLI):
     """The command line with one command: to build the parsers of all takes longer than to fit."""
 
     @staticmethod
     def subcommands():
-        return {"fit": SparseCLI.subcommands()["fit"]}
+        return {"fit": LightningCLI.subcommands()["fit"]}
 
 
 def fit_stacks(rank, stacks):

@@ -27,6 +27,7 @@ ENTRIES = {
 }
 # What users may have written, and part of the answer: {"argument": (lambda: sparsify(..., gone=1), "use density")}.
 GONE = {
+    "plan": (lambda: main(["plan", "--r=3"]), "estimate"),
     "sparse=True": (lambda: sparsify(torch.nn.Embedding(4, 2, sparse=True), OPTIMIZER), "sparse=False"),
     "SparseAdam": (lambda: sparsify(MODEL, torch.optim.SparseAdam(MODEL.parameters())), "SparseAdam.*Adam"),
     "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),

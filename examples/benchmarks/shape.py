@@ -1,20 +1,20 @@
 """What a link looks like: how rates and delays are written, and what follows from them."""
 
-from lightning_sparse.schedule.network import parse_bandwidth, parse_latency
+from lightning_sparse.cli.estimate import read_rate, read_seconds
 
 
 def parse_rate(rate: str) -> int:
     """Return bits per second.
 
     Raises:
-        ValueError: unless ``rate`` is a number above zero with ``kbit``, ``mbit`` or ``gbit``.
+        ValueError: unless ``rate`` is a number above zero with a unit such as ``mbit`` or ``gbit``.
 
     Example::
 
         >>> parse_rate("2.5gbit")
         2500000000
     """
-    return round(parse_bandwidth(rate, "rate"))
+    return round(read_rate(rate, "rate"))
 
 
 def parse_delay(delay: str) -> int:
@@ -28,7 +28,7 @@ def parse_delay(delay: str) -> int:
         >>> parse_delay("0.5ms")
         500
     """
-    return round(parse_latency(delay, "delay") * 1e6)
+    return round(read_seconds(delay, "delay") * 1e6)
 
 
 def slower_rate(rate: str, slower: float) -> str:

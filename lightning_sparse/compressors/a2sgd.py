@@ -45,7 +45,6 @@ class A2SGD(Compressor):
     wire_format: ClassVar[str] = "local"
     replicas_diverge: ClassVar[bool] = True
     feedback = ErrorFeedback(keeps_residual=False)
-    agreement_nbytes: ClassVar[int] = 8  # two numbers in fp32
 
     def __init__(self, param_sync_every: Optional[int] = 50) -> None:
         if param_sync_every is not None:

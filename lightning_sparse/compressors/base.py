@@ -144,7 +144,6 @@ class Compressor(ABC):
         feedback: what is asked of the memory.
         adapts_density: whether a plan may raise parameters' densities where that costs no time; only for a method with
             a ``dense_wire_format`` that takes each density as it comes.
-        agreement_nbytes: bytes that :meth:`finish_step` gathers from each rank in an ordinary step.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -160,7 +159,6 @@ class Compressor(ABC):
     param_sync_every: Optional[int] = None
     feedback: ErrorFeedback = ErrorFeedback()
     adapts_density: bool = False
-    agreement_nbytes: ClassVar[int] = 0
 
     def begin(self, layout: ModelLayout) -> None:
         """Start anew with a model: check settings that name parameters, forget all state.

@@ -9,7 +9,7 @@ from lightning_sparse.compressors import COMPRESSORS, TopK
 from lightning_sparse.strategy.names import systems
 from tests.helpers.trainers import run_fit, weights
 
-WITH_SETTINGS = ("auto", "diloco", "muloco", "loco")  # sparse_<name> is more than a compressor
+WITH_SETTINGS = ("auto", "diloco", "loco")  # sparse_<name> is more than a compressor
 LAUNCHES = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 

@@ -1,0 +1,115 @@
+"""The command ``lightning-sparse estimate``: WILL IT PAY? Works out r and what to take, and runs nothing."""
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_sparse.loop.summary import in_bytes
+from lightning_sparse.schedule.network import dense_bytes
+
+# docs/which-strategy.md says from which measured rows these come; its table is held to them.
+LOCAL_STEPS = "local steps"
+BANDS = (  # r below which a strategy is recommended, and why
+    (0.3, "ddp", "there is little to win, and DDP delays no gradient"),
+    (1.0, "sparse_auto", "it times both, and keeps the faster"),
+    (20.0, "sparse_lags", "the network is the bottleneck"),
+    (math.inf, LOCAL_STEPS, "compressed gradients would be exposed, too; see sparse_diloco and sparse_loco"),
+)
+FAR = 0.2  # round trip / step from which on local steps are recommended in place of sparse_lags
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # of a compressed step over the model's fp32 bytes, as docs/estimate.md says
+_BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+
+
+class Estimate(NamedTuple):
+    """A step of DDP: seconds of its exchange, nothing of it hidden, and without it; of a message one way."""
+
+    exchange_seconds: float
+    compute_seconds: float
+    latency: float = 0.0
+
+    @property
+    def r(self) -> float:
+        """The number that decides."""
+        return self.exchange_seconds / self.compute_seconds
+
+    @property
+    def strategy(self) -> str:
+        """The strategy, or ``"local steps"``.
+
+        >>> [Estimate(r, 1.0).strategy for r in (0.1, 0.5, 3, 30)]
+        ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']
+        """
+        strategy = next(strategy for below, strategy, _ in BANDS if self.r < below)
+        is_far = 2 * self.latency >= FAR * self.compute_seconds
+        return LOCAL_STEPS if strategy == "sparse_lags" and is_far else strategy
+
+    @property
+    def local_steps(self) -> int:
+        """Local steps that leave exchanges of whole changes 5 % of the time, 500 at most."""
+        return min(500, max(1, math.ceil(self.r / 0.05)))
+
+    def __str__(self) -> str:
+        reason = next(reason for _, strategy, reason in BANDS if strategy == self.strategy)
+        rounds = f", for whole changes with local_steps={self.local_steps}" if self.strategy == LOCAL_STEPS else ""
+        return f"Take {self.strategy}{rounds}: {reason}."
+
+
+def estimate(args: Sequence[str]) -> None:
+    """Run the command on what follows the word ``estimate``; status 2 and a message where it makes no sense."""
+    parser = argparse.ArgumentParser("lightning-sparse estimate", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--parameters", required=True, help="that are trained, with fp32 gradients, such as 124M, 1.5B")
+    add("--compute", required=True, help="of a step without communication, such as 120ms: one on one device")
+    add("--bandwidth", required=True, help="of each machine's link, such as 100Mbps, 25Gb/s; plain: bits per second")
+    add("--workers", required=True, type=int, help="processes that exchange gradients, at least 2")
+    add("--latency", default="100us", help="of a message one way, such as 100us (Ethernet; if left out), 10ms (sites)")
+    add("--memory-bandwidth", type=float, default=1000.0, help="of a GPU, in GB/s, %(default)s if left out")
+    add("--optimizer", choices=PASSES, default="adamw", help="%(default)s if left out")
+    try:
+        print(_estimated(parser.parse_args(args)))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _estimated(options: argparse.Namespace) -> str:
+    workers, memory = options.workers, options.memory_bandwidth
+    if workers < 2 or not memory > 0:
+        raise ValueError(f"--workers {workers} must be at least 2, --memory-bandwidth {memory} above zero")
+    elements = read("parameters", options.parameters, _COUNTS, "124M")
+    compute = read("compute", options.compute, _SECONDS, "120ms")
+    rate, latency = read_rate(options.bandwidth), read_seconds(options.latency)
+    exchange = dense_bytes(elements, workers) * 8 / rate + 2 * (workers - 1) * latency
+    found, passes, size = Estimate(exchange, compute, latency), PASSES[options.optimizer], in_bytes(4 * elements)
+    return (
+        f"r = {found.r:.3g}: seconds of DDP's exchange / seconds of a step without it\n"
+        f"  exchange  {exchange:.3g} s  2 ({workers} - 1) / {workers} x {size} of gradients / {rate / 1e9:.4g} Gbit/s"
+        f" + 2 ({workers} - 1) x {latency * 1e3:.4g} ms\n  compute   {compute:.3g} s\n"
+        f"  GPU       {passes * 4e-9 * elements / memory:.3g} s  that compression adds to a step:"
+        f" {passes:g} passes ({options.optimizer}) x {size} / {memory:g} GB/s of memory\n{found}"
+    )
+
+
+def read_rate(text: str, noun: str = "bandwidth") -> float:
+    """Return bits per second of a text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``; a capital B would be bytes."""
+    bits = read(noun, re.sub(r"([kmgKMG])(?:[bB]it|b)(?:/s|ps)?$", r"\1", text), _BITS, "1gbit")
+    if bits < 1e3:
+        raise ValueError(f"{noun}={text!r} must be 1000 bits per second or more, such as '1gbit', '25Gb/s' or '1e9'")
+    return bits
+
+
+def read_seconds(text: str, noun: str = "latency") -> float:
+    """Return seconds of a text such as ``"100us"``; ``"0"`` needs no unit."""
+    return 0.0 if text == "0" else read(noun, text, _SECONDS, "100us")
+
+
+def read(noun: str, text: str, units: dict[str, float], example: str) -> float:
+    """Return the number that a text with one of some units stands for; it must be above zero."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d+)?)({'|'.join(units)})", text.lower())
+    number = 0.0 if match is None else float(match[1]) * units[match[2]]
+    if not number:
+        raise ValueError(f"{noun}={text!r} must be above zero, with one of {', '.join(units)}, such as {example!r}")
+    return number
