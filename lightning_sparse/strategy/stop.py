@@ -82,7 +82,12 @@ class GracefulStop(Callback):
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+        remove_callback(trainer, self)
+
+
+def remove_callback(trainer: Any, callback: Callback) -> None:
+    """Remove a callback from those that the Trainer has now: searches and users replace their list."""
+    trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
 
 
 def _end_if(any_received: float, trainer: Trainer) -> None:

@@ -39,7 +39,7 @@ from lightning_sparse.strategy.lightning import (
     Trainer,
     _WrappingCheckpointIO,
 )
-from lightning_sparse.strategy.stop import GracefulStop
+from lightning_sparse.strategy.stop import GracefulStop, remove_callback
 
 _MODEL = "model"  # the name of the one that there is, in checkpoints
 
@@ -165,9 +165,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _put_first(self, trainer: Any, callback: FirstCallback) -> None:
         """Have a callback of ours come before all others."""
-        callbacks, self._first = trainer.callbacks, callback
-        callbacks.insert(0, callback)
-        self._replaced.callback(callbacks.remove, callback)
+        self._first = callback
+        trainer.callbacks.insert(0, callback)
+        self._replaced.callback(remove_callback, trainer, callback)
         self._replaced.callback(setattr, self, "_first", None)
 
     def _begin_steps(self) -> None:

@@ -120,6 +120,7 @@ OF_THIS_RANK = [
 def meanings(rank, errors):
     """Raise errors in an exchange; return what is raised for each, by name of its type and its message."""
     collectives, found = Collectives([0, 1], DEVICE, timedelta(seconds=9)), []
+    collectives.all_gather(torch.zeros(1, device=DEVICE))  # neither closes while the other still connects
     for error in errors:
         try:
             with collectives.telling_of("a gradient"):

@@ -529,6 +529,7 @@ def test_it_imports_no_lightning(interpreter, tmp_path):
     result = interpreter.run(tmp_path / "script.py")
     assert result.returncode == 0, result.stderr
 
+
 @pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "plain-loop.md", tmp_path)

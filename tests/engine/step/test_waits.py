@@ -154,4 +154,4 @@ def test_second_moments_learn_from_mean_gradients_without_a_wait():
 
 def test_a_round_waits_for_what_ranks_have_told_each_other():
     seen = waits_of(Way({"local_steps": LocalSteps(2)}))
-    assert sum(seen, Counter()) == Counter({"engine/meeting.py:tell": 1})
+    assert sum(seen, Counter()) == Counter({"engine/local_steps.py:_meet": 1})
