@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Optional, TypedDict, Union
 
@@ -57,7 +57,7 @@ class LocalSteps:
     outer_momentum: float = 0.0
     nesterov: bool = False
     residual_decay: float = 1.0
-    synchronous_steps: int = 0
+    synchronous_steps: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check."""
