@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import GroupMember
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn import Module, Parameter, functional
 from typing_extensions import Self
 
@@ -241,7 +240,8 @@ def align(module: Module, known: Iterable[str] = ()) -> None:
     """Copy parameters and buffers from rank 0, in place, but those known; raise where ranks have other shapes."""
     group, left_out = _default_group(), ignored_by(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
-    _verify_param_shape_across_processes(group, parameters)
+    if len(set(map(str, gather_together([list(each.shape) for each in parameters])))) > 1:
+        raise RuntimeError("ranks have models whose parameters differ in number or shape: build one model on all ranks")
     buffers = (each for name, each in module.named_buffers() if name not in left_out)
     copy_from_first([*parameters, *buffers], group)
 

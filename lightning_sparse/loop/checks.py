@@ -25,7 +25,7 @@ from lightning_sparse.engine.step.exchange import SPARSE_LAYOUT, SilentReducer
 from lightning_sparse.engine.step.shards import cut_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.optimizers import chain_of, handled, listed
+from lightning_sparse.loop.optimizers import calls_hooks, chain_of, handled, listed
 from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
@@ -215,7 +215,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         if trained.isdisjoint(handled(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build it from model.parameters()")
         check_optimizers(settings, [optimizer])
-        if counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        if counts_steps and not calls_hooks(optimizer):
             raise ValueError(
                 f"{given} calls no hooks, by which steps are counted for local_steps and schedule='auto': call"
                 " super().__init__() of torch.optim.Optimizer in its own"

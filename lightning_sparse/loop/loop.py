@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.amp import GradScaler
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
@@ -32,6 +34,7 @@ from lightning_sparse.loop.optimizers import (
     TrainedParameters,
     all_handled,
     before_step_of_training,
+    calls_hooks,
     can_correct,
     chain_of,
     handled,
@@ -223,7 +226,7 @@ class Training:
         feedback, optimizers = self.settings.feedback, self.optimizers
         look = before_step_of_training(self._before_step)
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
-        hooks = [each.register_step_pre_hook(look) for each in stepping if hasattr(each, "_optimizer_step_pre_hooks")]
+        hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
         self.engine.arrived.handled = partial(all_handled, optimizers)
         if self.engine.rounds is not None:
@@ -493,9 +496,10 @@ def _unscaling_changes(scaler: Any, device: torch.device) -> int:
     """Return how many changes of a gradient torch counts where a scaler unscales it; devices differ."""
     if scaler is None or not scaler.is_enabled():
         return 0
-    # In the one type that torch takes, whatever the default type.
-    gradient, factor, found = (torch.full((1,), each, dtype=torch.float32, device=device) for each in (1.0, 1.0, 0.0))
-    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
+    probe, parameter = GradScaler(device.type), Parameter(torch.zeros(1, dtype=torch.float32, device=device))
+    probe.scale(parameter.detach())  # it makes its scale at the first loss
+    gradient = parameter.grad = torch.ones_like(parameter)
+    probe.unscale_(SGD([parameter]))
     return gradient._version
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -196,8 +196,7 @@ class CountedSteps:
         self.handles: list[Any] = []  # that are removed at the end
         for optimizer in optimizers:
             for each in chain_of(optimizer):
-                # Torch's all have hooks; wrappers of other packages may not.
-                if hasattr(each, "_optimizer_step_post_hooks"):
+                if calls_hooks(each):
                     self.handles.append(each.register_step_pre_hook(self._before))
                     self.handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
 
@@ -381,7 +380,7 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
             continue
         if is_adaptive(optimizer):
             warn(warning_for(optimizer))
-        elif hasattr(inside := chain_of(optimizer)[-1], "_optimizer_step_post_hooks"):
+        elif calls_hooks(inside := chain_of(optimizer)[-1]):
             hooks.append(_warn_after_step(optimizer, inside, warn))
     return hooks
 
@@ -403,6 +402,14 @@ def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:
     """Return whether an optimizer keeps an average of squares; ``None`` before it keeps anything."""
     kept = {key for state in chain_of(optimizer)[-1].state.values() if isinstance(state, dict) for key in state}
     return None if not kept else not _SECOND_MOMENTS.isdisjoint(kept)
+
+
+def calls_hooks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer calls hooks around its steps, as torch's do; wrappers of other packages may not."""
+    with suppress(AttributeError):
+        optimizer.register_step_post_hook(lambda *step: None).remove()
+        return True
+    return False
 
 
 def chain_of(optimizer: Any) -> list[Any]:

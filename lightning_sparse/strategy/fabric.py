@@ -94,7 +94,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
         check_rounds(self.settings.local_steps, module)
-        ddp = wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        ddp = wrap(module, device_ids, self._ddp_kwargs)
         self._expect(ddp)
         return ddp
 

@@ -30,6 +30,7 @@ from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
     CURE,
+    AsyncCheckpointIO,
     CheckpointIO,
     DDPStrategy,
     GradClipAlgorithmType,
@@ -37,7 +38,6 @@ from lightning_sparse.strategy.lightning import (
     MisconfigurationException,
     ParallelStrategy,
     Trainer,
-    _WrappingCheckpointIO,
 )
 from lightning_sparse.strategy.stop import GracefulStop, remove_callback
 
@@ -63,7 +63,7 @@ class SparseBase:
         """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, AsyncCheckpointIO):
             self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which it takes if it was given none
         return self._checkpoint_io
 
