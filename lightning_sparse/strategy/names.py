@@ -13,7 +13,7 @@ from lightning_sparse.strategy.sharded import SparseModelParallelStrategy
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 # What may stand behind a name, as behind "ddp", and the arguments that it stands for.
-_VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     f"{way}{looks}": {"start_method": method, **more}
     for looks, more in {"": {}, "_find_unused_parameters_true": {"find_unused_parameters": True}}.items()
     for way, method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items()
@@ -106,5 +106,5 @@ def _system_of(compressor: str) -> System:
 def _register(systems: Iterable[System]) -> None:
     for registry, whole in _REGISTRIES:
         for name, description, arguments in systems:
-            for suffix, more in _VARIANTS.items():
+            for suffix, more in VARIANTS.items():
                 registry.register(name + suffix, whole, description, override=True, **arguments, **more)

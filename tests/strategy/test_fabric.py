@@ -13,7 +13,7 @@ from lightning_fabric.plugins import MixedPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseFabricStrategy
-from lightning_sparse.strategy.names import systems
+from lightning_sparse.strategy.names import VARIANTS, systems
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.commands import train_as_on_page
@@ -264,10 +264,10 @@ def test_an_epoch_is_checked_before_there_is_a_model():
 
 def test_every_name_of_the_trainer_is_known():
     for system in systems():
-        for name, arguments in system.variants().items():
-            entry = STRATEGY_REGISTRY[name]
+        for suffix, more in VARIANTS.items():
+            entry = STRATEGY_REGISTRY[system.name + suffix]
             assert entry["strategy"] is SparseFabricStrategy
-            assert (entry["description"], entry["init_params"]) == (system.description, arguments)
+            assert (entry["description"], entry["init_params"]) == (system.description, {**system.arguments, **more})
     fabric = Fabric(strategy="sparse_lags_find_unused_parameters_true", accelerator="cpu", devices=2)
     assert isinstance(fabric.strategy, SparseFabricStrategy)
     with pytest.raises(ValueError, match="lets replicas drift apart"):
