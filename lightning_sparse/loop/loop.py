@@ -12,9 +12,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
@@ -496,10 +494,9 @@ def _unscaling_changes(scaler: Any, device: torch.device) -> int:
     """Return how many changes of a gradient torch counts where a scaler unscales it; devices differ."""
     if scaler is None or not scaler.is_enabled():
         return 0
-    probe, parameter = GradScaler(device.type), Parameter(torch.zeros(1, dtype=torch.float32, device=device))
-    probe.scale(parameter.detach())  # it makes its scale at the first loss
-    gradient = parameter.grad = torch.ones_like(parameter)
-    probe.unscale_(SGD([parameter]))
+    # In the one type that torch takes, whatever the default type.
+    gradient, factor, found = (torch.full((1,), each, dtype=torch.float32, device=device) for each in (1.0, 1.0, 0.0))
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
     return gradient._version
 
 

@@ -504,32 +504,6 @@ def test_states_of_others_are_refused(pair):
     pair.run(refused_states)
 
 
-WITHOUT_LIGHTNING = """
-import sys
-
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-import lightning_sparse
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
-with lightning_sparse.sparsify(ddp, torch.optim.AdamW(ddp.parameters()), "lags", density=0.1):
-    ddp(torch.ones(2)).sum().backward()
-names = {name.partition(".")[0] for name in sys.modules}
-assert names.isdisjoint({"lightning", "pytorch_lightning", "lightning_fabric"}), names
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.exhaustive
-def test_it_imports_no_lightning(interpreter, tmp_path):
-    (tmp_path / "script.py").write_text(WITHOUT_LIGHTNING)
-    result = interpreter.run(tmp_path / "script.py")
-    assert result.returncode == 0, result.stderr
-
-
 @pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "plain-loop.md", tmp_path)

@@ -93,7 +93,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, wor
     scalars = EventAccumulator(str(written)).Reload()
     assert scalars.Scalars("accuracy")[-1].value > 0.9
     sent, whole = scalars.Scalars("sparse/total_wire_bytes")[-1], scalars.Scalars("sparse/dense_bytes")[-1]
-    assert 0 < sent.value < sent.step * whole.value / 9  # in one step of ten
+    assert 0 < sent.value < sent.step * whole.value / 8  # in one step of ten, and at each validation
 
 
 @pytest.mark.exhaustive

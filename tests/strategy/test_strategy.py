@@ -383,18 +383,16 @@ trainer = Trainer(strategy="sparse_lags_notebook", accelerator="cpu", devices=2,
 trainer.fit(Small())
 assert trainer.strategy.engine is None
 trainer.save_checkpoint("fitted.ckpt")
-print(trainer.strategy.compression_stats()["density"], len(trainer.strategy.exchange_plan().groups))
+assert trainer.strategy.compression_stats() == {}
+assert trainer.strategy.exchange_plan() is None
 """
 
 
 @pytest.mark.exhaustive
-def test_what_forked_processes_have_to_tell_is_there_after_fit(interpreter, tmp_path):
+def test_weights_of_forked_processes_are_there_after_fit_but_no_statistics(interpreter, tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     done = interpreter.run(tmp_path / "notebook.py")
     assert done.returncode == 0, done.stderr
-    density, groups = done.stdout.split()
-    assert 0 < float(density) < 0.02
-    assert int(groups) > 0
     saved = torch.load(tmp_path / "fitted.ckpt", weights_only=True)["state_dict"]
     assert not torch.equal(saved["network.0.weight"], Small().network[0].weight)
 
