@@ -53,7 +53,7 @@ class Watching(Callback):
         self._plan = strategy.exchange_plan()
         if step % max(100, STEPS // OFTEN) == 0:
             strategy.engine.worker.drain()
-            strategy.engine.planner.expect_others()
+            strategy.engine.planner._order = ()
         if step in (STEPS // 10, STEPS // 2, STEPS):
             for logger in trainer.loggers:
                 logger.save()  # TensorBoard's thread opens its file anew for everything it writes

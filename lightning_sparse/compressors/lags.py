@@ -27,7 +27,7 @@ class LAGS(TopK):
         adapts_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
             and never less than the strategy's density or its warm-up's, whose inverse is ``c_u`` of the paper. What
             hides is measured in the first steps, so two runs no longer give the same bits: off by default. Needs
-            ``schedule="merged"``; see :func:`~lightning_sparse.schedule.hiding.hidden_densities`.
+            ``schedule="merged"``; see :func:`~lightning_sparse.schedule.costs.hidden_densities`.
 
     Raises:
         ValueError: for an unknown ``error_feedback``, or a density outside ``(0, 1]``; at the start of training, for a

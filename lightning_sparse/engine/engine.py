@@ -120,7 +120,6 @@ class Engine(SharedOnCopy):
         layout = self._known.layout_of(trained)
         self.replicas.track(layout.names)
         self.worker.run(lambda: self._known.track(layout, self.memory))
-        self.planner.expect_others()
         self.source.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
@@ -151,7 +150,7 @@ class Engine(SharedOnCopy):
             return Planner()
         parts = (settings.schedule, self.levels.world.collectives, self.recorder, self._known.numels, self.densities)
         memory = proxy(self.memory)  # which does not wait for a collection, as a planner and its course do
-        adapts, overlaps = settings.adapts_density, settings.overlaps_backward
+        adapts, overlaps = settings.compressor.adapts_density, settings.overlaps_backward
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:

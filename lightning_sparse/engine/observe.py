@@ -158,8 +158,7 @@ class GroupMarks:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self.elements = 0
-        self.counts = 0  # elements that the density asked for, of parameters that are not sent whole
-        self.dense_elements = 0  # of parameters that are sent whole
+        self.counts = 0  # elements that the density asked for
         self.wire_bytes = 0.0
         self.spans: list[Span] = []  # in their order; exchanges are at the same time on all ranks
 
@@ -400,14 +399,12 @@ class Recorder:
         if isinstance(selection, FlatSelection):
             numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
         else:
-            numel = sent = sum(each.numel for each in selection)
-            asked = 0
+            numel = sent = asked = sum(each.numel for each in selection)
         self.current.elements += numel
         self.current.sent.append(sent)
         if self._group is not None:
             self._group.elements += numel
             self._group.counts += asked
-            self._group.dense_elements += 0 if asked else numel
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
         """Record that bytes leave this rank, maybe for others of its node."""

@@ -12,13 +12,11 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.densities import Densities
 from lightning_sparse.engine.observe import Clock, ExchangeRecord, Recorder
 from lightning_sparse.schedule import Merged, plan_groups
-from lightning_sparse.schedule.hiding import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities
-from lightning_sparse.schedule.plan import Grouping, Plan, best_of, first_groupings, partly_whole_groupings
+from lightning_sparse.schedule.costs import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities
+from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_groupings
 
 _ROUNDS = 2  # in which groupings take turns, so that whatever else the machine does hits all alike
-_CONTEST_ROUNDS = 4  # the best two are closer to each other
 _STEPS = 3  # of a turn
-_FOREIGN_STEPS = 2  # of a new exchange: the first agrees on an order, without overlap
 
 
 class StepSample(NamedTuple):
@@ -30,7 +28,7 @@ class StepSample(NamedTuple):
     total_seconds: float  # from the start of backward until then
 
 
-Samples = dict[Grouping, list[StepSample]]
+Samples = dict[Stops, list[StepSample]]
 Course = Generator[None, ExchangeRecord, None]
 
 
@@ -42,12 +40,12 @@ class Planner:
     def see_exchange(self, record: ExchangeRecord) -> None:
         """Look at an exchange that has ended; on every rank, between two steps."""
 
-    def expect_others(self) -> None:
-        """Expect other parameters, whose first gradients come in an order that means nothing."""
-
 
 class StepPlanner(Planner):
-    """Keep a schedule on the best plan known; with ``adapts_density`` a plan may send more than asked for."""
+    """Time groupings of the first steps and follow the fastest; anew where gradients come in another order.
+
+    With ``adapts_density`` the plan sends more than asked for of groups whose exchange hides behind backward.
+    """
 
     def __init__(
         self,
@@ -69,7 +67,6 @@ class StepPlanner(Planner):
         self._holds_groups = holds_groups  # whether all exchanges follow backward now
         self._log = log if collectives.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
-        self._foreign_steps = 0
         self._course: Course  # once an order is known
         schedule.reset()
 
@@ -80,107 +77,86 @@ class StepPlanner(Planner):
             return  # nothing was merged, or no step to come is like this one
         if order == self._order:
             self._course.send(record)
-        elif self._foreign_steps:
-            self._foreign_steps -= 1
         else:
             self._order, self._course = order, self._run()
             next(self._course)
 
-    @override
-    def expect_others(self) -> None:
-        self._order, self._foreign_steps = (), _FOREIGN_STEPS
-
     def _run(self) -> Course:
         """Live through the steps of one graph: each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
-        first = [Grouping((len(elements),))] if self._holds_groups() else first_groupings(elements)
-        seen = yield from self._try(first, _ROUNDS)
-        best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
-        contestants = [*self._optimum(elements, seen), best]
-        if self._adapts_density:
-            whole = yield from self._try(partly_whole_groupings(elements), 1)
-            densities = self._hidden_densities(best, seen, whole)
-            contestants += [Grouping(best.stops, densities)] if densities else []
-        contest = yield from self._try(contestants, _CONTEST_ROUNDS)
-        # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
-        seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
-        self._adopt(best_of({grouping: _seconds(steps) for grouping, steps in seen.items()}), seen)
+        seen = yield from self._time([(len(elements),)] if self._holds_groups() else equal_groupings(elements))
+        costs, ready = _learned(seen)
+        if costs is not None:
+            contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
+            # With what was seen before, or what was lucky then could lose now to none but that it is compared with.
+            seen |= {stops: [*seen.get(stops, ()), *steps] for stops, steps in contest.items()}
+        best = _fastest(seen)
+        densities = self._hidden_densities(best, costs, ready) if self._adapts_density and costs is not None else ()
+        self._adopt(best, densities, seen)
         while True:
             yield
 
-    def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, ExchangeRecord, Samples]:
+    def _time(self, groupings: Sequence[Stops]) -> Generator[None, ExchangeRecord, Samples]:
         """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
-        seen: dict[Grouping, list[ExchangeRecord]] = {grouping: [] for grouping in groupings}
+        seen: dict[Stops, list[ExchangeRecord]] = {stops: [] for stops in groupings}
         self._recorder.watches_gradients = True
-        for grouping, steps in list(seen.items()) * rounds:
-            self._group_as(grouping)
+        for stops, steps in list(seen.items()) * _ROUNDS:
+            self._group_as(stops)
             yield
             for _ in range(_STEPS):
                 steps.append((yield))
         self._recorder.watches_gradients = False
         records = list(chain.from_iterable(seen.values()))
         samples = iter(averaged(self._collectives, records, self._holds_groups()))
-        return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
+        return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
-    def _optimum(self, elements: Sequence[int], seen: Samples) -> list[Grouping]:
-        """Return the grouping that ends a step first by the costs seen, as OMGS-SGD asks; none if they tell nothing."""
-        costs, ready = _learned(seen)
-        if costs is None:
-            return []
+    def _optimum(self, elements: Sequence[int], costs: GroupCosts, ready: Sequence[float]) -> Stops:
+        """Return the grouping that ends a step first by the costs seen, as OMGS-SGD asks."""
         sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
         backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
         groups = plan_groups(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
-        return [Grouping(tuple(accumulate(map(len, groups))))]
+        return tuple(accumulate(map(len, groups)))
 
-    def _hidden_densities(self, grouping: Grouping, *seen: Samples) -> tuple[float, ...]:
-        """Return densities for a grouping's groups, as seen."""
-        names = self._groups(grouping)
-        costs, ready = _learned(*seen)
-        if costs is None:
-            return ()
+    def _hidden_densities(self, stops: Stops, costs: GroupCosts, ready: Sequence[float]) -> tuple[float, ...]:
         shapes = [
             GroupShape(
                 sum(self._numels[name] for name in group),
                 sum(self._densities.count(name, self._numels[name]) for name in group),
                 ready[stop - 1],
             )
-            for group, stop in zip(names, grouping.stops)
+            for group, stop in zip(self._groups(stops), stops)
         ]
         return tuple(min(density, self._densities.ceiling) for density in hidden_densities(costs, shapes))
 
-    def _adopt(self, grouping: Grouping, seen: Samples) -> None:
-        """Follow a plan from now on, and say so."""
-        steps = seen[grouping]
-        fastest: dict[int, float] = {}
+    def _adopt(self, stops: Stops, densities: tuple[float, ...], seen: Samples) -> None:
+        steps, fastest = seen[stops], dict[int, float]()
         for tried, samples in seen.items():
-            groups = len(tried.stops)
-            fastest[groups] = min(_seconds(samples), fastest.get(groups, math.inf))
-        self._group_as(grouping)
-        self.plan = Plan(
-            self._groups(grouping),
-            grouping.densities,
-            _seconds(steps),
-            median(sample.exposed_seconds for sample in steps),
-            tuple(sorted(fastest.items())),
-        )
+            fastest[len(tried)] = min(_seconds(samples), fastest.get(len(tried), math.inf))
+        self._group_as(stops, densities)
+        exposed = median(sample.exposed_seconds for sample in steps)
+        self.plan = Plan(self._groups(stops), densities, _seconds(steps), exposed, tuple(sorted(fastest.items())))
         self._log(str(self.plan))
 
-    def _group_as(self, grouping: Grouping) -> None:
-        self._schedule.end_groups_at(self._order[stop - 1] for stop in grouping.stops)
-        groups = zip(self._groups(grouping), grouping.densities)
+    def _group_as(self, stops: Stops, densities: Sequence[float] = ()) -> None:
+        self._schedule.end_groups_at(self._order[stop - 1] for stop in stops)
+        groups = zip(self._groups(stops), densities)
         self._densities.planned = {name: density for group, density in groups for name in group}
 
-    def _groups(self, grouping: Grouping) -> tuple[tuple[str, ...], ...]:
-        return tuple(self._order[start:stop] for start, stop in zip((0, *grouping.stops), grouping.stops))
+    def _groups(self, stops: Stops) -> tuple[tuple[str, ...], ...]:
+        return tuple(self._order[start:stop] for start, stop in pairwise((0, *stops)))
 
 
 def _seconds(samples: Sequence[StepSample]) -> float:
     return median(sample.total_seconds for sample in samples)
 
 
-def _learned(*seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
+def _fastest(seen: Samples) -> Stops:
+    return best_of({stops: _seconds(steps) for stops, steps in seen.items()})
+
+
+def _learned(seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
     """Return what groups take, and when gradients are ready: the same on all ranks, as the times are."""
-    samples = [sample for tried in seen for steps in tried.values() for sample in steps]
+    samples = list(chain.from_iterable(seen.values()))
     ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)
     return costs_of([group for sample in samples for group in sample.groups]), list(ready)[1:]
 
@@ -192,10 +168,7 @@ def averaged(collectives: Collectives, steps: Sequence[ExchangeRecord], holds_gr
     return [
         StepSample(
             tuple(islice(means, len(ready))),
-            tuple(
-                GroupSample(each.elements, each.counts, each.dense_elements, next(means), next(means))
-                for each in record.groups
-            ),
+            tuple(GroupSample(each.elements, each.counts, next(means), next(means)) for each in record.groups),
             next(means),
             next(means),
         )

@@ -61,7 +61,9 @@ GIVES = {
     "gather": Gift(lambda it: it.compressor.wire_format == "gather", "sends its selections in a way of its own"),
     "plan": Gift(lambda it: isinstance(it.schedule, Merged), "this schedule follows no plan", False),
     "exchange": Gift(lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` leaves steps to DDP", False),
-    "bound": Gift(lambda it: not it.adapts_density, "more than the density is sent where backward hides it", False),
+    "bound": Gift(
+        lambda it: not it.compressor.adapts_density, "more than the density is sent where backward hides it", False
+    ),
     "replicas": Gift(
         lambda it: not it.replicas_diverge,
         "replicas drift apart between two averages, as with `a2sgd` and `local_steps`",
@@ -95,7 +97,7 @@ FEATURES = {
         lambda value: isinstance(value, Auto),
     ),
     "local_steps=...": Feature(
-        ("one model", "gradient", "bound"),
+        ("one model", "gradient", "bound", "exchange"),
         "use `topk` or `dense`, or give the compressor `momentum=None` and `clip_norm=None`, with `schedule='merged'`"
         " and `adapts_density=False`",
         lambda value: value is not None,

@@ -22,7 +22,7 @@ from lightning_sparse.engine.refusals import lacking, refuse, unmet
 from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.removed import refuse_removed, refusing
-from lightning_sparse.schedule import SCHEDULES, Merged, Schedule
+from lightning_sparse.schedule import SCHEDULES, Schedule
 
 AUTO = "auto"
 
@@ -101,8 +101,8 @@ class Compression(TypedDict, total=False):
 
     Attributes:
         schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. None
-            of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may send more
-            than the density asks for, or leave steps to DDP.
+            of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may leave
+            steps to DDP.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
             send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual, but
             those of Adam's first steps, which the last two and ``"bfloat16"`` send in bfloat16.
@@ -224,12 +224,6 @@ class Settings:
     def replicas_diverge(self) -> bool:
         """Whether the replicas are different models between two steps."""
         return self.compressor.replicas_diverge or self.local_steps is not None
-
-    @property
-    def adapts_density(self) -> bool:
-        """Whether a plan may send more than the density asks for."""
-        by_schedule = isinstance(self.schedule, Merged) and self.schedule.adapts_density
-        return self.compressor.adapts_density or by_schedule
 
     @property
     def can_have_levels(self) -> bool:

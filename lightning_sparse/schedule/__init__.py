@@ -2,7 +2,7 @@
 
 from lightning_sparse.schedule.base import Auto, FixedSize, Layerwise, Merged, Schedule, Single
 from lightning_sparse.schedule.merging import plan_groups
-from lightning_sparse.schedule.plan import Grouping, Plan
+from lightning_sparse.schedule.plan import Plan
 
 SCHEDULES: dict[str, type[Schedule]] = {
     "auto": Auto,
@@ -15,7 +15,6 @@ __all__ = [
     "SCHEDULES",
     "Auto",
     "FixedSize",
-    "Grouping",
     "Layerwise",
     "Merged",
     "Plan",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, Optional
+from typing import Optional
 
 from typing_extensions import override
 
@@ -75,8 +75,6 @@ class Merged(Schedule):
     (:func:`plan_groups`) take turns, and the faster one is kept. Trials start again when the graph changes.
     """
 
-    adapts_density: ClassVar[bool] = False  # send more where that costs no time, whatever the compressor says
-
     def __init__(self) -> None:
         self.reset()
 
@@ -94,12 +92,9 @@ class Merged(Schedule):
 
 
 class Auto(Merged):
-    """Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.
+    """Exchange like :class:`Merged`, or leave everything to DDP, where that is faster.
 
-    Grouped like :class:`Merged`. A group that arrives earlier whole is sent whole; one with time to spare sends more
-    than the density asks for, never less. Real steps are then timed under the plan and under DDP, and DDP is kept
-    unless compression saves more than the error and what a delay is worth. It looks again after some time. What is
-    measured decides, so two runs do not give the same bits.
+    Real steps are timed under the plan and under DDP, and DDP is kept unless compression saves more than the error and
+    what a delay is worth. It looks again after some time. What is measured decides, so two runs do not give the same
+    bits.
     """
-
-    adapts_density: ClassVar[bool] = True

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors import LAGS
-from lightning_sparse.schedule.plan import Grouping, best_of
 from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,
     DENSITY,
@@ -21,7 +20,7 @@ from tests.helpers.sparse_ddp import (
 )
 
 LAYERS = 6
-STEPS = 68  # the trials take 30 steps, the contest 32
+STEPS = 60  # the trials take 40 steps, the contest 16
 
 
 def costly_message(sent):
@@ -119,9 +118,9 @@ def train_adaptively(rank, network, steps):
 @pytest.mark.exhaustive
 @pytest.mark.clock
 def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair):
-    for _ in range(3):  # on a busy machine, what costs nothing may be seen to cost something
+    for _ in range(3):  # on a busy machine one group may be seen to take no longer, and then nothing hides
         (first, plan, stats), (second, other_plan, other_stats) = pair.run(train_adaptively, costly_bytes, STEPS + 40)
-        if plan.densities:
+        if len(plan.densities) > 1:
             break
     assert plan.densities == other_plan.densities
     assert len(plan.densities) > 1
@@ -152,21 +151,3 @@ def test_no_compressor_notices_the_trials(pair, compressor):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     if compressor in AGREEING_NAMES:
         assert all(torch.equal(tensor, planned[1][0][name]) for name, tensor in planned[0][0].items())
-
-
-ONE, THREE, MORE = Grouping((6,)), Grouping((2, 4, 6)), Grouping((2, 6), (0.1, 0.01))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "best"),
-    [
-        ({ONE: 1.03, THREE: 1.0}, THREE),
-        ({ONE: 1.015, THREE: 1.0}, ONE),
-        ({THREE: 1.0, ONE: 1.0}, ONE),
-        ({ONE: 1.0, THREE: 1.04, MORE: 1.04}, MORE),
-        ({ONE: 1.0, THREE: 1.04, MORE: 1.06}, ONE),
-        ({ONE: 1.03, THREE: 1.0, MORE: 1.06}, THREE),
-    ],
-)
-def test_fewer_groups_win_what_a_measurement_does_not_tell_apart(seconds, best):
-    assert best_of(seconds) == best

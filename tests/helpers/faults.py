@@ -98,7 +98,7 @@ def impatient():
     with ExitStack() as stack:
         for module, values in (
             (plan_module, {"_PARTS": (1, 2)}),
-            (planner_module, {"_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
+            (planner_module, {"_ROUNDS": 1, "_STEPS": 1}),
             (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1, "_MOST_TURNS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))

@@ -37,7 +37,6 @@ from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.refusals import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import BackendChoice
-from lightning_sparse.schedule import Auto
 from lightning_sparse.testing.invariants import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands
@@ -276,19 +275,13 @@ class Training:
         return found
 
 
-class Steady(Auto):
-    """The package's, but that no measured time raises a density."""
-
-    adapts_density = False
-
-
 STRATEGIES = {
     **{name: lambda name=name: {"compressor": name} for name in sorted(COMPRESSORS)},
     "lags by updates": lambda: {"compressor": LAGS(error_feedback="update")},
     "dgc masked": lambda: {"compressor": DGC(masks_momentum=True)},
     "a2sgd often": lambda: {"compressor": A2SGD(param_sync_every=3)},
     "auto": lambda: {"compressor": "lags", "schedule": "auto"},
-    "switching": lambda: {"compressor": "lags", "schedule": Steady()},  # to DDP and back, whatever times say
+    "switching": lambda: {"compressor": "lags", "schedule": "auto"},  # to DDP and back, whatever times say
 }
 CALLBACKS = {
     "MomentumCorrection": MomentumCorrection,

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from lightning_sparse.schedule.hiding import GroupCosts, GroupSample, GroupShape, Line, costs_of, fit, hidden_densities
+from lightning_sparse.schedule.costs import GroupCosts, GroupSample, GroupShape, Line, costs_of, fit, hidden_densities
 
 
-def made_up(seed, has_dense):
+def made_up(seed):
     chance = random.Random(seed)
     groups, ready = [], 0.0
     for _ in range(chance.randint(1, 6)):
@@ -16,42 +16,39 @@ def made_up(seed, has_dense):
         groups.append(GroupShape(elements, max(1, elements // 100), ready))
     select = Line(chance.choice([0.0, 1e-4]), chance.choice([0.0, 1e-7]))
     exchange = Line(chance.choice([1e-4, 2e-3]), chance.choice([1e-7, 1e-5, 1e-4]))
-    dense = Line(2 * exchange.startup, exchange.per_unit / 2) if has_dense else None
-    return GroupCosts(select, exchange, dense), groups
+    return GroupCosts(select, exchange), groups
 
 
-@pytest.mark.parametrize("has_dense", [False, True])
-def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready(has_dense):
+def seconds_of(costs, group, count):
+    return costs.select(group.elements) + costs.exchange(count)
+
+
+def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready():
     raised = whole = 0
     for seed in range(300):
-        costs, groups = made_up(seed, has_dense)
+        costs, groups = made_up(seed)
         free = 0.0
         for place, (group, density) in enumerate(zip(groups, hidden_densities(costs, groups))):
             begin = max(free, group.ready)
             room = 0.8 * (groups[place + 1].ready - begin) if place + 1 < len(groups) else 0.0
-            most = group.elements if has_dense else group.elements - 1
-            hiding = [
-                count for count in range(group.counts, most + 1) if costs.seconds(group.elements, count) <= room + 1e-12
-            ]
-            faster_whole = has_dense and costs.seconds(group.elements, group.elements) <= costs.seconds(
-                group.elements, group.counts
-            )
-            expected = group.elements if faster_whole else max(hiding, default=group.counts)
+            counts = range(group.counts, group.elements + 1)
+            hiding = [count for count in counts if seconds_of(costs, group, count) <= room + 1e-12]
+            expected = max(hiding, default=group.counts)
             assert abs(round(density * group.elements) - expected) <= 1, (seed, place)
             raised += group.counts < expected < group.elements
             whole += expected == group.elements
-            free = begin + costs.seconds(group.elements, round(density * group.elements))
+            free = begin + seconds_of(costs, group, round(density * group.elements))
     assert raised > 20
-    assert not has_dense or whole > 20
+    assert whole > 20
 
 
 def test_nothing_that_is_sent_for_nothing_makes_the_step_longer():
     for seed in range(300):
-        costs, groups = made_up(seed, has_dense=True)
+        costs, groups = made_up(seed)
         free = least = 0.0
         for group, density in zip(groups, hidden_densities(costs, groups)):
-            free = max(free, group.ready) + costs.seconds(group.elements, round(density * group.elements))
-            least = max(least, group.ready) + costs.seconds(group.elements, group.counts)
+            free = max(free, group.ready) + seconds_of(costs, group, round(density * group.elements))
+            least = max(least, group.ready) + seconds_of(costs, group, group.counts)
         assert free <= least + 1e-9
 
 
@@ -77,12 +74,9 @@ def test_what_does_not_rise_is_flat_and_sizes_alike_tell_nothing():
     assert fit([]) is None
 
 
-def test_costs_are_those_of_groups_of_one_kind():
-    parts = [GroupSample(size, size // 10, 0, 1e-8 * size, 1e-3 + 1e-6 * (size // 10)) for size in (100, 500, 1000)]
-    whole = [GroupSample(200, 0, 200, 1e-4, 2e-3)]
-    mixed = [GroupSample(700, 10, 300, 9.0, 9.0)]
-    costs = costs_of([*parts, *whole, *mixed])
+def test_costs_are_lines_through_groups():
+    groups = [GroupSample(size, size // 10, 1e-8 * size, 1e-3 + 1e-6 * (size // 10)) for size in (100, 500, 1000)]
+    costs = costs_of(groups)
     assert costs.select(400) == pytest.approx(4e-6)
     assert costs.exchange(40) == pytest.approx(1.04e-3)
-    assert costs.dense(200) == pytest.approx(2.1e-3)
-    assert costs_of(whole) is None
+    assert costs_of(groups[:1]) is None

@@ -1,4 +1,4 @@
-"""Densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for groups.
+"""What groups take, and densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for groups.
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose for each layer the
 lowest compression ratio, at most ``c_u``, whose exchange and selection hide behind the computation of the next layer.
@@ -57,8 +57,7 @@ class GroupSample(NamedTuple):
     """Sizes and times of one group in one step."""
 
     elements: int
-    counts: int  # elements that the density asked for, of parameters that are not sent whole
-    dense_elements: int  # of parameters that are sent whole
+    counts: int  # elements that are sent
     select_seconds: float  # for compensating, selecting, encoding and decoding
     exchange_seconds: float  # in collectives, waiting for other ranks included
 
@@ -68,37 +67,13 @@ class GroupCosts(NamedTuple):
 
     select: Line  # by elements
     exchange: Line  # by elements sent
-    dense: Optional[Line] = None  # of all that is done with a group sent whole; none if none has been seen
-
-    def seconds(self, elements: int, counts: float) -> float:
-        """Return the seconds of a group of which so many elements are sent."""
-        if self.dense is not None and counts >= elements:
-            return self.dense(elements)
-        return self.select(elements) + self.exchange(counts)
-
-    def largest_count(self, elements: int, least: int, room: float) -> int:
-        """Return the most elements of a group that can be sent in the time there is, and the least at least."""
-        partly = self.seconds(elements, min(least, elements - 1))
-        if self.dense is not None and self.dense(elements) <= max(room, partly):
-            return elements
-        spare = (room - self.seconds(elements, 0)) / max(self.exchange.per_unit, 1e-18)
-        return int(max(least, min(spare, elements - 1)))
 
 
 def costs_of(groups: Sequence[GroupSample]) -> Optional[GroupCosts]:
     """Fit what groups take; ``None`` where those seen are too much of one size to tell startup from slope."""
-    parts = [group for group in groups if not group.dense_elements]
-    select = fit((group.elements, group.select_seconds) for group in parts)
-    exchange = fit((group.counts, group.exchange_seconds) for group in parts)
-    if select is None or exchange is None:
-        return None
-    whole = [group for group in groups if group.elements == group.dense_elements]
-    points = [(group.elements, group.select_seconds + group.exchange_seconds) for group in whole]
-    dense = fit(points)
-    if dense is None and points:  # the startup of a message tells it from the slope
-        startup = exchange.startup
-        dense = Line(startup, max(0.0, median((seconds - startup) / size for size, seconds in points)))
-    return GroupCosts(select, exchange, dense)
+    select = fit((group.elements, group.select_seconds) for group in groups)
+    exchange = fit((group.counts, group.exchange_seconds) for group in groups)
+    return None if select is None or exchange is None else GroupCosts(select, exchange)
 
 
 class GroupShape(NamedTuple):
@@ -112,14 +87,15 @@ class GroupShape(NamedTuple):
 def hidden_densities(costs: GroupCosts, groups: Sequence[GroupShape]) -> list[float]:
     """Return for each group the largest density whose exchange ends before the next group is ready, up to 1.
 
-    The last group, and one whose exchange is late already, get the density of their counts: nothing hides them. No
-    group is sent whole unless the costs of that are known, and it arrives earlier so, or in time.
+    The last group, and one whose exchange is late already, get the density of their counts: nothing hides them. At a
+    density of 1 a group is sent without indices, in fewer bytes than are counted here.
     """
     densities, free = [], 0.0
     for group, following in zip(groups, [*groups[1:], None]):
         begin = max(free, group.ready)
         room = 0.0 if following is None else _SAFE * (following.ready - begin)
-        counts = costs.largest_count(group.elements, group.counts, room)
+        spare = (room - costs.select(group.elements) - costs.exchange.startup) / max(costs.exchange.per_unit, 1e-18)
+        counts = int(max(group.counts, min(spare, group.elements)))
         densities.append(counts / max(1, group.elements))
-        free = begin + costs.seconds(group.elements, counts)
+        free = begin + costs.select(group.elements) + costs.exchange(counts)
     return densities
