@@ -39,6 +39,22 @@ class SharedOnCopy:
         return self
 
 
+class Watch(SharedOnCopy):
+    """Call ``act`` before a module does what this is a hook of; nothing before a copy of it does."""
+
+    def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
+        self._module = module
+        self._act = act
+
+    def __call__(self, module: Module, *arguments: Any) -> None:
+        """Act."""
+        if module is self._module:
+            self._act(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, (None, None)
+
+
 class Collectives(SharedOnCopy):
     """The collectives that wire formats name, over a process group of ``ranks`` (global numbers) of their own.
 

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -38,6 +39,7 @@ from lightning_sparse.loop.optimizers import (
     handled,
     warn_of_adaptive,
 )
+from lightning_sparse.loop.rollback import ROLLED_BACK, LoadedParameters
 from lightning_sparse.loop.summary import (
     CHANGED,
     RESUMES_ALONE,
@@ -136,6 +138,15 @@ class Loop:
         if self.training is not None:
             self.training.steps.handles += hooks
 
+    def reset_residuals(self) -> None:
+        """Set residuals, momentum and updates that were not sent to zero, after weights were restored by ``copy_``.
+
+        All ranks must call, between two steps. Weights and optimizer states that are restored by ``load_state_dict``
+        need no call.
+        """
+        if self.training is not None:
+            self.training.reset_residuals()
+
     def stats(self) -> dict[str, float]:
         """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
 
@@ -215,6 +226,7 @@ class Training:
         # Whether the coming steps are left to plain DDP.
         self.choice = BackendChoice(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
+        self._loaded = LoadedParameters(module, optimizers)
         if self.view.takes_momentum:
             log(TAKES_MOMENTUM)
 
@@ -339,6 +351,8 @@ class Training:
         # What is frozen between two batches of a step has gradients that are to be exchanged.
         self.track_model(forgets and not (self.is_in_round or self.backwards), between=True)
         self.turn()
+        if self.is_in_round and self._reset_loaded():
+            adopts = True
         if self.replicas.are_apart:
             self.replicas.begin_round()
         if adopts:
@@ -393,9 +407,29 @@ class Training:
             adam = self.view.adam
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
         if self.settings.local_steps is None:
+            self._reset_loaded()
             context = self.view.coming_step(self.is_dense, continued, self.engine.arrived.begun)
             scale = _scale_of(self._given.scaler, self.device)
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
+
+    def reset_residuals(self) -> None:
+        """Drop all that has not been sent, and momentum; of rounds go on from the weights that there are now."""
+        self._reset(set(self.engine.module.parameters()))
+        if self.is_in_round:
+            self.replicas.adopt()
+
+    def _reset(self, parameters: AbstractSet[Tensor]) -> None:
+        names = [name for name, each in attended(self.engine.module).items() if each in parameters]
+        self.engine.worker.run(lambda: self.engine.memory.reset(names))
+        self._log(ROLLED_BACK.format(count=len(names)))
+
+    def _reset_loaded(self) -> bool:
+        """Reset the residuals of weights that were loaded since the last exchange, and return whether any were."""
+        loaded = self._loaded.take()
+        has_trained = self.engine.recorder.last is not None
+        if loaded and has_trained:
+            self._reset(loaded)
+        return bool(loaded) and has_trained
 
     def check_epoch(self) -> None:
         """Raise what an exchange has raised, and where nobody has told of the epoch."""
@@ -472,6 +506,7 @@ class Training:
             load_states(self.optimizers, own.get("optimizers", ()))
             if self._given.scaler is not None and "scaler" in own:
                 self._given.scaler.load_state_dict(own["scaler"])
+        self._loaded.clear()
         return unused
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
@@ -480,6 +515,7 @@ class Training:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
         self.steps.close()
+        self._loaded.close()
         is_whole = self.engine.close(has_failed)
         self.view.close()
         return is_whole

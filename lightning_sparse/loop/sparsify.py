@@ -21,7 +21,7 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.collectives import SharedOnCopy, align
+from lightning_sparse.engine.collectives import Watch, align
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.exchange import Exchange, Wrapper, is_in_backward
@@ -471,22 +471,6 @@ class FollowedModel:
                 " `with handle.shared_model():`, of what sparsify returned or of fabric.strategy; or call synchronize()"
                 " before, on all ranks"
             )
-
-
-class Watch(SharedOnCopy):
-    """Call ``act`` before a module does what this is a hook of; nothing before a copy of it does."""
-
-    def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
-        self._module = module
-        self._act = act
-
-    def __call__(self, module: Module, *arguments: Any) -> None:
-        """Act."""
-        if module is self._module:
-            self._act(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Watch, (None, None)
 
 
 def _refuse_join(**settings: Any) -> Any:

@@ -23,7 +23,7 @@ from lightning_sparse.loop.checks import check_model, check_rounds
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.loop.summary import describe
+from lightning_sparse.loop.summary import OWN_MODELS, describe
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, PathLike
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
@@ -111,6 +111,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             :class:`~lightning_sparse.compressors.A2SGD`).
         """
         return self._loop.stats()
+
+    def reset_residuals(self) -> None:
+        """Set residuals, momentum and updates that were not sent to zero, after weights were restored by ``copy_``.
+
+        All ranks must call, between two steps. Weights and optimizer states that are restored by ``load_state_dict``
+        need no call.
+        """
+        self._loop.reset_residuals()
 
     def exchange_plan(self) -> Optional[Plan]:
         """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
@@ -288,6 +296,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             self.rounds.synchronize()  # a resume with nothing left to train has had no end
             self.rounds.adopt()
         self._replaced.close()
+        if self._has_failed and self.engine is not None and self.settings.replicas_diverge:
+            self._log(OWN_MODELS)
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()
         self._checkpointer.close()

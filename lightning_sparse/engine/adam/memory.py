@@ -328,6 +328,12 @@ class AdamMemory(ResidualMemory):
             if self.warm_up is None:  # else nothing is compared any more, and a state tells of the warm-up by names
                 self.second_means.pop(name, None)
 
+    @override
+    def reset(self, names: Iterable[str]) -> None:
+        for name in self._residuals.keys() & names:  # the second moment and its step are the optimizer's
+            self._residuals[name].zero_()
+            self.refreshes.gradients.pop(name, None)
+
     def _denominator(self, state: AdamState) -> Tensor:
         return denominator(in_widened(self._preconditioners([state]))[0], state.scalars)
 

@@ -124,6 +124,10 @@ class Memory:
     def forget(self, names: Iterable[str]) -> None:
         """Keep nothing under these names any more, as other parameters have them now; between two steps."""
 
+    def reset(self, names: Iterable[str]) -> None:
+        """Set residuals and momentum of these parameters to zero, between two steps."""
+        self.forget(names)
+
     def statistics(self) -> dict[str, Tensor]:
         """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
         return {}
