@@ -27,8 +27,8 @@ TAKES_MOMENTUM = (
     " meanwhile the optimizer steps without, and with its weight decay divided by 1 - momentum."
 )
 OWN_MODELS = (
-    "training ended in an exception, and each rank holds its own model, not the mean of all: another fit begins with the"
-    " model of rank 0."
+    "training ended in an exception, and each rank holds its own model, not the mean of all: another fit begins with"
+    " the model of rank 0."
 )
 UNSAVED_GRADIENTS = (
     "gradients accumulated since the last optimizer step (backward passes: {backwards}) are not in this checkpoint, as"

@@ -60,9 +60,9 @@ def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair, mo
     assert told[4] == pytest.approx(100 * stats["exposed_share"], abs=0.06)
 
 
-def fit_failing(rank):
+def fit_failing(rank, settings):
     with listening() as lines, pytest.raises(KeyError):
-        make_trainer(rank, SparseDDPStrategy(density=0.01)).fit(Stopping("fails"))
+        make_trainer(rank, SparseDDPStrategy(**settings)).fit(Stopping("fails"))
     return lines
 
 
@@ -70,9 +70,15 @@ def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair):
     first, other = fits(pair, partial(Stopping, "stops"), {"density": 0.01})
     assert "5 steps sent" in closing_of(first.said)
     assert first.total["total_steps"] == other.total["total_steps"] == 5
-    lines, _ = pair.run(fit_failing)
+    lines, _ = pair.run(fit_failing, {"density": 0.01})
     assert lines
-    assert not any("steps sent" in line for line in lines)
+    assert not any("steps sent" in line or "its own model" in line for line in lines)
+
+
+@pytest.mark.parametrize("settings", [{"compressor": "a2sgd"}, {"compressor": "dense", "local_steps": 4}], ids=str)
+def test_after_an_error_a_line_says_that_each_rank_has_its_own_model(pair, settings):
+    lines, _ = pair.run(fit_failing, settings)
+    assert "each rank holds its own model" in lines[-1]
 
 
 @pytest.mark.sampled(1)

@@ -64,6 +64,23 @@ class Thawing(Numbered):
         self.network[0].requires_grad_(self.current_epoch > 0)
 
 
+class ByHand(Numbered):
+    """Manual optimization."""
+
+    def __init__(self, *arguments, kind=torch.optim.SGD):
+        super().__init__(*arguments)
+        self.automatic_optimization, self.kind = False, kind
+
+    def training_step(self, batch, batch_index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_index))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=1e-3)
+
+
 IN_PAIRS = {"accumulate_grad_batches": 2}
 UNUSED = {"find_unused_parameters": True}
 DGC_ = {"compressor": "dgc", "density": 0.05}
@@ -75,6 +92,8 @@ EXACT = {
     "batches accumulated": (Numbered, DGC_, IN_PAIRS),
     "warm-up": (Numbered, {"compressor": "dgc", "density": 0.01, "warmup_epochs": 2}, {}),
     "drift": (Numbered, {"compressor": A2SGD(param_sync_every=5)}, {}),
+    "drift by hand": (ByHand, {"compressor": A2SGD(param_sync_every=5)}, {}),
+    "drift by hand, AdamW": (partial(ByHand, kind=torch.optim.AdamW), {"compressor": A2SGD(param_sync_every=5)}, {}),
     "thresholds that follow": (Numbered, {"compressor": "sdagc", "density": 0.05}, {}),
     "sixteen bits": (Numbered, {**DGC_, "wire": "bfloat16"}, {}),
     "four bits": (Numbered, {"compressor": "dense", "wire": "4bit"}, {}),
