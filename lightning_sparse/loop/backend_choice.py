@@ -145,10 +145,14 @@ class BackendChoice(SharedOnCopy):
         return seen
 
     def _decide(self, is_dense: bool) -> Steps:
-        """Stay with the winner; the residual is sent before DDP takes over."""
-        self.wants_dense, self._engine.densities.sends_all = False, is_dense
-        for _ in range(_SETTLING_STEPS if is_dense else 0):
+        """Stay with the winner; before DDP takes over unsent gradients are sent, and updates, which overshoot, dropped."""
+        engine = self._engine
+        flushes = is_dense and not engine.memory.corrects_adam
+        self.wants_dense, engine.densities.sends_all = is_dense and not flushes, flushes
+        for _ in range(_SETTLING_STEPS if flushes else 0):
             yield
+        if is_dense and not flushes:
+            engine.worker.run(lambda: engine.memory.reset(engine.parameter_names))
         self.wants_dense, self._engine.densities.sends_all = is_dense, False
         for _ in range(_SETTLING_STEPS):
             yield

@@ -135,6 +135,20 @@ class Adversaries(Small):
         return [torch.optim.SGD(each.parameters(), lr=0.01) for each in (self.network, self.other)]
 
 
+class Line(nn.Module):
+    """A regression on data without noise, of which each rank sees other batches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+        self.register_buffer("teacher", torch.randn(16, 4, generator=torch.Generator().manual_seed(1)) / 4)
+
+    def forward(self, step, rank, scale=1.0):
+        rows = torch.randn(32, 16, generator=torch.Generator().manual_seed(10 * step + rank)).to(self.teacher)
+        return (self.network(rows * scale) - (rows @ self.teacher) * scale).square().mean()
+
+
 class WithSGD(Small):
     def __init__(self, one_cycle=False, **arguments):
         super().__init__()

@@ -22,6 +22,7 @@ class MadeUpEngine:
     def __init__(self, density, exposed):
         self.planner = self.densities = self.recorder = self.totals = self
         self.sends_all = False
+        self.memory = SimpleNamespace(corrects_adam=False)
         self.plan = None
         self._density, self._exposed = density, exposed
         self._steps = 0

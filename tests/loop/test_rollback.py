@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify
 from tests.helpers.devices import DEVICE
 from tests.helpers.tiers import exhaustive
-from tests.helpers.trainers import Rows, Small, run_fit
+from tests.helpers.trainers import Line, Rows, Small, run_fit
 
 STEPS, POISONED, EVERY = 160, 90, 20
 OPTIMIZERS = {
@@ -25,20 +25,6 @@ SETTINGS = {
     "auto": {"compressor": "lags", "schedule": "auto"},
     "rounds": {"compressor": "topk", "density": 0.2, "local_steps": 4},
 }
-
-
-class Line(nn.Module):
-    """A regression on data without noise, of which each rank sees other batches."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
-        self.register_buffer("teacher", torch.randn(16, 4, generator=torch.Generator().manual_seed(1)) / 4)
-
-    def forward(self, step, rank, scale=1.0):
-        rows = torch.randn(32, 16, generator=torch.Generator().manual_seed(10 * step + rank)).to(self.teacher)
-        return (self.network(rows * scale) - (rows @ self.teacher) * scale).square().mean()
 
 
 class Recipe:

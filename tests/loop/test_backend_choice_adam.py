@@ -1,0 +1,40 @@
+"""``sparse_auto`` with AdamW, whose residual is of updates."""
+
+from unittest import mock
+
+import torch
+
+from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse.loop import backend_choice
+from tests.helpers.devices import DEVICE
+from tests.helpers.trainers import Line
+
+STEPS = 160
+
+
+def losses_of_auto(rank):
+    """Train with a made-up clock, by which compression is slower; return losses, and which steps were plain."""
+    model, losses, were_plain, seconds = Line().to(DEVICE), [], [], [0.0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    correction = AdamCorrection(dense_steps=10, fall_steps=10)
+    with (
+        mock.patch.object(backend_choice, "perf_counter", side_effect=lambda: seconds[0]),
+        sparsify(model, optimizer, "lags", schedule="auto", warmup_epochs=0, optimizer_correction=correction) as handle,
+    ):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(step, rank)
+            loss.backward()
+            were_plain.append(handle.training.is_dense)
+            seconds[0] += 0.01 if were_plain[-1] else 0.04
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, were_plain
+
+
+def test_a_change_to_plain_ddp_leaves_the_loss_alone(pair):
+    """Late in a training updates that wait are many, and one step of all of them goes far beyond the minimum."""
+    for losses, were_plain in pair.run(losses_of_auto):
+        changes = len(were_plain) - were_plain[::-1].index(False) - 2  # the trials are over
+        assert changes < STEPS - 40
+        assert max(losses[changes:]) < 2 * max(losses[changes - 20 : changes])
