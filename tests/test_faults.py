@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import (
     GROUP_TIMEOUT,
@@ -104,7 +104,7 @@ def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(forked, t
 
 @pytest.mark.parametrize(("how", "error"), [("memory", "OutOfMemoryError"), ("assertion", "AcceleratorError")])
 def test_what_a_ranks_own_device_raises_in_an_exchange_is_not_told_as_the_death_of_another(forked, how, error):
-    point = Point(Collectives, "run", 0)
+    point = Point(Communicator, "issue", 0)
     kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, how, os.devnull + "-unused")]
     forked[2].stop()
     assert kinds == ["ExchangeError", error]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseModelParallelStrategy
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same
@@ -164,7 +164,7 @@ def sum_up(dtype, is_sparse):
 def kept_by_a_failed_rank(rank):
     """Close after a failure what is the exchange's own and what is shared; return which groups are there."""
     with taken_for_nccl():
-        own, shared = (Collectives([0, 1], DEVICE, shared=group) for group in (None, dist.group.WORLD))
+        own, shared = (Communicator([0, 1], DEVICE, shared=group) for group in (None, dist.group.WORLD))
         groups = [own.group, shared.group]
         own.close(has_failed=True)
         shared.close()

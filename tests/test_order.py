@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lightning_sparse.engine.engine as engine_module
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.invariants import Sluggish, assert_mass_is_conserved
 from lightning_sparse.testing.tensors import assert_same
@@ -45,14 +45,18 @@ def nap(*args):
 def train_out_of_step(rank, settings, steps):
     torch.manual_seed(0)
     book = []
-    run = Collectives.run
+    run = Communicator.issue
 
     def run_late(self, *args):
         nap()
         return run(self, *args)
 
     late_worker = mock.patch.object(engine_module, "ExchangeWorker", Sluggish)
-    with late_worker, mock.patch.object(Collectives, "run", run_late), sparse_ddp(Edges(), **settings) as (ddp, engine):
+    with (
+        late_worker,
+        mock.patch.object(Communicator, "issue", run_late),
+        sparse_ddp(Edges(), **settings) as (ddp, engine),
+    ):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
         gradients = watch_gradients(ddp.module)
         for parameter in ddp.parameters():

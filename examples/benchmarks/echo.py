@@ -8,19 +8,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import ModelLayout
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.engine.step.worker import Channel
 
 
-class EchoCollectives(Collectives):
+class EchoCommunicator(Communicator):
     """Collectives in which every rank hands in what this one does, at once; no process group."""
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
+    def __init__(
+        self, ranks: int, device: torch.device, recorder: Optional[Recorder] = None, is_inside_node: bool = False
+    ) -> None:
         self.group = None
+        self.recorder = Recorder(device, ranks) if recorder is None else recorder
+        self._is_inside_node = is_inside_node
+        self._timeout = None
         self.device = device
         self.rank = 0
         self.ranks = ranks
@@ -45,12 +49,12 @@ def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
 def echo_pipeline(
     settings: Settings, sizes: Sequence[int], levels: Union[int, FlatRanks], device: torch.device
 ) -> Pipeline:
-    """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes.
+    """Build a system's pipeline over :class:`EchoCommunicator`, for parameters ``"0"``, ``"1"``, ... of some sizes.
 
     ``levels`` may be a number of ranks, all on one level.
     """
     if isinstance(levels, int):
-        levels = FlatRanks(Channel(EchoCollectives(levels, device), Recorder(device, levels)))
+        levels = FlatRanks(EchoCommunicator(levels, device))
     compressor, ranks = settings.compressor, levels.inter.ranks
     share_of = levels.share_of if isinstance(levels, HierarchicalRanks) else None
     shares = tuple(map(levels.share_numel, sizes))

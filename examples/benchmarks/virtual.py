@@ -17,14 +17,15 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
+from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single
 
@@ -57,7 +58,7 @@ class Rendezvous:
         self._barrier.abort()
 
 
-class ThreadCollectives(Collectives):
+class ThreadCommunicator(Communicator):
     """Collectives between the threads of a process.
 
     Args:
@@ -68,6 +69,9 @@ class ThreadCollectives(Collectives):
 
     def __init__(self, meeting: Rendezvous, rank: int, ranks: int) -> None:
         self.group = None
+        self.recorder = Recorder(_DEVICE, ranks)
+        self._is_inside_node = False
+        self._timeout = None
         self.device = _DEVICE
         self.rank = rank
         self.ranks = ranks
@@ -173,7 +177,7 @@ class VirtualRank:
     Args:
         network: the replica.
         optimizer: that trains it.
-        collectives: between all ranks.
+        communicator: between all ranks.
         settings: what the user chose; ``None`` for plain DDP.
         total_steps: optimizer steps of the whole training.
         clip_norm: largest norm of the mean gradient; ``None`` not to clip.
@@ -187,7 +191,7 @@ class VirtualRank:
         self,
         network: nn.Module,
         optimizer: Optimizer,
-        collectives: ThreadCollectives,
+        communicator: ThreadCommunicator,
         settings: Optional[Settings],
         total_steps: int,
         clip_norm: Optional[float],
@@ -197,7 +201,7 @@ class VirtualRank:
     ) -> None:
         self.network = network
         self.optimizer = optimizer
-        self._collectives = collectives
+        self._communicator = communicator
         self._settings = settings
         self._clip_norm = clip_norm
         self._averages_every = averages_every
@@ -205,7 +209,7 @@ class VirtualRank:
         self._average_gradients = self._mean if power_rank is None else PowerSGD(power_rank, self._mean).average
         self._steps = 0
         self._rounds: Optional[Rounds] = None
-        self.recorder = Recorder(_DEVICE, collectives.ranks)
+        self.recorder = communicator.recorder
         if settings is not None:
             self._build(settings, total_steps)
 
@@ -213,19 +217,19 @@ class VirtualRank:
         if settings.can_correct_adam and is_correctable(self.optimizer):
             self._settings = settings = settings.correcting_adam()
         compressor = settings.compressor
-        rank, ranks = self._collectives.rank, self._collectives.ranks
+        rank, ranks = self._communicator.rank, self._communicator.ranks
         wires = settings.wires_for(rank, ranks)
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = settings.densities()
         memory = settings.memory_for({torch.float32}, ranks)
-        levels = FlatRanks(Channel(self._collectives, self.recorder))
+        levels = FlatRanks(self._communicator)
         self._pipeline = Pipeline(compressor, memory, wires, levels, self._densities.of)
 
         if settings.local_steps is not None:
             names = [name for name, _ in self.network.named_parameters()]
             local, worker = settings.local_steps, InlineWorker()
             shared = SharedModel(self.network, names, local, self._pipeline, Single(), worker)
-            self._rounds = Rounds(local, shared, self._collectives, worker)
+            self._rounds = Rounds(local, shared, self._communicator, worker)
 
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
@@ -275,8 +279,7 @@ class VirtualRank:
     def _mean(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over ranks, in place, in one exchange."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        flat = self._collectives.all_reduce(flat) / self._collectives.ranks
-        self.recorder.add_bytes(self._collectives.sent_bytes("all_reduce", flat))
+        flat = self._communicator.call(Payload("all_reduce", flat)) / self._communicator.ranks
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
             tensor.copy_(mean.view_as(tensor))
 
@@ -339,9 +342,9 @@ class VirtualRanks:
         for rank in range(ranks):
             network = build_network()
             optimizer = build_optimizer(network)
-            collectives = ThreadCollectives(self._meeting, rank, ranks)
+            communicator = ThreadCommunicator(self._meeting, rank, ranks)
             ways = (averages_every, averages_after, power_rank)
-            member = VirtualRank(network, optimizer, collectives, build_settings(), total_steps, clip_norm, *ways)
+            member = VirtualRank(network, optimizer, communicator, build_settings(), total_steps, clip_norm, *ways)
             self.ranks.append(member)
 
     @property

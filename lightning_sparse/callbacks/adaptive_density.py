@@ -93,7 +93,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.recorder.ask_for_samples(counts=False)
+        engine.recorder.ask_for_samples()
         engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
 
     @override

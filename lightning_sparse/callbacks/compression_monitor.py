@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver, facts_over_ranks, log_scalars, over_ranks, parameter_tag
 from lightning_sparse.callbacks.tensorboard import log_layout, log_table
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ExchangeRecord, ParameterSamples, compressed, mean_of, mean_stats
+from lightning_sparse.engine.observe import ParameterSamples, StepRecord, compressed, mean_of, mean_stats
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 
@@ -57,7 +57,7 @@ class CompressionMonitor(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.recorder.ask_for_samples(counts=self.by_parameter)
+        engine.recorder.ask_for_samples()
         engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
 
     @override
@@ -96,7 +96,7 @@ class CompressionMonitor(StepObserver):
                 shown["exposed_ms"] = 1e3 * stats["exposed_seconds"]
             trainer.lightning_module.log_dict(shown, prog_bar=True, logger=False)
 
-    def _statistics(self, engine: Engine, records: Sequence[ExchangeRecord]) -> dict[str, float]:
+    def _statistics(self, engine: Engine, records: Sequence[StepRecord]) -> dict[str, float]:
         """Return this rank's, of the steps since the last line; NaN is what is not known."""
         stats, before, samples = engine.compression_stats(), self._totals, engine.recorder.last_samples
         self._totals, seconds = stats, perf_counter() - self._began
@@ -117,13 +117,15 @@ class CompressionMonitor(StepObserver):
             return stats
         if engine.memory.corrects_adam:
             stats |= {name: float(each) for name, each in engine.memory.statistics().items()}
-        if "update_error" in stats:  # which the memory knows of the last exchange alone
-            return {**stats, "update_error": samples.update_error()}
-        gradient, residual = samples.norms()  # of updates that wait they are not to be compared
-        return {**stats, "residual_to_gradient": _ratio(residual, gradient)}
+        # A residual of updates is compared with updates, of which the memory has those of the last exchange alone.
+        facts, name = samples.facts(), "residual_to_gradient"
+        if "update_error" in stats:
+            facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"
+        residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *(fact[3:] for fact in facts.values())]))
+        return {**stats, name: _ratio(residual, added)}
 
 
-def _log_plan(trainer: Trainer, engine: Engine, record: ExchangeRecord, step: int) -> None:
+def _log_plan(trainer: Trainer, engine: Engine, record: StepRecord, step: int) -> None:
     name, plan = type(engine.pipeline.compressor).__name__, engine.planner.plan
     rows = [(len(each.names), f"`{each.names[0]}`", each.elements, each.wire_bytes) for each in record.groups]
     note = "groups are not planned, or their plan is still being measured" if plan is None else plan

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.compressors.base import Compressor, ModelLayout, layout_of, trained_in
-from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, backend_of, timeout_of_job
+from lightning_sparse.engine.collectives import SharedOnCopy, backend_of, timeout_of_job
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder, mean_stats
@@ -25,7 +26,7 @@ from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Ro
 from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Shards, Topology
 from lightning_sparse.engine.step.shards import ShardedModel, named_module
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
-from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.schedule import Merged
 
@@ -61,9 +62,7 @@ class Engine(SharedOnCopy):
         # NCCL takes memory for each group. Those of others serve where nothing travels while others may send, too.
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
         shares_groups = is_nccl and node_ranks > 1 and has_their_timeout and not settings.overlaps_backward
-        shared = dist.group.WORLD if shares_groups else None
-        collectives = Collectives(list(range(dist.get_world_size())), device, timeout, shared=shared)
-        levels = _levels_between(collectives, ddp, settings, node_ranks, timeout, shares_groups)
+        levels = _levels_between(device, ddp, node_ranks, timeout, shares_groups)
         wires = _wires_between(levels, settings, log)
         memory = _memory_of(module, settings, levels)
 
@@ -90,11 +89,11 @@ class Engine(SharedOnCopy):
     @property
     def topology(self) -> Topology:
         """Who keeps what."""
-        return Topology(self.levels.world.collectives.ranks, self.levels.node_ranks)
+        return Topology(self.levels.world.ranks, self.levels.node_ranks)
 
     def _source_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> Exchange:
         settings = self._settings
-        parts = (self.worker, self.arrived, self.levels.same_shard.collectives)
+        parts = (self.worker, self.arrived, self.levels.same_shard)
         is_sharded = isinstance(ddp, ShardedModel)
         route = Route(self.pipeline, settings.schedule, *parts, settings.overlaps_backward, is_sharded, {})
         return Exchange(ddp, route, begin, end, is_dense=settings.local_steps is not None)
@@ -104,9 +103,9 @@ class Engine(SharedOnCopy):
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
             begin = partial(type(self)._begin_exchange, proxy(self))  # no cycle, in which memory waits for a collection
-            return Rounds(local, shared, self.levels.world.collectives, self.worker, begin)
+            return Rounds(local, shared, self.levels.world, self.worker, begin)
         if settings.replicas_diverge:
-            averager = ReplicaAverager(module, self.levels.world.collectives, self.recorder)
+            averager = ReplicaAverager(module, self.levels.world)
             return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)
         return Replicas()
 
@@ -143,12 +142,12 @@ class Engine(SharedOnCopy):
 
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
-        return self.worker.run(lambda: self.levels.world.collectives.mean_of_numbers([number]))[0]
+        return self.worker.run(lambda: self.levels.world.mean_of_numbers([number]))[0]
 
     def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
-        parts = (settings.schedule, self.levels.world.collectives, self.recorder, self._known.numels, self.densities)
+        parts = (settings.schedule, self.levels.world, self.recorder, self._known.numels, self.densities)
         memory = proxy(self.memory)  # which does not wait for a collection, as a planner and its course do
         adapts, overlaps = settings.compressor.adapts_density, settings.overlaps_backward
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
@@ -251,13 +250,13 @@ class KnownModel:
 
     def layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
         """Lay out what of these parameters has an element here."""
-        collectives = self._levels.world.collectives
+        collectives = self._levels.world
         return layout_of(self._module, collectives.rank, collectives.ranks, collectives.device, trained)
 
     def _begin(self, layout: ModelLayout) -> None:
         """Tell the compressor what is exchanged, and between whom."""
         self.layout = layout
-        inter = self._levels.inter.collectives
+        inter = self._levels.inter
         numels = tuple(map(self._levels.share_numel, layout.numels))
         self._compressor.begin(layout._replace(numels=numels, rank=inter.rank, ranks=inter.ranks))
         self.numels.update(zip(layout.names, numels))
@@ -294,38 +293,31 @@ def _without(state: Any, names: Set[str]) -> Any:
 
 
 def _levels_between(
-    collectives: Collectives,
-    wrapper: Wrapper,
-    settings: Settings,
-    node_ranks: int,
-    timeout: Optional[timedelta],
-    shares_groups: bool,
+    device: torch.device, wrapper: Wrapper, node_ranks: int, timeout: Optional[timedelta], shares_groups: bool
 ) -> FlatRanks:
     """Build which ranks this one exchanges what with, and the record of it."""
-    device, ranks, is_sharded = collectives.device, collectives.ranks, isinstance(wrapper, ShardedModel)
+    ranks, is_sharded = dist.get_world_size(), isinstance(wrapper, ShardedModel)
     # Beside shards the dense exchange is that of equal shards, between replicas.
     recorder = Recorder(device, *((ranks // node_ranks, 1) if is_sharded else (ranks, node_ranks)))
-    world = Channel(collectives, recorder)
+    shared = dist.group.WORLD if shares_groups else None
+    world = Communicator(list(range(ranks)), device, timeout, shared=shared, recorder=recorder)
     if node_ranks == 1:
         return FlatRanks(world)
     nodes = [list(range(first, first + node_ranks)) for first in range(0, ranks, node_ranks)]
     rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
-    number, place = divmod(collectives.rank, node_ranks)
+    number, place = divmod(world.rank, node_ranks)
     shards, replicas = wrapper.groups if shares_groups and isinstance(wrapper, ShardedModel) else (None, None)
-    intra = Collectives(nodes[number], device, timeout, nodes, shards)
+    intra = Communicator(nodes[number], device, timeout, nodes, shards, recorder, is_inside_node=True)
     intra.check(("all_to_all", "all_gather"))
-    inter = Collectives(rows[place], device, timeout, rows, replicas)
-    channels = Channel(intra, recorder, True), Channel(inter, recorder), world
-    if is_sharded:
-        return Shards(*channels)
-    return HierarchicalRanks(*channels)
+    inter = Communicator(rows[place], device, timeout, rows, replicas, recorder)
+    return (Shards if is_sharded else HierarchicalRanks)(intra, inter, world)
 
 
 def _wires_between(levels: FlatRanks, settings: Settings, log: Callable[[str], None]) -> Wires:
     """Build how selections are written; say so where what arrives of them takes more than the residual."""
     ranks, shared_by = levels.inter.ranks, levels.node_ranks
-    wires = settings.wires_for(levels.inter.collectives.rank, ranks)
-    levels.world.collectives.check(wires.collectives)
+    wires = settings.wires_for(levels.inter.rank, ranks)
+    levels.world.check(wires.collectives)
     is_gathered = wires.owners is None and settings.compressor.wire_format == "gather"
     received_bytes = _RECEIVED_BYTES * ranks * settings.density
     if is_gathered and received_bytes > _RESIDUAL_BYTES:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import SharedModel
@@ -38,13 +38,13 @@ class Rounds(Replicas):
         self,
         local: LocalSteps,
         shared: SharedModel,
-        collectives: Collectives,
+        communicator: Communicator,
         worker: ExchangeWorker,
         begin: Callable[[], StepContext] = StepContext,
     ) -> None:
         self.local = local
         self.shared = shared
-        self._collectives = collectives
+        self._communicator = communicator
         self._worker = worker
         self._begin = begin
         self._origin = 0  # step at which a round of this length began after one that was ended early
@@ -141,7 +141,7 @@ class Rounds(Replicas):
         resting = self.shared.resting()
         has_moved = self._is_stale or self.shared.has_moved()
         told = (self._step, ends, has_moved, crc32(repr(sorted(resting)).encode()))
-        everywhere = self._worker.run(partial(self._collectives.gather_numbers, told)).tolist()
+        everywhere = self._worker.run(partial(self._communicator.gather_numbers, told)).tolist()
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in everywhere]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))

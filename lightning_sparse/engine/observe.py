@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, starmap
 from time import perf_counter
@@ -26,7 +27,7 @@ class ParameterFacts(NamedTuple):
     """Facts of one parameter in a step, as plain numbers."""
 
     numel: int
-    sent: float  # elements of this rank; NaN if they were not counted
+    sent: float  # elements of this rank
     gradient_norm: float  # of this rank's, before anything was added to it, without the loss scale
     residual_norm: float  # of what is kept after the step; 0 where nothing is
     added_norm: float  # of what the step added to the residual: the gradient, or the update where updates wait
@@ -38,8 +39,7 @@ class ParameterSamples:
     Of several exchanges norms of what is new add up as squares: most parameters are used in one of them.
     """
 
-    def __init__(self, has_counts: bool = True) -> None:
-        self.has_counts = has_counts  # of elements that are sent
+    def __init__(self) -> None:
         self.update_norms: dict[str, Tensor] = {}  # of updates that the step added, where updates wait
         self._numels: dict[str, int] = {}
         self._gradient_norms: dict[str, Tensor] = {}
@@ -55,8 +55,7 @@ class ParameterSamples:
 
     def add_sent(self, names: Sequence[str], sent: Sequence[Selection]) -> None:
         """Record what this rank sends of parameters."""
-        if self.has_counts:
-            self._sent.update(zip(names, map(sent_count, sent)))
+        self._sent.update(zip(names, map(sent_count, sent)))
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
         """Record what is kept of the parameters whose gradients were seen, and what was added where updates wait."""
@@ -68,35 +67,16 @@ class ParameterSamples:
             kept = torch._foreach_norm([residuals[name] for name in names])
             self._residual_norms.update((name, norm.float()) for name, norm in zip(names, kept))
 
-    def norms(self) -> tuple[float, float]:
-        """Return the norms of the whole gradient of this rank, and of all that it keeps; on a device this waits."""
-        gradient, residual = (
-            torch.stack(list(norms.values())).double().norm() if norms else torch.zeros(())
-            for norms in (self._gradient_norms, self._residual_norms)
-        )
-        return float(gradient), float(residual)
-
-    def update_error(self) -> float:
-        """Return the norm of all updates that wait over that of those that were added; on a device this waits.
-
-        NaN where none was added.
-        """
-        if not self.update_norms:
-            return math.nan
-        waiting = torch.stack([self._residual_norms[name] for name in self.update_norms])
-        return float(waiting.norm() / torch.stack(list(self.update_norms.values())).norm())
-
     def facts(self) -> dict[str, ParameterFacts]:
-        """Return plain numbers by parameter name; on a device this waits for them, all at once."""
-        facts: list[Union[int, float, Tensor]] = []
-        for name, gradient in self._gradient_norms.items():
-            norms = gradient, self._residual_norms.get(name, 0.0), self.update_norms.get(name, gradient)
-            facts.extend((self._sent.get(name, math.nan), *norms))
-        tensors = [fact.double() for fact in facts if isinstance(fact, Tensor)]
-        asked = iter(torch.stack(tensors).tolist() if tensors else [])
-        numbers = iter([next(asked) if isinstance(fact, Tensor) else float(fact) for fact in facts])
-        rows = zip(*[numbers] * 4)
-        return {name: ParameterFacts(self._numels[name], *row) for name, row in zip(self._gradient_norms, rows)}
+        """Return plain numbers by parameter name; on a device this waits for them."""
+        gradients, residuals = self._gradient_norms, self._residual_norms
+        if not gradients:
+            return {}
+        nothing = torch.zeros_like(next(iter(gradients.values())))
+        kinds = [gradients, {name: residuals.get(name, nothing) for name in gradients}, gradients | self.update_norms]
+        columns = torch.stack([torch.stack([norms[name] for name in gradients]) for norms in kinds]).double().tolist()
+        sent = (float(self._sent[name]) for name in gradients)
+        return {name: ParameterFacts(self._numels[name], *row) for name, *row in zip(gradients, sent, *columns)}
 
 
 def _with_earlier(norms: dict[str, Tensor], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -110,6 +90,7 @@ def _no_mark() -> None:
 
 Mark = Any  # a host time in seconds (float), or an event of the device
 _FP32_BYTES = 4
+_ALL = "what all groups of a step share"
 _MOST_RECORDS = 256  # of a step that may never end, or between two lines of a log
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # by ranks
 
@@ -152,61 +133,58 @@ class Span(NamedTuple):
     end: Mark
 
 
-class GroupMarks:
+@dataclass
+class GroupRecord:
     """The life of one group."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-        self.elements = 0
-        self.counts = 0  # elements that the density asked for
-        self.wire_bytes = 0.0
-        self.spans: list[Span] = []  # in their order; exchanges are at the same time on all ranks
+    names: tuple[str, ...]
+    elements: int = 0
+    counts: int = 0  # elements that the density asked for
+    wire_bytes: float = 0.0
+    spans: list[Span] = field(default_factory=list)  # in their order; exchanges are at the same time on all ranks
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages; on a device this waits for them."""
         return _seconds(self.spans, stages)
 
 
-class ExchangeRecord:
+@dataclass
+class StepRecord:
     """What one exchange did, and when, without a tensor of what arrived, so that many can be kept.
 
     An optimizer step has one for each of its backwards. All seconds wait for a device.
     """
 
-    def __init__(self, ranks: int = 1, node_ranks: int = 1) -> None:
-        self._ranks = ranks
-        self._node_ranks = node_ranks
-        self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
-        self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
-        self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
-        self.step = 0  # number of the optimizer step that it is for
-        self.covered_steps = 0  # those of a round of local steps; 0 for an exchange of gradients, of one step
-        self.is_logged = False
-        self.is_dense = False  # plain DDP made the exchange, whose times are not known
-        self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
-        self.sent: list[Union[float, Tensor]] = []  # elements, by group; tensors as the device has not been asked
-        self.backward_start: Optional[Mark] = None  # if anybody said so
-        self.ready: dict[str, Optional[Mark]] = {}  # by parameter, in this order; on a device none unless watched
-        self.groups: list[GroupMarks] = []  # in the order of exchange
-        self.spans: list[Span] = []  # stages that belong to no group
-        self.waits: list[tuple[Mark, Mark]] = []  # after the optimizer's step, in which training stood still
-        self.backward_end: Optional[Mark] = None  # the last gradient was ready
-        self.end: Optional[Mark] = None  # the last exchange had been written back
+    ranks: int = 1
+    node_ranks: int = 1
+    elements: float = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
+    wire_bytes: float = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
+    node_bytes: float = 0.0  # those of them for ranks of the same node, with two levels
+    step: int = 0  # number of the optimizer step that it is for
+    covered_steps: int = 0  # those of a round of local steps; 0 for an exchange of gradients, of one step
+    is_logged: bool = False
+    is_dense: bool = False  # plain DDP made the exchange, whose times are not known
+    is_typical: bool = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
+    sent: list[Union[float, Tensor]] = field(default_factory=list)  # elements, by group; of a device not yet asked
+    groups: list[GroupRecord] = field(default_factory=list)  # in the order of exchange
+    spans: list[Span] = field(default_factory=list)  # stages that belong to no group
+    ready: dict[str, Optional[Mark]] = field(default_factory=dict)  # by parameter, in order; on a device if watched
+    backward_start: Optional[Mark] = None  # if anybody said so
+    backward_end: Optional[Mark] = None  # the last gradient was ready
+    end: Optional[Mark] = None  # the last exchange had been written back
+    exposed: list[tuple[Mark, Mark]] = field(default_factory=list)  # in which training stood still
 
     @classmethod
-    def of_dense(cls, numel: int, nbytes: int, ranks: int, node_ranks: int) -> "ExchangeRecord":
+    def of_dense(cls, numel: int, nbytes: int, ranks: int, node_ranks: int) -> "StepRecord":
         """Return that of an all-reduce of gradients as they are, whose ring leaves each node once."""
-        record = cls(ranks, node_ranks)
-        record.is_dense, record.elements = True, numel / node_ranks
-        record.sent.append(record.elements)
-        record.wire_bytes = _dense_bytes_each(ranks) * (nbytes / _FP32_BYTES)
-        record.node_bytes = record.wire_bytes * (node_ranks - 1) / node_ranks
-        return record
+        wire_bytes = _dense_bytes_each(ranks) * (nbytes / _FP32_BYTES)
+        node_bytes, elements = wire_bytes * (node_ranks - 1) / node_ranks, numel / node_ranks
+        return cls(ranks, node_ranks, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
 
     @property
     def dense_bytes(self) -> float:
         """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
-        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * max(1, self.covered_steps))
+        return _dense_bytes_each(self.ranks) * (self.elements * self.node_ranks * max(1, self.covered_steps))
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages, of groups and of the exchange as a whole."""
@@ -215,14 +193,13 @@ class ExchangeRecord:
     @property
     def backward_seconds(self) -> float:
         """Seconds from the start of backward to the last gradient."""
-        known = self.backward_start is not None and self.backward_end is not None
-        return Clock.seconds(self.backward_start, self.backward_end) if known else 0.0
+        has_both = self.backward_start is not None and self.backward_end is not None
+        return Clock.seconds(self.backward_start, self.backward_end) if has_both else 0.0
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds from the last gradient until all means had been written, and of waits after that."""
-        known = self.backward_end is not None and self.end is not None
-        return (_exposed(self.backward_end, self.end) if known else 0.0) + sum(starmap(_exposed, self.waits))
+        return sum(starmap(_exposed, self.exposed))
 
 
 def _exposed(start: Mark, end: Mark) -> float:
@@ -234,7 +211,7 @@ def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
     return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)
 
 
-def mean_stats(records: Sequence[ExchangeRecord], has_levels: bool) -> dict[str, float]:
+def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, float]:
     """Return the public statistics, means over optimizer steps (times: not over plain DDP's); waits for a device."""
     wire_bytes = mean_of(records, lambda each: each.wire_bytes)
     dense = mean_of(records, lambda each: each.dense_bytes)
@@ -252,13 +229,13 @@ def mean_stats(records: Sequence[ExchangeRecord], has_levels: bool) -> dict[str,
     }
 
 
-def compressed(records: Sequence[ExchangeRecord]) -> list[ExchangeRecord]:
+def compressed(records: Sequence[StepRecord]) -> list[StepRecord]:
     """Return those of the steps of which nothing was left to plain DDP."""
     dense = {each.step for each in records if each.is_dense}
     return [each for each in records if each.step not in dense]
 
 
-def mean_of(records: Sequence[ExchangeRecord], number: Callable[[ExchangeRecord], float]) -> float:
+def mean_of(records: Sequence[StepRecord], number: Callable[[StepRecord], float]) -> float:
     """Return what the exchanges of an optimizer step come to together, on average; NaN of no step."""
     steps = len({each.step for each in records if not each.covered_steps}) + sum(e.covered_steps for e in records)
     return sum(map(number, records)) / steps if steps else math.nan
@@ -286,20 +263,18 @@ class Totals:
         self._unread: deque[tuple[Mark, Mark]] = deque()  # exposed, and a device may not have come to the end of it
         self._border = perf_counter()
 
-    def add(self, record: ExchangeRecord) -> None:
+    def add(self, record: StepRecord) -> None:
         """Add an exchange that has ended, as far as the host knows."""
         self.wire_bytes += record.wire_bytes
         self.node_bytes += record.node_bytes
         self.dense_bytes += record.dense_bytes
-        if record.is_dense:
-            self._is_dense = True
-        elif record.backward_end is not None and record.end is not None:
-            self.expose(record.backward_end, record.end)
+        self._is_dense |= record.is_dense
+        self.expose(record.exposed)
 
-    def expose(self, start: Mark, end: Mark) -> None:
-        """Count the time between two marks as one in which the step in progress stands still."""
+    def expose(self, exposed: Iterable[tuple[Mark, Mark]]) -> None:
+        """Count the time between two marks each as one in which the step in progress stands still."""
         if self._paused is None:
-            self._exposed.append((start, end))
+            self._exposed += exposed
 
     def pause(self) -> None:
         """Count no time until :meth:`resume`: a validation between two batches of a step is no part of it."""
@@ -348,19 +323,20 @@ class Recorder:
         self.clock = Clock(device)
         self._ranks = (ranks, node_ranks)
         self.has_levels = node_ranks > 1  # some ranks share a gradient
-        self.current = ExchangeRecord(*self._ranks)  # changes only between two backwards
+        self.current = StepRecord(*self._ranks)  # changes only between two backwards
         self.forget()
         self.begun_steps = 0  # some of which have not ended, as no optimizer has stepped
         self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
         self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
-        self._group: Optional[GroupMarks] = None
+        self.subject = _ALL  # what an exchange is about that is made now, to be named in an error
+        self._group: Optional[GroupRecord] = None
 
     def forget(self) -> None:
         """Forget the steps so far, of a training that goes on from another state than theirs."""
         self.totals = Totals()
-        self.last: Optional[ExchangeRecord] = None  # that ended, with the engine or with plain DDP
-        self.records = deque[ExchangeRecord](maxlen=_MOST_RECORDS)  # that ended last
+        self.last: Optional[StepRecord] = None  # that ended, with the engine or with plain DDP
+        self.records = deque[StepRecord](maxlen=_MOST_RECORDS)  # that ended last
 
     def begin_backward(self) -> None:
         """Record that a backward begins; of several in one step the last one counts."""
@@ -379,20 +355,13 @@ class Recorder:
     @contextmanager
     def group(self, names: Sequence[str]) -> Iterator[None]:
         """Count what is recorded inside as that of one group."""
-        self._group = GroupMarks(tuple(names))
+        self._group = GroupRecord(tuple(names))
         self.current.groups.append(self._group)
+        self.subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
         try:
             yield
         finally:
-            self._group = None
-
-    @property
-    def subject(self) -> str:
-        """What an exchange is about that is made now, to be named in an error."""
-        if self._group is None:
-            return "what all groups of a step share"
-        names = self._group.names
-        return f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
+            self._group, self.subject = None, _ALL
 
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
         """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
@@ -413,27 +382,28 @@ class Recorder:
         if self._group is not None:
             self._group.wire_bytes += count
 
-    def add_to_last(self, count: float) -> None:
-        """Record bytes that the last exchange has sent."""
-        if self.last is not None:
-            self.last.wire_bytes += count
-            self.totals.wire_bytes += count
+    @contextmanager
+    def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
+        """Count bytes that leave this rank inside, between two steps, as the last one's, if there was any, or not."""
+        current, self.current, self.subject = self.current, StepRecord(), subject
+        try:
+            yield
+        finally:
+            late, self.current, self.subject = self.current, current, _ALL
+            if self.last is not None and is_counted:
+                self.last.wire_bytes += late.wire_bytes
+                self.totals.wire_bytes += late.wire_bytes
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count what is done inside as an exchange of the last step for which training stands still."""
+    def waiting(self, is_exchange: bool = False) -> Iterator[None]:
+        """Count what is done inside as time in which training stands still, after the last exchange's step."""
         start = self.clock.mark()
         yield
-        end = self.clock.mark()
+        exposed = [(start, self.clock.mark())]
         if self.last is not None:
-            self.last.spans.append(Span("exchange", start, end))
-        self.expose(start, end)
-
-    def expose(self, start: Mark, end: Mark) -> None:
-        """Count the time between two marks, after the last exchange's step, as one in which training stands still."""
-        if self.last is not None:
-            self.last.waits.append((start, end))
-        self.totals.expose(start, end)
+            self.last.exposed += exposed
+            self.last.spans += [Span("exchange", *each) for each in exposed if is_exchange]
+        self.totals.expose(exposed)
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
@@ -444,36 +414,37 @@ class Recorder:
         record = self.current if self._group is None else self._group
         record.spans.append(Span(stage, start, self.clock.mark()))
 
-    def end_exchange(self) -> ExchangeRecord:
+    def end_exchange(self) -> StepRecord:
         """Close the record of this exchange, open the next, and return the former."""
-        self.current.end = self.clock.mark()
-        record, self.current = self.current, ExchangeRecord(*self._ranks)
+        record, self.current = self.current, StepRecord(*self._ranks)
+        record.end = self.clock.mark()
+        if record.backward_end is not None:
+            record.exposed.append((record.backward_end, record.end))
         self._keep(record)
         return record
 
-    def _keep(self, record: ExchangeRecord) -> None:
+    def _keep(self, record: StepRecord) -> None:
         self.totals.add(record)
         record.step = self.totals.steps + self.begun_steps
         self.records.append(record)
         self.last = record
 
     @property
-    def last_step(self) -> list[ExchangeRecord]:
+    def last_step(self) -> list[StepRecord]:
         """All of the optimizer step that goes on, or of the last one if none has come since."""
         return [each for each in self.records if each.step == self.records[-1].step]
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
         """Record a step whose gradients, of so many elements and bytes, plain DDP exchanges."""
-        self._keep(ExchangeRecord.of_dense(numel, nbytes, *self._ranks))
+        self._keep(StepRecord.of_dense(numel, nbytes, *self._ranks))
         self.samples = self.last_samples = None
 
-    def ask_for_samples(self, counts: bool = True) -> None:
+    def ask_for_samples(self) -> None:
         """Ask for :attr:`last_samples` of the exchanges until :meth:`stop_sampling`, on any ranks.
 
         Norms read gradients and residuals once more.
         """
-        # Somebody else may have asked for the same step.
-        self.samples = ParameterSamples(counts or (self.samples is not None and self.samples.has_counts))
+        self.samples = ParameterSamples()
 
     def stop_sampling(self) -> None:
         """Ask for nothing more; what has been gathered stays."""

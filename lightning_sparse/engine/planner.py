@@ -8,9 +8,9 @@ from typing import NamedTuple, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.densities import Densities
-from lightning_sparse.engine.observe import Clock, ExchangeRecord, Recorder
+from lightning_sparse.engine.observe import Clock, Recorder, StepRecord
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.costs import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_groupings
@@ -29,7 +29,7 @@ class StepSample(NamedTuple):
 
 
 Samples = dict[Stops, list[StepSample]]
-Course = Generator[None, ExchangeRecord, None]
+Course = Generator[None, StepRecord, None]
 
 
 class Planner:
@@ -37,7 +37,7 @@ class Planner:
 
     plan: Optional[Plan] = None
 
-    def see_exchange(self, record: ExchangeRecord) -> None:
+    def see_exchange(self, record: StepRecord) -> None:
         """Look at an exchange that has ended; on every rank, between two steps."""
 
 
@@ -50,7 +50,7 @@ class StepPlanner(Planner):
     def __init__(
         self,
         schedule: Merged,
-        collectives: Collectives,
+        communicator: Communicator,
         recorder: Recorder,
         numels: Mapping[str, int],
         densities: Densities,
@@ -59,19 +59,19 @@ class StepPlanner(Planner):
         log: Callable[[str], None],
     ) -> None:
         self._schedule = schedule
-        self._collectives = collectives
+        self._communicator = communicator
         self._recorder = recorder
         self._numels = numels
         self._densities = densities
         self._adapts_density = adapts_density
         self._holds_groups = holds_groups  # whether all exchanges follow backward now
-        self._log = log if collectives.rank == 0 else lambda line: None
+        self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._course: Course  # once an order is known
         schedule.reset()
 
     @override
-    def see_exchange(self, record: ExchangeRecord) -> None:
+    def see_exchange(self, record: StepRecord) -> None:
         order = tuple(record.ready)
         if not order or not record.is_typical:
             return  # nothing was merged, or no step to come is like this one
@@ -96,9 +96,9 @@ class StepPlanner(Planner):
         while True:
             yield
 
-    def _time(self, groupings: Sequence[Stops]) -> Generator[None, ExchangeRecord, Samples]:
+    def _time(self, groupings: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
         """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
-        seen: dict[Stops, list[ExchangeRecord]] = {stops: [] for stops in groupings}
+        seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in groupings}
         self._recorder.watches_gradients = True
         for stops, steps in list(seen.items()) * _ROUNDS:
             self._group_as(stops)
@@ -107,7 +107,7 @@ class StepPlanner(Planner):
                 steps.append((yield))
         self._recorder.watches_gradients = False
         records = list(chain.from_iterable(seen.values()))
-        samples = iter(averaged(self._collectives, records, self._holds_groups()))
+        samples = iter(averaged(self._communicator, records, self._holds_groups()))
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], costs: GroupCosts, ready: Sequence[float]) -> Stops:
@@ -161,10 +161,10 @@ def _learned(seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
     return costs_of([group for sample in samples for group in sample.groups]), list(ready)[1:]
 
 
-def averaged(collectives: Collectives, steps: Sequence[ExchangeRecord], holds_groups: bool) -> list[StepSample]:
+def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_groups: bool) -> list[StepSample]:
     """Average the times of steps over ranks."""
     times = [_times_of(record, holds_groups) for record in steps]
-    means = iter(collectives.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
+    means = iter(communicator.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
     return [
         StepSample(
             tuple(islice(means, len(ready))),
@@ -176,7 +176,7 @@ def averaged(collectives: Collectives, steps: Sequence[ExchangeRecord], holds_gr
     ]
 
 
-def _times_of(record: ExchangeRecord, holds_groups: bool) -> tuple[list[float], list[float]]:
+def _times_of(record: StepRecord, holds_groups: bool) -> tuple[list[float], list[float]]:
     """Read when each gradient was ready, unless nobody watched it, and the other times of a sample."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]

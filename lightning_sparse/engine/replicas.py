@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives, SharedOnCopy
-from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.collectives import SharedOnCopy
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 
@@ -72,7 +73,7 @@ class AveragedReplicas(Replicas):
     def count_step(self, optimizer: int) -> None:
         self._steps += 1
         if self._every is not None and self._steps >= self._every:
-            with self._averager.recorder.waiting():
+            with self._averager.recorder.waiting(is_exchange=True):
                 self.synchronize()
 
     @override
@@ -110,13 +111,12 @@ def take_replaced(known: dict[str, Tensor], module: nn.Module) -> set[str]:
 class ReplicaAverager:
     """Average parameters and buffers; ``divergence`` is their RMS distance from the mean over the mean's norm."""
 
-    def __init__(self, module: nn.Module, collectives: Collectives, recorder: Recorder) -> None:
+    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         self._module = module
-        self._collectives = collectives
-        self.recorder = recorder
-        self.device = collectives.device
+        self._communicator = communicator
+        self.recorder = communicator.recorder
+        self.device = communicator.device
         self.divergence = torch.zeros(())
-        self._sent_bytes = 0.0
 
     def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
         """Average tensors, or the whole model, over ranks, in place; of what is no float take the first rank's.
@@ -125,26 +125,24 @@ class ReplicaAverager:
         """
         if tensors is None:
             tensors = averaged(chain(self._module.named_parameters(), self._module.named_buffers()))
-        self._sent_bytes = 0.0
         floats = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
         asked = {name: tensor for name, tensor in tensors.items() if not (are_apart and name in floats)}
-        differing = set(self.differing(asked)) if asked or not are_apart else set[str]()
+        differing = set(self.differing(asked, is_counted=True)) if asked or not are_apart else set[str]()
         means = {name: each for name, each in tensors.items() if name in floats and (are_apart or name in differing)}
         firsts = [each for name, each in tensors.items() if name in differing and name not in floats]
-        with self._collectives.telling_of("the average of the replicas", "all_reduce"):
+        with self.recorder.of_last_step("the average of the replicas"):
             if means:
                 self._average(means)
             if firsts:
                 self._copy_first(firsts)
-        self.recorder.add_to_last(self._sent_bytes)
 
-    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
         """Return the names of tensors that ranks hold differently, on all ranks; none where they have other tensors."""
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        form = torch.tensor(crc32(repr(forms).encode()), device=self._collectives.device)
+        form = torch.tensor(crc32(repr(forms).encode()), device=self._communicator.device)
         # A rank without tensors meets the others, too.
         prints = torch.stack(list(map(fingerprint, tensors.values()))) if tensors else form.view(1)
-        with self._collectives.telling_of("what tells tensors apart"):
+        with self.recorder.of_last_step("what tells tensors apart", is_counted):
             everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
             if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
                 return []
@@ -152,11 +150,10 @@ class ReplicaAverager:
         return [name for name, is_apart in zip(tensors, are_apart) if is_apart]
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        self._sent_bytes += self._collectives.sent_bytes("all_gather", mine)
-        return self._collectives.all_gather(mine)
+        return self._communicator.call(Payload("all_gather", mine))
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
-        distance = torch.zeros(1, device=self._collectives.device, dtype=torch.float32)
+        distance = torch.zeros(1, device=self._communicator.device, dtype=torch.float32)
         norm = torch.zeros_like(distance)
         parameters = {name for name, _ in self._module.named_parameters()}
         for alike in _alike(tensors[name] for name in tensors if name in parameters):
@@ -172,18 +169,16 @@ class ReplicaAverager:
     def _copy_first(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors by those of the first rank: the sum of its bytes and the others' zeros."""
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        if self._collectives.rank:
+        if self._communicator.rank:
             flat.zero_()
-        self._sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
-        first = self._collectives.all_reduce(flat)
+        first = self._communicator.call(Payload("all_reduce", flat))
         for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned, as a view has to be
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = torch.cat([each.reshape(-1) for each in tensors])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        self._sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
-        mean = self._collectives.all_reduce(flat / self._collectives.ranks)
+        mean = self._communicator.call(Payload("all_reduce", flat / self._communicator.ranks))
         return mean, flat
 
 

@@ -55,7 +55,7 @@ class SharedModel:
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
-        self._averager = ReplicaAverager(module, pipeline.levels.same_shard.collectives, pipeline.recorder)
+        self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self.device = self._averager.device
         self.handled: Callable[[], Collection[Tensor]] = tuple
         self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
@@ -175,9 +175,8 @@ class SharedModel:
         now = [laid_flat(present.get(name, shared), shared) for name, shared in self._shared.items()]
         before = [self._before(name, each.dtype) for name, each in zip(self._shared, now)]
         changes = dict(zip(self._shared, _differences(before, now)))
-        start = recorder.clock.mark()
-        self._worker.run(partial(self._move, changes, resting, context, steps))
-        recorder.expose(start, recorder.clock.mark())
+        with recorder.waiting():
+            self._worker.run(partial(self._move, changes, resting, context, steps))
         if present:
             shared = [round_to(self._shared[name], tensor.dtype) for name, tensor in present.items()]
             torch._foreach_copy_(list(present.values()), shared)

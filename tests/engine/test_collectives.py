@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.engine.collectives import Collectives, _all_gather_into
+from lightning_sparse.engine.communicator import Communicator, _all_gather_into
 from lightning_sparse.schedule.network import DIRECT_BYTES
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
@@ -15,11 +15,11 @@ from tests.helpers.faults import GROUP_TIMEOUT
 
 def gathered(rank, nbytes, dtype, has_out):
     """Gather different bytes from every rank; return them, what torch gathers, and how often torch's ring was used."""
-    collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
+    collectives = Communicator(list(range(dist.get_world_size())), torch.device("cpu"))
     torch.manual_seed(rank)
     mine = torch.randint(-128, 128, (nbytes,), dtype=torch.int8).view(dtype)
     expected = [torch.empty_like(mine) for _ in range(collectives.ranks)]
-    ring = "lightning_sparse.engine.collectives._all_gather_into"
+    ring = "lightning_sparse.engine.communicator._all_gather_into"
     try:
         dist.all_gather(expected, mine)
         out = torch.empty(collectives.ranks, mine.numel(), dtype=dtype) if has_out else None
@@ -49,7 +49,7 @@ def test_an_all_gather_gives_what_torch_gives(pools, ranks, nbytes, dtype, rings
 
 def added_up(rank, shape, dtype):
     """Add up different numbers of every rank; return the sum, what it should be, and how often torch's was used."""
-    collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
+    collectives = Communicator(list(range(dist.get_world_size())), torch.device("cpu"))
     theirs = [
         torch.randn(shape, generator=torch.Generator().manual_seed(each)).mul(8).to(dtype)
         for each in range(collectives.ranks)
@@ -87,7 +87,7 @@ def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, ranks, shap
 
 def timeouts(rank, given):
     """Return how long a group of the exchange waits, and the job's own."""
-    collectives = Collectives([0, 1], torch.device("cpu"), given)
+    collectives = Communicator([0, 1], torch.device("cpu"), given)
     groups = (collectives.group, dist.group.WORLD)
     try:
         collectives.all_gather(torch.ones(1))  # who is done first would close what the other still connects to
@@ -119,11 +119,11 @@ OF_THIS_RANK = [
 
 def meanings(rank, errors):
     """Raise errors in an exchange; return what is raised for each, by name of its type and its message."""
-    collectives, found = Collectives([0, 1], DEVICE, timedelta(seconds=9)), []
+    collectives, found = Communicator([0, 1], DEVICE, timedelta(seconds=9)), []
     collectives.all_gather(torch.zeros(1, device=DEVICE))  # neither closes while the other still connects
     for error in errors:
         try:
-            with collectives.telling_of("a gradient"):
+            with collectives.translate_errors("a gradient"):
                 raise error
         except RuntimeError as raised:
             found.append(f"{type(raised).__name__}: {raised}")

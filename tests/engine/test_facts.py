@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe import ExchangeRecord, Recorder, Totals, mean_stats
+from lightning_sparse.engine.observe import Recorder, StepRecord, Totals, mean_stats
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
 
 
@@ -57,9 +57,9 @@ class Event:
 
 def step(backward_end, end):
     """Return a step that was exposed between two moments."""
-    record = ExchangeRecord(ranks=4)
+    record = StepRecord(ranks=4)
     record.elements, record.wire_bytes = 100, 60.0
-    record.backward_end, record.end = backward_end, end
+    record.exposed = [(backward_end, end)]
     return record
 
 
@@ -93,7 +93,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
     record = step(2.0, 2.25)
     record.covered_steps = 3
     totals.add(record)
-    totals.add(ExchangeRecord.of_dense(100, 400, ranks=4, node_ranks=2))
+    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=2))
     plain, stats = 2 * 3 / 4 * 400, totals.as_stats(has_levels=False)
     dense = plain * (1 + 3 + 1)
     assert stats == {
@@ -112,7 +112,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     totals.resume()
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 2 s
-    totals.add(ExchangeRecord.of_dense(100, 400, ranks=4, node_ranks=1))
+    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=1))
     totals.end_step()  # 3 s, left to DDP
     totals.resume()  # after 85 s of validation
     totals.add(step(2.0, 2.5))
@@ -152,15 +152,15 @@ def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_n
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 3 s more
     totals.pause()
-    totals.expose(40.0, 90.0)  # a round that ends before a validation
+    totals.expose([(40.0, 90.0)])  # a round that ends before a validation
     totals.resume()  # 1 s later
     totals.end_step()  # 1 s more
-    totals.expose(40.0, 90.0)  # of no step: training has ended
+    totals.expose([(40.0, 90.0)])  # of no step: training has ended
     assert totals.as_stats(has_levels=False)["exposed_share"] == 0.5 / (2 + 3 + 1 + 1)
 
 
 def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
-    plain, ours = ExchangeRecord.of_dense(100, 400, ranks=4, node_ranks=1), step(1.0, 1.5)
+    plain, ours = StepRecord.of_dense(100, 400, ranks=4, node_ranks=1), step(1.0, 1.5)
     stats = mean_stats([plain], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0
     assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0

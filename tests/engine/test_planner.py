@@ -49,14 +49,15 @@ class Slow(nn.Module):
 
 def slow_down(engine, network):
     """Let every exchange of a group take longer, by a network's costs."""
-    run = engine.pipeline.collectives.run
+    communicator = engine.levels.inter
+    issue = communicator.issue
 
-    def run_slowly(name, tensor, out=None):
-        received = run(name, tensor, out)
+    def issue_slowly(name, tensor, out=None):
+        received = issue(name, tensor, out)
         time.sleep(network(tensor.numel() * tensor.element_size()))
         return received
 
-    engine.pipeline.collectives.run = run_slowly
+    communicator.issue = issue_slowly
 
 
 def losses_of(rank, ddp, engine, steps):

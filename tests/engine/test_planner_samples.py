@@ -9,14 +9,14 @@ import torch
 
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.densities import Densities
-from lightning_sparse.engine.observe import ExchangeRecord, GroupMarks, Span
+from lightning_sparse.engine.observe import GroupRecord, Span, StepRecord
 from lightning_sparse.engine.planner import StepPlanner, averaged
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.merging import predict
 from tests.helpers.examples import load
 
 
-class Told(load("echo").EchoCollectives):
+class Told(load("echo").EchoCommunicator):
     """Collectives of ranks that all say what one says, which note how many numbers that are."""
 
     def __init__(self, ranks=1):
@@ -30,10 +30,10 @@ class Told(load("echo").EchoCollectives):
 
 def step(ready, tensors=2):
     """Return a step of some gradients in a group; on a device they have no mark unless somebody watches."""
-    record = ExchangeRecord()
+    record = StepRecord()
     record.backward_start, record.backward_end, record.end = 0.0, 2.0, 3.0
     record.ready = {f"weight {number}": ready for number in range(tensors)}
-    group = GroupMarks(tuple(record.ready))
+    group = GroupRecord(tuple(record.ready))
     group.spans = [Span("select", 2.0, 2.1), Span("exchange", 2.1, 2.5)]
     record.groups = [group]
     return record
@@ -71,14 +71,14 @@ def exchange(sent):
 
 def step_of(schedule, numels, density):
     """Return a step whose groups, those of a schedule, take what they take by the costs above."""
-    record = ExchangeRecord()
+    record = StepRecord()
     record.ready = dict(zip(numels, accumulate([BACKWARD] * len(numels))))
     record.backward_start, record.backward_end = 0.0, max(record.ready.values())
     names, free = [], 0.0
     for name in numels:
         names.append(name)
         if schedule.closes_group(name, sum(numels[each] for each in names)) or name == list(numels)[-1]:
-            group = GroupMarks(tuple(names))
+            group = GroupRecord(tuple(names))
             group.elements = sum(numels[each] for each in names)
             group.counts = int(density * group.elements)
             selected = max(free, record.ready[name]) + select(group.elements)

@@ -18,7 +18,7 @@ import lightning_sparse.schedule.plan as plan_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.step.exchange import Backward
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
@@ -51,7 +51,7 @@ POINTS = {
     "hook": Point(Backward, "_hand_over", 1),
     "selection": Point(TopK, "select"),
     "between two collectives": Point(
-        Collectives, "run", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
+        Communicator, "issue", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
     ),
     # The others have all they need of this step, and hear of it in what Lightning itself broadcasts before the next.
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),

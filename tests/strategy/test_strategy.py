@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.names import VARIANTS, systems
 from lightning_sparse.testing.tensors import assert_same, differences
@@ -132,7 +132,7 @@ def test_a_changing_loss_scale_changes_nothing(pair, compressor):
 def count_bytes(rank, settings):
     """Return the bytes that left this rank in one step, and the statistics that tell of it."""
     sent = []
-    original = Collectives.run
+    original = Communicator.issue
 
     def watched(self, name, tensor, *out):
         # All of it goes to all others; or to each of them its part of it; or, around a ring, both.
@@ -141,7 +141,7 @@ def count_bytes(rank, settings):
         sent.append(times[name] * tensor.numel() * tensor.element_size())
         return original(self, name, tensor, *out)
 
-    with patch.object(Collectives, "run", watched), sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
+    with patch.object(Communicator, "issue", watched), sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
         for _ in range(2):  # before the first exchange ranks agree on an order
             sent.clear()
             backpropagate(ddp, engine, ddp(torch.randn(4, 300, device=DEVICE)).sum())
@@ -256,7 +256,7 @@ def check_mute_backend(rank):
     """Ask for collectives from a backend that has none; which device it refuses does not matter."""
     if not hasattr(dist.Backend, "MUTE"):
         dist.Backend.register_backend("mute", lambda store, rank, size, timeout: Mute(rank, size), devices=["cpu"])
-    collectives = Collectives([0, 1], torch.device("cpu"))
+    collectives = Communicator([0, 1], torch.device("cpu"))
     gloo, collectives.group = collectives.group, dist.new_group([0, 1], backend="mute")
     try:
         collectives.check(["all_to_all"])
@@ -357,7 +357,8 @@ def groups_given_back(rank, module, backend):
     """Fit over what calls itself another backend; return process groups given back, statistics, and threads left."""
     strategy = SparseDDPStrategy()
     distributed = Mock(wraps=dist, get_backend_config=lambda _: f"cpu:{backend}")
-    with patch("lightning_sparse.engine.collectives.dist", distributed), suppress(ZeroDivisionError):
+    patched = [patch(f"lightning_sparse.engine.{each}.dist", distributed) for each in ("collectives", "communicator")]
+    with patched[0], patched[1], suppress(ZeroDivisionError):
         make_trainer(rank, strategy).fit(module())
     return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), thread_names()
 

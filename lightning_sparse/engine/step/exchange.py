@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives, SharedOnCopy, attended
+from lightning_sparse.engine.collectives import SharedOnCopy, attended
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.memory.residual import LARGE, widened
 from lightning_sparse.engine.observe import Mark, shown
 from lightning_sparse.engine.step.shards import BareModel, named_module, shard_of
@@ -214,7 +215,7 @@ class Route(NamedTuple):
     schedule: Schedule
     worker: ExchangeWorker
     arrived: ArrivedGradients
-    among: Collectives  # the ranks that average what is dense, and agree on the order of gradients
+    among: Communicator  # the ranks that average what is dense, and agree on the order of gradients
     overlaps_backward: bool  # else groups go when backward has ended
     is_sharded: bool
     packages: dict[tuple[str, ...], "_Package"]  # memory of the backward before, by the names in it
@@ -659,7 +660,7 @@ class Exchange(SharedOnCopy):
             each.position = position
         self.numel = sum(each.numel for each in self._members)
         self._route.packages.clear()
-        self._order = Order((), self._route.pipeline.collectives.device)
+        self._order = Order((), self._route.among.device)
 
     @property
     def order(self) -> list[str]:
@@ -798,8 +799,8 @@ class Exchange(SharedOnCopy):
         if self._route.is_sharded:  # those of a module come all at once
             return self._members[::-1]
         route, order = self._route, [*backward.marks, *unused]
-        own = torch.tensor([each.position for each in order]).to(route.pipeline.collectives.device)
-        rows = route.worker.run(lambda: route.among.run("all_gather", own))
+        own = torch.tensor([each.position for each in order]).to(route.among.device)
+        rows = route.worker.run(lambda: route.among.all_gather(own))
         return [self._members[position] for position in rows[0].tolist()]
 
 

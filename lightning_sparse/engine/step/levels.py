@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_sparse.engine.communicator import Communicator, Phases
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
-from lightning_sparse.engine.step.worker import Channel, Phases
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import round_to
 from lightning_sparse.functional.reductions import norm_of_all
@@ -39,13 +39,13 @@ class Topology(NamedTuple):
 class FlatRanks:
     """All ranks exchange with all, each the whole of every gradient.
 
-    The channel ``inter`` joins ranks that exchange selections, ``world`` all, and ``same_shard`` those that hold the
-    same tensors of a model, replica by replica. ``node_ranks`` share each gradient.
+    ``inter`` joins ranks that exchange selections, ``world`` all, and ``same_shard`` those that hold the same tensors
+    of a model, replica by replica. ``node_ranks`` share each gradient.
     """
 
     node_ranks = 1
 
-    def __init__(self, inter: Channel, world: Optional[Channel] = None) -> None:
+    def __init__(self, inter: Communicator, world: Optional[Communicator] = None) -> None:
         self.inter = inter
         self.world = self.same_shard = inter if world is None else world
 
@@ -95,21 +95,21 @@ class FlatRanks:
 
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
-        for each in (self.inter.collectives, self.world.collectives):
+        for each in (self.inter, self.world):
             each.close(has_failed)
 
 
 class DividedRanks(FlatRanks):
     """The ranks ``intra`` divide each gradient between them; those with equal parts exchange ``inter``."""
 
-    def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
+    def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(inter, world)
         self._intra = intra
         self.node_ranks = intra.ranks
 
     @override
     def all_of(self, flag: Tensor) -> Tensor:
-        flag = flag.to(self._intra.collectives.device, non_blocking=True)
+        flag = flag.to(self._intra.device, non_blocking=True)
         return self._intra.call(Payload("all_gather", flag.view(1).byte())).bool().all()
 
     @override
@@ -120,13 +120,13 @@ class DividedRanks(FlatRanks):
     @override
     def close(self, has_failed: bool) -> None:
         super().close(has_failed)
-        self._intra.collectives.close(has_failed)
+        self._intra.close(has_failed)
 
 
 class Shards(DividedRanks):
     """Every rank holds a shard of the model, and is handed that of the gradients' mean over its replica, as by FSDP."""
 
-    def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
+    def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
         self.same_shard = inter
 
@@ -148,7 +148,7 @@ class HierarchicalRanks(DividedRanks):
     one rank of each node does with a gradient elsewhere. In the end all shares go to all ranks (all-gather).
     """
 
-    def __init__(self, intra: Channel, inter: Channel, world: Channel) -> None:
+    def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
         self._workspace = Workspace()
         self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -162,7 +162,7 @@ class HierarchicalRanks(DividedRanks):
     @override
     def share_of(self, flat: Tensor) -> Tensor:
         numel = self.share_numel(flat.numel())
-        share = flat[self._intra.collectives.rank * numel :][:numel]
+        share = flat[self._intra.rank * numel :][:numel]
         return share if share.numel() == numel else functional.pad(share, (0, numel - share.numel()))
 
     @override
@@ -223,7 +223,7 @@ class HierarchicalRanks(DividedRanks):
 
     def _parts_of(self, columns: int) -> Iterator[tuple[int, int]]:
         """Cut the shares of a group into those of a message each."""
-        is_host = self._intra.collectives.device.type == "cpu"
+        is_host = self._intra.device.type == "cpu"
         most = _MESSAGE_ELEMENTS if is_host else _DEVICE_MESSAGE_ELEMENTS
         step = max(_ALIGNED, most // self.node_ranks // _ALIGNED * _ALIGNED)
         return ((start, min(start + step, columns)) for start in range(0, columns, step))
@@ -232,7 +232,7 @@ class HierarchicalRanks(DividedRanks):
         """Return memory ``[ranks, columns]``: that of the last message of this name, unless more is needed."""
         held = self._messages.get((name, dtype))
         if held is None or held.numel() < self.node_ranks * columns:
-            held = torch.empty(self.node_ranks * columns, dtype=dtype, device=self._intra.collectives.device)
+            held = torch.empty(self.node_ranks * columns, dtype=dtype, device=self._intra.device)
             self._messages[name, dtype] = held
         return held[: self.node_ranks * columns].view(self.node_ranks, columns)
 

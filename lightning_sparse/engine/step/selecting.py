@@ -19,7 +19,7 @@ from lightning_sparse.compressors.selection import (
     scatter,
     whole,
 )
-from lightning_sparse.engine.step.worker import Channel
+from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, WireFormat
 from lightning_sparse.functional.elements import counts_of
@@ -36,14 +36,14 @@ class Part(NamedTuple):
     laid: Sequence[Tensor] = ()  # where one selection is of all: they, end to end, and room for as many elements
     are_used: Sequence[Optional[bool]] = ()  # each, by this rank; ``None`` where that is not tracked
 
-    def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
+    def exchange(self, communicator: Communicator, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
         """Send what is selected, and return the mean of each parameter."""
-        channel.recorder.see_selection(self.selection, self.counts)
-        result = channel.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
+        communicator.recorder.see_selection(self.selection, self.counts)
+        result = communicator.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
         if self.laid:
-            with channel.recorder.span("encode"):
+            with communicator.recorder.span("encode"):
                 result = self._split(result)
-        if (samples := channel.recorder.samples) is not None:
+        if (samples := communicator.recorder.samples) is not None:
             samples.add_sent(names, self._sent() if self.laid else self.selection)
         return result
 

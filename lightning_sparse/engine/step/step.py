@@ -107,7 +107,6 @@ class Pipeline:
         self.compressor = compressor
         self.memory = memory
         self.levels = levels
-        self.collectives = levels.inter.collectives
         self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = NOTHING_KNOWN
@@ -140,7 +139,7 @@ class Pipeline:
 
     def _norms_of(self, names: Sequence[str]) -> Tensor:
         if not names:  # none of them has a gradient in this backward
-            return torch.zeros(0, dtype=torch.float32, device=self.collectives.device)
+            return torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
         return norms_of([self._shares[name].gradient for name in names])
 
     def exchange(self, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[Exchanged]:
@@ -196,7 +195,7 @@ class Pipeline:
         """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
         if self.compressor.replicas_diverge:
             return
-        held = torch.zeros(1, dtype=torch.int64, device=self.collectives.device)
+        held = torch.zeros(1, dtype=torch.int64, device=self.levels.inter.device)
         for tensor in arrived:
             held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # also of zeros: a gradient of zero is one that is there
         everywhere = self.levels.same_shard.call(Payload("all_gather", held))

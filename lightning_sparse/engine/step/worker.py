@@ -1,17 +1,12 @@
-"""One thread, first in, first out, that issues all collectives while backward goes on, and records each."""
+"""One thread, first in, first out, that issues all collectives while backward goes on."""
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Optional, TypeVar
 
 import torch
-from torch import Tensor
-
-from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.wire.base import Payload
 
 _CAPTURED = (
     "gradients are exchanged while a graph of the device is captured, which would repeat what the host has decided for"
@@ -20,36 +15,7 @@ _CAPTURED = (
 )
 
 Result = TypeVar("Result")
-Phases = Generator[Payload, Tensor, Result]
 _Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]  # as submitted; events of inputs
-
-
-class Channel:
-    """Collectives between some ranks, whose bytes and seconds are recorded; those inside a node apart."""
-
-    def __init__(self, collectives: Collectives, recorder: Recorder, is_inside_node: bool = False) -> None:
-        self.collectives = collectives
-        self.ranks = collectives.ranks
-        self.recorder = recorder
-        self._is_inside_node = is_inside_node
-
-    def run(self, phases: Phases[Result]) -> Result:
-        """Run the collective that each phase names, and hand its result to the next phase."""
-        received: Optional[Tensor] = None
-        while True:
-            try:
-                with self.recorder.span("encode"):
-                    payload = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
-            except StopIteration as stop:
-                result: Result = stop.value
-                return result
-            received = self.call(payload)
-
-    def call(self, payload: Payload) -> Tensor:
-        """Call one collective."""
-        self.recorder.add_bytes(self.collectives.sent_bytes(payload.collective, payload.tensor), self._is_inside_node)
-        with self.recorder.span("exchange"), self.collectives.telling_of(self.recorder.subject, payload.collective):
-            return self.collectives.run(*payload)
 
 
 class ExchangeWorker:

@@ -12,7 +12,7 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize, who
 
 
 class Payload(NamedTuple):
-    """One collective's worth of bytes: which of :class:`Collectives`, this rank's tensor, and memory for the result."""
+    """One collective's worth of bytes: which of a communicator's, this rank's tensor, and memory for the result."""
 
     collective: str
     tensor: Tensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.communicator import Communicator
 from tests.helpers.sparse_ddp import sparse_ddp
 
 SLOW = 8.0  # seconds after which the other rank leaves, and what it has not sent is given up
@@ -16,7 +16,7 @@ SLOW = 8.0  # seconds after which the other rank leaves, and what it has not sen
 
 def close_after_an_error(rank):
     """Fail in the second message, where the other rank has not sent the first; return the seconds that closing took."""
-    begin_all_reduce, sent = Collectives.begin_all_reduce, []
+    begin_all_reduce, sent = Communicator.begin_all_reduce, []
 
     def fail_in_the_second(collectives, tensor):
         sent.append(tensor)
@@ -31,7 +31,7 @@ def close_after_an_error(rank):
         if rank == 1:
             time.sleep(SLOW)
             return None
-        with mock.patch.object(Collectives, "begin_all_reduce", fail_in_the_second), suppress(MemoryError):
+        with mock.patch.object(Communicator, "begin_all_reduce", fail_in_the_second), suppress(MemoryError):
             ddp(torch.ones(1, 600)).sum().backward()
         begun = time.perf_counter()
     assert len(sent) == 2
