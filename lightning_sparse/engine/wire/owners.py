@@ -94,11 +94,11 @@ class OwnersFormat(WireFormat):
         section = codec.encode(places)
         wires = yield Payload("all_gather", message_of([section] if used is None else [section, used]))
         indices = _positions(codec.decode(wires), shares).flatten().sort().values
-        chosen = FlatSelection.at(accumulated, indices, tuple(self.ranks * final for final in shares.finals))
-        arrival = yield from self._values.average(chosen)
+        counts = tuple(self.ranks * final for final in shares.finals)
+        result = yield from self._values.average_at(accumulated, indices, counts)
         if used is None:
-            return arrival
-        return arrival._replace(used=wires[:, len(section) : len(section) + len(used)].bool().any(dim=0))
+            return result
+        return result._replace(used=wires[:, len(section) : len(section) + len(used)].bool().any(dim=0))
 
     @override
     def release(self) -> None:

@@ -17,7 +17,7 @@ from lightning_sparse.compressors.selection import (
 )
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
-from lightning_sparse.functional.elements import aligned, all_finite, message_of, round_to
+from lightning_sparse.functional.elements import Counts, aligned, all_finite, message_of, round_to
 
 _WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, which is what a round trip over gloo takes
 
@@ -97,18 +97,23 @@ class ReduceFormat(WireFormat):
         """Tell whether a message of all shards is so short that a round trip takes longer than its further bytes."""
         return self._gathers_short and (self.ranks - 1) * (1 - 2 / self.ranks) * nbytes <= _WORTH_A_ROUND_TRIP
 
-    def average(self, chosen: FlatSelection) -> Phases:
-        """Write elements at which all ranks send, one at least: those of each tensor alone where rounding is kept."""
+    def average_at(self, accumulated: Sequence[Tensor], indices: Tensor, counts: Counts) -> Phases:
+        """Average the values of all ranks at positions that all of them have, ascending, of tensors laid end to end.
+
+        Elements of each tensor, of which there are so many, travel alone if their rounding is kept.
+        """
+        chosen = FlatSelection.at(accumulated, indices, counts)
+        if not len(indices):
+            means = chosen.replaced(chosen.values[None], indices[None])
+            return ExchangeResult(all_finite(chosen.values), None, means, chosen)
         is_exact = chosen.values.dtype is self.dtype
-        pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(chosen.counts) if each.numel()]
-        arrival = yield from self.exchange(whole(pieces), pieces, None)
-        return arrival._replace(
-            means=chosen.replaced(_laid(arrival.means)[None], chosen.indices[None]),
-            kept=chosen.replaced(_laid(arrival.kept), chosen.indices),
-        )
+        pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(counts) if each.numel()]
+        result = yield from self.exchange(whole(pieces), pieces, None)
+        means = chosen.replaced(_laid(result.means)[None], indices[None])
+        return result._replace(means=means, kept=chosen.replaced(_laid(result.kept), indices))
 
     def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
-        """Return what :meth:`average` hands to collectives for fp32 gradients, so many elements of each tensor."""
+        """Return what :meth:`average_at` hands to collectives for fp32 gradients, so many elements of each tensor."""
         counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
         return self.transfers([SelectionSize(count, count) for count in counts])
 

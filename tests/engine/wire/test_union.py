@@ -1,10 +1,8 @@
 """The union wire, rank by rank in one process: what travels, what arrives, what stays."""
 
-import pytest
 import torch
 
 from lightning_sparse.compressors.selection import Selection, grouped
-from lightning_sparse.engine.wire import union
 from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.lockstep import run_phases
@@ -35,33 +33,27 @@ def formats_of(ranks):
     return [UnionFormat(torch.float32, rank, ranks) for rank in range(ranks)]
 
 
-def messages(chosen, steps):
-    """Return by step the bytes of rank 0's messages; every step selects the same."""
-    formats = formats_of(len(chosen))
-    return [[payloads[0].nbytes for payloads in exchange(chosen, formats)[1]] for _ in range(steps)]
+def messages(chosen):
+    """Return the bytes of rank 0's messages."""
+    return [payloads[0].nbytes for payloads in exchange(chosen, formats_of(len(chosen)))[1]]
 
 
 def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union():
-    first, second = messages(DISJOINT, 2)
     positions = 4 * 2 + 2 * 4  # at most four of a rank, in two blocks of 65 536 elements
     values = 3 * 16  # nine elements of three tensors laid end to end, three for each rank, up to 16 bytes
-    assert first == [16, positions, values]
-    assert second == [32, values]  # the count and as much room, up to 16 bytes
+    assert messages(DISJOINT) == [16, positions, values]
+    assert messages([[[], [], []]] * 3) == [16]
 
 
 def test_many_values_go_to_their_owners():
-    *_, parts, means = messages(EVERYTHING, 1)[0]
+    *_, parts, means = messages(EVERYTHING)
     assert parts == 3 * means
 
 
-@pytest.mark.parametrize("few", [0, 1 << 20])
-def test_a_union_is_one_whether_or_not_ranks_look_in_parts_of_their_own(few, monkeypatch):
-    monkeypatch.setattr(union, "_FEW", few)
+def test_a_union_is_one_whether_or_not_ranks_look_in_parts_of_their_own():
     overlapping = [[[0, 4], [7, 69_999], []], [[4], [7, 8], [2]], [[0, 1, 4], [], []]]
     beside = [[[0, 1], [5, 6], []], [[2, 3], [1, 70], [2]], [[4], [99, 1000], [0]]]
     for chosen in (DISJOINT, overlapping, beside, EVERYTHING):
         expected = [sorted({place for choices in chosen for place in choices[each]}) for each in range(len(NUMELS))]
-        formats = formats_of(len(chosen))
-        for _ in range(2):  # the second has room
-            for arrival in exchange(chosen, formats)[0]:
-                assert [mean.indices.flatten().tolist() for mean in arrival.means] == expected
+        for arrival in exchange(chosen, formats_of(len(chosen)))[0]:
+            assert [mean.indices.flatten().tolist() for mean in arrival.means] == expected
