@@ -121,7 +121,8 @@ class CompressionMonitor(StepObserver):
         facts, name = samples.facts(), "residual_to_gradient"
         if "update_error" in stats:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"
-        residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *(fact[3:] for fact in facts.values())]))
+        moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # what is frozen is not
+        residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *moving]))
         return {**stats, name: _ratio(residual, added)}
 
 

@@ -1,7 +1,7 @@
 """The engine: builds the nouns for one model, starts the worker, and takes the gradients."""
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.compressors.base import Compressor, ModelLayout, layout_of, trained_in
+from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import SharedOnCopy, backend_of, timeout_of_job
 from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.memory.residual import Memory
+from lightning_sparse.engine.memory.residual import Memory, Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
-from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged, take_replaced
+from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Route, Wrapper
@@ -72,7 +72,8 @@ class Engine(SharedOnCopy):
         self.densities = settings.densities()
         self._settings = settings
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
-        self._known = KnownModel(module, compressor, levels, trained)  # it may refuse, before a thread runs
+        self._numels: dict[str, int] = {}  # that this rank exchanges, by name, also of what is exchanged no more
+        self._begin(self._layout_of(trained))  # it may raise, before a thread runs
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
@@ -84,7 +85,7 @@ class Engine(SharedOnCopy):
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients are exchanged, in the order of the model."""
-        return self._known.layout.names
+        return self._layout.names
 
     @property
     def topology(self) -> Topology:
@@ -114,11 +115,34 @@ class Engine(SharedOnCopy):
         """Rounds of local steps; ``None`` where gradients are exchanged in every step."""
         return self.replicas if isinstance(self.replicas, Rounds) else None
 
-    def track(self, trained: Mapping[str, Tensor]) -> None:
-        """Exchange these parameters of the model from now on, between two backwards; what is kept of them stays."""
-        layout = self._known.layout_of(trained)
-        self.replicas.track(layout.names)
-        self.worker.run(lambda: self._known.track(layout, self.memory))
+    def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
+        world = self.levels.world
+        return layout_of(self.module, world.rank, world.ranks, world.device, trained)
+
+    def _begin(self, layout: ModelLayout) -> None:
+        """Set what the compressor works on."""
+        self._layout, inter = layout, self.levels.inter
+        numels = tuple(map(self.levels.share_numel, layout.numels))
+        self._settings.compressor.begin(layout._replace(numels=numels, rank=inter.rank, ranks=inter.ranks))
+        self._numels.update(zip(layout.names, numels))
+
+    def restart(self, trained: Mapping[str, Tensor], names: Renaming) -> None:
+        """Exchange these parameters of the model from the next backward on; all ranks call, between two.
+
+        State of a parameter follows it from the name that it had to the one that it has by ``names``, if it has one.
+        """
+        layout = self._layout_of(trained)
+        if self.rounds is not None:
+            self.rounds.restart(layout.names, names)
+
+        def load() -> None:
+            learned = self.pipeline.compressor.state_dict()
+            self._begin(layout)
+            self.pipeline.compressor.load_state_dict(renamed(learned, names))
+            if any(was != now for was, now in names.items()):
+                self.memory.rename(names)
+
+        self.worker.run(load)
         self.source.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
@@ -147,14 +171,13 @@ class Engine(SharedOnCopy):
     def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
-        parts = (settings.schedule, self.levels.world, self.recorder, self._known.numels, self.densities)
+        parts = (settings.schedule, self.levels.world, self.recorder, self._numels, self.densities)
         memory = proxy(self.memory)  # which does not wait for a collection, as a planner and its course do
         adapts, overlaps = settings.compressor.adapts_density, settings.overlaps_backward
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
         """Begin a step, before any of its gradients is taken."""
-        self._known.loaded = None
         if self.recorder.current.backward_start is None:  # nobody has heard of this backward before its first gradient
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
@@ -176,7 +199,6 @@ class Engine(SharedOnCopy):
 
     def _begin_exchange(self) -> StepContext:
         """Begin an exchange of local steps."""
-        self._known.loaded = None
         self.densities.begin_step(self.densities.epoch)
         return StepContext()
 
@@ -206,12 +228,9 @@ class Engine(SharedOnCopy):
         def load() -> None:
             if "memory" in state:
                 self.memory.load_state_dict(state["memory"])
-                take_replaced(self._known.parameters, self.module)  # it is of those that have these names now
             self.replicas.load_state_dict(state)
-            if self.rounds is not None:
-                self._known.expect_round(self.rounds.shared.trained)
             if "compressor" in state:
-                self._known.load(state["compressor"])
+                self.pipeline.compressor.load_state_dict(dict(state["compressor"]))
 
         # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
@@ -227,69 +246,6 @@ class Engine(SharedOnCopy):
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
-
-
-class KnownModel:
-    """What compressor and planner know of a model: which of its parameters are exchanged, their names, their sizes.
-
-    Attributes:
-        layout: of what is exchanged.
-        numels: elements that this rank exchanges, by name, also of what is exchanged no more.
-        loaded: what the compressor has read from a checkpoint, until an exchange teaches it more.
-        parameters: those that had each name last.
-    """
-
-    def __init__(
-        self, module: nn.Module, compressor: Compressor, levels: FlatRanks, trained: Mapping[str, Tensor]
-    ) -> None:
-        self.numels: dict[str, int] = {}
-        self.loaded: Optional[Mapping[str, Any]] = None
-        self._module, self._compressor, self._levels = module, compressor, levels
-        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
-        self._begin(self.layout_of(trained))
-
-    def layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
-        """Lay out what of these parameters has an element here."""
-        collectives = self._levels.world
-        return layout_of(self._module, collectives.rank, collectives.ranks, collectives.device, trained)
-
-    def _begin(self, layout: ModelLayout) -> None:
-        """Tell the compressor what is exchanged, and between whom."""
-        self.layout = layout
-        inter = self._levels.inter
-        numels = tuple(map(self._levels.share_numel, layout.numels))
-        self._compressor.begin(layout._replace(numels=numels, rank=inter.rank, ranks=inter.ranks))
-        self.numels.update(zip(layout.names, numels))
-
-    def track(self, layout: ModelLayout, memory: Memory) -> None:
-        """Know what is exchanged from now on; what is kept of a name whose parameter is another one now is dropped."""
-        replaced = take_replaced(self.parameters, self._module)
-        if layout == self.layout and not replaced:
-            return
-        # What was read from a checkpoint may be of the parameters that are trained from now on.
-        learned = _without(self._compressor.state_dict() if self.loaded is None else self.loaded, replaced)
-        self._begin(layout)
-        self._compressor.load_state_dict(learned)
-        self.loaded = None if self.loaded is None else learned
-        memory.forget(replaced)
-
-    def expect_round(self, names: Set[str]) -> None:
-        """Know the parameters of a round that goes on, some of which may be frozen here so far."""
-        if names != set(self.layout.names):
-            named = self._module.named_parameters()
-            self._begin(self.layout_of({name: each for name, each in named if name in names}))
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Have the compressor go on from what a checkpoint holds."""
-        self._compressor.load_state_dict(dict(state))
-        self.loaded = state
-
-
-def _without(state: Any, names: Set[str]) -> Any:
-    """Return nested dictionaries without what is of some names."""
-    if not isinstance(state, Mapping):
-        return state
-    return {key: _without(each, names) for key, each in state.items() if key not in names}
 
 
 def _levels_between(

@@ -16,6 +16,7 @@ from zlib import crc32
 from typing_extensions import override
 
 from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import SharedModel
@@ -54,7 +55,6 @@ class Rounds(Replicas):
         self.has_begun = self._has_steps = False
         self._is_stale = False  # whether a step has been made since the last exchange
         self.is_shared = True  # this rank's model is that of all: before rounds begin, and where one was ended early
-        self._is_resumed = False
 
     @property
     def steps_since_ended(self) -> int:
@@ -66,13 +66,11 @@ class Rounds(Replicas):
         """Whether the next step is DDP's, as rounds have not begun, and are not to begin yet."""
         return not self.has_begun and max(self._steps_of.values(), default=0) < self.local.synchronous_steps
 
-    @override
-    def track(self, names: Sequence[str]) -> None:
-        is_known = self.shared.trained == frozenset(names) and not self.shared.has_new()
-        if not (self._is_resumed and is_known):  # the round that was resumed has these
-            self.synchronize()
-            self.shared.track(names)
-            self._begun, self._is_stale = self._step, False
+    def restart(self, trained: Sequence[str], names: Renaming) -> None:
+        """End the round, and share these parameters from now on, of which some have other names; all ranks call."""
+        self.synchronize()
+        self.shared = self.shared.restarted(trained, names)
+        self._begun, self._is_stale = self._step, False
 
     @override
     def begin_round(self) -> None:
@@ -108,14 +106,12 @@ class Rounds(Replicas):
         A round counts those of the optimizer with the most, skipped or not.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
-        self._is_resumed = False
         if not self.has_begun:
             return
         self._is_stale, self.is_shared = True, False
         if self._steps_of[optimizer] > self._step:
             self._step += 1
             if self.steps_since_ended % self.local.every == 0:
-                self.shared.check_followed()
                 resting, _ = self._meet(ends=False)
                 self._exchange(resting)
 
@@ -187,7 +183,7 @@ class Rounds(Replicas):
             return
         state = state["rounds"]
         self.shared.load(state)
-        self.has_begun = self._is_resumed = state["has_begun"]
+        self.has_begun = state["has_begun"]
         self._has_steps, self._is_stale = state["has_steps"], state["is_stale"]
         self._step, self._origin, self._begun = state["step"], state["origin"], state["begun"]
         self._steps_of = dict(state["steps_of"])

@@ -45,9 +45,6 @@ class Replicas(SharedOnCopy):
     def synchronize(self) -> None:
         """Make all replicas one; all ranks must call."""
 
-    def track(self, names: Sequence[str]) -> None:
-        """Know that the model's parameters of these names are trained from now on, between two backwards; all call."""
-
     def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
         """Return the statistics of the last exchange, which was about so many steps, with those of the replicas."""
         return stats
@@ -95,17 +92,6 @@ class AveragedReplicas(Replicas):
         if "averager" in state:
             self._steps = int(state["averager"]["steps"])
             self._averager.divergence = state["averager"]["divergence"].to(self._averager.device, copy=True)
-
-
-def take_replaced(known: dict[str, Tensor], module: nn.Module) -> set[str]:
-    """Record the parameters by name, and return the names that others had before.
-
-    What the model has no more stays known until another parameter has its name: a layer may be put back.
-    """
-    present: dict[str, Tensor] = dict(module.named_parameters())
-    replaced = {name for name, each in present.items() if known.get(name, each) is not each}
-    known.update(present)
-    return replaced
 
 
 class ReplicaAverager:

@@ -12,23 +12,17 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import SGD
 
-from lightning_sparse.engine.memory.residual import widened
-from lightning_sparse.engine.replicas import ReplicaAverager, averaged, take_replaced
+from lightning_sparse.engine.memory.residual import Renaming, renamed, widened
+from lightning_sparse.engine.replicas import ReplicaAverager, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import laid_flat, local_tensor, round_to, runs
 from lightning_sparse.schedule import Schedule
-
-_OTHERS = (
-    "other parameters are trained than when this round of local steps began (new: {new}; gone: {gone}), and ranks would"
-    " train them apart. Change what is trained before a training_step, or, in a loop of your own, close() and sparsify"
-    " the model anew"
-)
 
 
 class SharedModel:
@@ -58,37 +52,27 @@ class SharedModel:
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self.device = self._averager.device
         self.handled: Callable[[], Collection[Tensor]] = tuple
-        self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
-        self._parameters: dict[str, Tensor] = {}  # those that had each name last
-        self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
+        self.trained = frozenset(names)  # of the parameters whose changes are exchanged
+        self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
         self._momenta: dict[str, Tensor] = {}  # of the mean changes
         self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
-        self.track(names)
-
-    def track(self, names: Sequence[str]) -> None:
-        """Know what is exchanged, where replicas are the same."""
-        names_of: dict[Tensor, str] = {each: name for name, each in self.module.named_parameters()}
-        renamed = {name: now for name, each in self._parameters.items() if (now := names_of.get(each, name)) != name}
-        if renamed:  # it would begin with each rank's own
-            raise RuntimeError(_OTHERS.format(new=sorted(renamed.values()), gone=sorted(renamed)))
-        for name in take_replaced(self._parameters, self.module):
-            self._shared.pop(name, None)
-            self._momenta.pop(name, None)
         tensors = averaged(self._named())
         buffers = {name for name, _ in self.module.named_buffers()}
         beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
-        self.trained = frozenset(names)
-        self._shared = {
-            name: known
-            if (known := self._shared.get(name)) is not None and known.shape == tensors[name].shape
-            else tensors[name].to(widened(tensors[name].dtype), copy=True)
-            for name in (*names, *beside)
+        self._shared = {  # parameters that are trained, then what is exchanged beside them
+            name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
         }
 
-    def has_new(self) -> bool:
-        """Tell whether the model has parameters that are not known here."""
-        return not set(self._parameters.values()).issuperset(self.module.parameters())
+    def restarted(self, trained: Sequence[str], names: Renaming) -> "SharedModel":
+        """Return the shared model of these parameters, where replicas are the same; some had other names before."""
+        parts = (self._local, self._pipeline, self._schedule, self._worker)
+        other = SharedModel(self.module, trained, *parts)
+        other.handled = self.handled
+        other._momenta = renamed(self._momenta, names)
+        before = renamed({name: each for name, each in self._shared.items() if name in self.trained}, names)
+        other._shared.update({name: each for name, each in before.items() if name in other.trained})
+        return other
 
     def resting(self) -> frozenset[str]:
         """Return the names of what no optimizer has, or is frozen and has not moved; a device may be waited for.
@@ -115,11 +99,12 @@ class SharedModel:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors that are shared, but those that it no longer has, or has in another shape.
 
-        A parameter that is not known has nothing to do with the one that had its name.
+        A parameter may have another name by now, and another one may have its name.
         """
-        present = ((name, tensor) for name, tensor in self._named() if name in self._shared)
-        known = ((n, each) for n, each in present if self._parameters.get(n) is each or not isinstance(each, Parameter))
-        held = {name: local_tensor(each) for name, each in known}
+        present = set(self.module.parameters())
+        known: dict[str, Tensor] = {name: each for name, each in self._parameters.items() if each in present}
+        known.update((name, each) for name, each in self.module.named_buffers() if name not in known)
+        held = {name: local_tensor(each) for name, each in known.items() if name in self._shared}
         held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
@@ -138,16 +123,6 @@ class SharedModel:
         """Return what ranks may write without an optimizer: frozen parameters, integers, buffers that have changed."""
         known = self.trained | self._tensors().keys()
         return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
-
-    def check_followed(self) -> None:
-        """Refuse to end a round without what is trained by now, or with what the model no longer has."""
-        present = dict(self._named())
-        could_be = {name for name, each in present.items() if each.requires_grad and local_tensor(each).numel() > 0}
-        handled = set(self.handled()).intersection(present.values())
-        new = sorted(name for name in could_be - self.trained if not handled or present[name] in handled)
-        gone = sorted(self.trained - present.keys())
-        if new or gone:
-            raise RuntimeError(_OTHERS.format(new=new, gone=gone))
 
     def has_moved(self) -> bool:
         """Tell whether what is trained is not that of the shared model, whoever has written it; a device is waited for.
@@ -277,11 +252,10 @@ class SharedModel:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, with the shared model that the model's tensors hold now."""
-        present = (name for name, _ in self.module.named_parameters())
-        if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
-            self.track(names)  # others may be frozen here until training goes on
+        if state["local"]:
             # What a first forward has given another shape, and is each rank's own, has that shape from the start here.
-            self._shared = {name: each for name, each in self._shared.items() if name in state["local"]}
+            known = self.trained | state["local"].keys()
+            self._shared = {name: each for name, each in self._shared.items() if name in known}
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")

@@ -145,7 +145,7 @@ class BackendChoice(SharedOnCopy):
         return seen
 
     def _decide(self, is_dense: bool) -> Steps:
-        """Stay with the winner; before DDP takes over unsent gradients are sent, and updates, which overshoot, dropped."""
+        """Stay with the winner; before DDP takes over gradients that were not sent are, and updates are dropped."""
         engine = self._engine
         flushes = is_dense and not engine.memory.corrects_adam
         self.wants_dense, engine.densities.sends_all = is_dense and not flushes, flushes

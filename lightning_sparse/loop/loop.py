@@ -24,13 +24,13 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper, after_closure
 from lightning_sparse.engine.step.shards import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import BackendChoice
+from lightning_sparse.loop.changes import TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by, load_states, states_of
 from lightning_sparse.loop.levels import Node
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
-    TrainedParameters,
     all_handled,
     before_step_of_training,
     calls_hooks,
@@ -58,8 +58,9 @@ CLOSED = (
     " train a copy of the model alone"
 )
 _NEW = (
-    "the model has other parameters to train, or other shards, than when its forward began: add, replace and unfreeze"
-    " layers between two batches, such as in on_train_batch_start, and those of a sharded model before training"
+    "the model has other parameters to train, or other shards, than when its last forward began: add, replace and"
+    " unfreeze layers between two batches, such as in on_train_batch_start, and before a call of the model itself, not"
+    " of its parts alone; those of a sharded model before training"
 )
 _BROKEN = (
     "an optimizer steps before gradients are exchanged: the last backward has ended in an error on this rank, so that"
@@ -222,7 +223,7 @@ class Training:
             log(line)
         around = (self._open, lambda: self.view.note_arrived())
         self.engine = engine = Engine(ddp, ordered, given.timeout, log, given.node_ranks, *around)
-        self._trained = TrainedParameters(module, given.timeout)
+        self._trained = TrainedParameters(module)
         # Whether the coming steps are left to plain DDP.
         self.choice = BackendChoice(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
@@ -247,10 +248,50 @@ class Training:
         self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
         self.steps.handles += hooks
 
-    def track_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Go on with the optimizers that there are now, between two steps; residuals stay with their parameters."""
-        if len(optimizers) == len(self.optimizers) and all(map(is_, optimizers, self.optimizers)):
+    def restart_if_changed(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
+        """Exchange what there is to train by now, on which all ranks have to agree, between two batches.
+
+        State follows parameters, whatever their names. What was exchanged once, and is frozen, counts as unused.
+        """
+        optimizers = self.optimizers if optimizers is None else optimizers
+        has_others = len(optimizers) != len(self.optimizers) or not all(map(is_, optimizers, self.optimizers))
+        if not (self._trains_others(optimizers) or has_others):
             return
+        before = self._trained
+        present = TrainedParameters(self.engine.module, before.parameters.values())
+        if before.has_others() and isinstance(self.engine.wrapper, ShardedModel):
+            raise RuntimeError(_NEW)
+        changes = before.changes_to(present), "other optimizers" * has_others
+        check_alike("; ".join(filter(None, changes)), dist.get_rank(), self._given.timeout)
+        if has_others:
+            self._take_optimizers(optimizers)
+        has_restarted = self._restart(present)
+        self._loaded.watch(self.engine.module, optimizers)
+        if has_restarted:
+            self._log(f"other parameters are trained from now on, {len(present.parameters)} in all.")
+
+    def _restart(self, present: TrainedParameters) -> bool:
+        """Exchange other parameters, if they are others; layers that are new are rank 0's."""
+        before, module = self._trained, self.engine.module
+        has_others = before.has_others()
+        if not (has_others or before.changes_to(present)):
+            return False
+        if has_others:
+            align(module, before.known_in(present))
+        self._trained = present
+        self.view.know(attended(module))
+        self.engine.restart(present.parameters, before.renaming_to(present))
+        return True
+
+    def _trains_others(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether the model has other parameters to train, once its own are in their place."""
+        has_changed = partial(self._trained.have_changed, all_handled(optimizers))
+        if has_changed() and isinstance(self.engine.wrapper, ShardedModel):
+            reshard(self.engine.module)  # an evaluation may have left parameters whole
+        return has_changed()
+
+    def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Go on with other optimizers, between two steps."""
         if self.backwards:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
@@ -276,38 +317,6 @@ class Training:
                 self._log(adam_line(self.settings, self.optimizers, total_steps))
         if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
             log_rounds(local, total_steps, self._log, None if is_trial else warn_user)
-
-    def track_model(self, forgets: bool = False, between: bool = False) -> None:
-        """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
-
-        Unless it is asked ``between`` two batches, the model may have no other layers, nor a round others to train.
-        """
-        trained, module = self._trained, self.engine.module
-        if not self._trains_others(forgets, between):
-            return
-        has_new = trained.has_new()
-        if (has_new and isinstance(self.engine.wrapper, ShardedModel)) or (
-            not between and (has_new or self.is_in_round)
-        ):
-            raise RuntimeError(_NEW)
-        known = trained.known_names
-        changes = trained.agree(forgets, dist.get_rank())
-        if not (changes or has_new):
-            return
-        if has_new:
-            align(module, known)
-        self.view.know(attended(module))
-        self.engine.track(trained.parameters)
-        self._log(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
-
-    def _trains_others(self, forgets: bool, between: bool) -> bool:
-        """Tell whether the model has other parameters to train, once its own are in their place."""
-        trained = self._trained
-        if not trained.have_changed(self.optimizers, forgets) or trained.are_replaced:
-            return False
-        if between and isinstance(self.engine.wrapper, ShardedModel):
-            reshard(self.engine.module)  # an evaluation may have left parameters whole
-        return trained.have_changed(self.optimizers, forgets)
 
     def turn(self) -> None:
         """Have the coming steps send everything, as DDP does, or not, or leave them to rounds; between two steps."""
@@ -341,15 +350,9 @@ class Training:
         if (rounds := self.engine.rounds) is not None and not self.is_dense:
             rounds.begin_steps()
 
-    def begin_batch(self, adopts: bool = False, forgets: bool = False) -> None:
-        """Begin a batch, before its forward.
-
-        Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
-        ``forgets`` that: where models are toggled within a step, it is frozen for a moment. Rounds forget nothing, as
-        they would end with it; what rests they leave out.
-        """
-        # What is frozen between two batches of a step has gradients that are to be exchanged.
-        self.track_model(forgets and not (self.is_in_round or self.backwards), between=True)
+    def begin_batch(self, adopts: bool = False, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
+        """Begin a batch, before its forward; rounds go on from the model that there is now if it ``adopts`` that."""
+        self.restart_if_changed(optimizers)
         self.turn()
         if self.is_in_round and self._reset_loaded():
             adopts = True
@@ -372,7 +375,6 @@ class Training:
 
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
-        self.track_model()
         self._add_backward()
         # Others may come before a step's last, by a hook of one's own, and go with it.
         self.await_backward(is_automatic and not self.engine.wrapper.require_backward_grad_sync)
@@ -394,7 +396,6 @@ class Training:
         """Begin a step's exchange, before the first of its gradients is taken."""
         if not is_told:
             self.check_epoch()
-            self.track_model()
             if self.engine.rounds is None:  # else a model is made one, between two backwards
                 self.turn()
             self._add_backward()
@@ -457,6 +458,8 @@ class Training:
     def _before_update(self, optimizer: Optimizer) -> None:
         if self.engine.source.holds_own(handled(optimizer)):
             raise RuntimeError(_OWN)
+        if self._trained.have_changed(all_handled(self.optimizers)) and self._trained.lacks_any(handled(optimizer)):
+            raise RuntimeError(_NEW)
         self.before_step()
 
     def _end_step(self, optimizer: Optimizer) -> None:
@@ -466,8 +469,6 @@ class Training:
             self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
-        if self.is_in_round:
-            self.track_model(between=True)
         self.engine.arrived.forget(handled(optimizer))
         number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
         if number is None:
@@ -494,11 +495,11 @@ class Training:
     def load(self, kept: Mapping[str, Any]) -> list[str]:
         """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         usable, unused = fitted(kept, self.engine)
-        self.engine.load_state_dict(usable)
         own, everywhere = kept[RANK], kept[EVERYWHERE]
-        if (rounds := self.engine.rounds) is not None and "rounds" in usable:
-            self._trained.know(rounds.shared.trained)
-            self.engine.source.track(self._trained.parameters)
+        exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
+        frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
+        self._restart(TrainedParameters(self.engine.module, [*self._trained.parameters.values(), *frozen]))
+        self.engine.load_state_dict(usable)
         self.engine.source.restore_order(usable.get("order", ()))
         if self.view.adam is not None:
             self.view.adam.clips.load(everywhere["clips"])

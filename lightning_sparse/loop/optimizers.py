@@ -1,12 +1,10 @@
 """A view of the optimizers: their settings, the momentum that the memory takes over, and the step in progress."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
 from functools import partial
 from itertools import chain
-from operator import gt
 from typing import Any, Optional
 
 from torch import Tensor
@@ -18,7 +16,6 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFee
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
-from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import after_closure
@@ -38,10 +35,6 @@ _TWO_NORMS = (
     " (optimizer_correction=None)"
 )
 _SHOWN = 5  # names in a message
-_ALIKE = (
-    "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
-    " own data or on its clock"
-)
 _NO_OPTIMIZER = Hyperparameters(float("nan"))  # when one begins to handle a parameter, that is no change of rate
 # By the names of what they are given: moments, an average of squares, a small number that keeps a quotient finite,
 # steps that follow signs (Rprop), or how many gradients a curvature is learned from (LBFGS).
@@ -253,98 +246,6 @@ class CountedSteps:
             handle.remove()
 
 
-class TrainedParameters:
-    """Notice that other parameters are trained than those whose gradients are exchanged, alike on all ranks.
-
-    Attributes:
-        parameters: whose gradients are exchanged, by name.
-    """
-
-    def __init__(self, module: Module, timeout: Optional[timedelta]) -> None:
-        self._module = module
-        self._timeout = timeout
-        self._handled: list[int] = []  # identities of the parameters that optimizers train
-        self.parameters: dict[str, Tensor] = {}
-        self._left: set[Tensor] = set()  # that were exchanged, and are not now
-        self._returned: set[Tensor] = set()  # that are exchanged again: such as networks that are frozen by turns
-        self._know(self._present(forgets=True))
-
-    def know(self, names: Collection[str]) -> None:
-        """Go on where those of these names were trained; what is frozen or new here by now is still to be noticed.
-
-        Of what this rank has no element nobody has told: it stays as it is known now.
-        """
-        named, known = self._module.named_parameters(), self._present(forgets=False)
-        self._know({n: each for n, each in named if n in (names if local_tensor(each).numel() else known)})
-
-    def _know(self, parameters: dict[str, Tensor]) -> None:
-        self._all = list(self._module.parameters())
-        before, now = set(self.parameters.values()), set(parameters.values())
-        self._returned = (self._returned | (now - before) & self._left) & set(self._all)
-        self._left = (self._left | before) & set(self._all) - now
-        self.parameters = parameters
-        self._named = dict([*self._module.named_parameters(), *self._module.named_buffers()])
-        self._are_known = [parameter in now for parameter in self._all]
-        self._may_leave = [parameter in now and parameter not in self._returned for parameter in self._all]
-
-    @property
-    def known_names(self) -> set[str]:
-        """Names of what the model still has of that which it had, and of buffers that it had under them."""
-        present = dict(self._module.named_parameters())
-        return {name for name, each in self._named.items() if present.get(name, each) is each}
-
-    def _present(self, forgets: bool) -> dict[str, Tensor]:
-        """Return what is trained now; also what is frozen, unless it ``forgets`` that and has not returned once."""
-        known = set(self.parameters.values())
-        kept = known & self._returned if forgets else known
-        named = self._module.named_parameters()
-        return {name: parameter for name, parameter in named if parameter.requires_grad or parameter in kept}
-
-    def have_changed(self, optimizers: Sequence[Optimizer], forgets: bool = True) -> bool:
-        """Tell whether others are trained now; on a few hundred parameters it takes some ten microseconds.
-
-        What is frozen counts if it ``forgets`` that, but not once it has been trained again.
-        """
-        present = list(map(id, all_handled(optimizers)))
-        if present != self._handled:
-            if self.has_new():  # which takes longer, and without an optimizer they are not trained
-                return True  # until they are known: a caller may raise, and whoever trains may go on
-            self._handled = present
-        are_trained = [parameter.requires_grad for parameter in self._all]
-        return any(map(gt, are_trained, self._are_known)) or (forgets and any(map(gt, self._may_leave, are_trained)))
-
-    def has_new(self) -> bool:
-        """Tell whether the model has parameters that it did not have before."""
-        return set(map(id, self._module.parameters())) != set(map(id, self._all))
-
-    @property
-    def are_replaced(self) -> bool:
-        """Whether plain tensors stand in the model while ``torch.func.functional_call`` goes forward."""
-        return not all(isinstance(each, Parameter) for each in self._module.parameters())
-
-    def agree(self, forgets: bool, rank: int) -> str:
-        """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike."""
-        present = self._present(forgets)
-        changes = self._changes(present)
-        try:
-            everywhere = gather_apart(changes, self._timeout)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}. The"
-                f" backend said: {error}"
-            ) from error
-        if len(set(everywhere)) > 1:
-            said = ". ".join(f"Rank {each}: {told or 'nothing'}" for each, told in enumerate(everywhere))
-            raise RuntimeError(f"ranks are about to train different parameters. {said}. {_ALIKE}")
-        self._know(present)
-        return changes
-
-    def _changes(self, present: Mapping[str, Tensor]) -> str:
-        both = {"frozen": (self.parameters, present), "unfrozen": (present, self.parameters)}
-        found = {change: _without(*sides) for change, sides in both.items()}
-        return "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
-
-
 def listed(names: Sequence[object]) -> str:
     """Name the first few, and count the others.
 
@@ -355,11 +256,6 @@ def listed(names: Sequence[object]) -> str:
     """
     shown = ", ".join(map(repr, names[:_SHOWN]))
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-
-def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
-    known = set(map(id, others.values()))  # under whatever name
-    return [name for name, parameter in ones.items() if id(parameter) not in known]
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:

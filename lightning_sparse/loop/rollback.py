@@ -29,6 +29,11 @@ class LoadedParameters:
         self._fingerprints: dict[Tensor, Tensor] = {}  # of weights before the first load
         self._of_optimizers: set[Tensor] = set()
         self._handles: list[Any] = []
+        self.watch(module, optimizers)
+
+    def watch(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+        """Register hooks on all modules and optimizers that there are now."""
+        self.close()
         for each in module.modules():
             self._handles.append(each.register_load_state_dict_pre_hook(Watch(each, partial(self._note, each))))
         for optimizer in optimizers:

@@ -423,7 +423,7 @@ class FollowedModel:
         is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
         if has_grad and (is_training or self.waiting is not None) and not is_in_backward():  # by a checkpoint
             if training.engine.rounds is None:
-                training.track_model(between=True)
+                training.restart_if_changed()
             else:
                 self._begin_training()
                 training.check_epoch()

@@ -200,9 +200,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is not None:
             training.epoch = self._trainer.current_epoch
-            training.track_optimizers(self.optimizers)
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
-            training.begin_batch(adopts, forgets=True)
+            training.begin_batch(adopts, self.optimizers)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -225,8 +224,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
-        # Under automatic optimization training_step comes inside the step, too late for the hooks of another optimizer.
-        training.track_optimizers(self.optimizers)
+        if self._module.automatic_optimization:
+            # training_step comes inside the step, too late for the hooks of another optimizer.
+            training.restart_if_changed(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
@@ -309,7 +309,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
     also a stream) and a process group of their own, group after group during backward. What is not sent stays in a
     residual for each parameter (error feedback) and is added to its next gradient. A ``fit`` without a checkpoint
-    starts with empty residuals. Parameters may be frozen and unfrozen between two steps, on all ranks.
+    starts with empty residuals. Between two batches layers may be added, replaced and unfrozen, on all ranks.
 
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.

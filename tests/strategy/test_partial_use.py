@@ -172,15 +172,26 @@ def test_callbacks_follow_what_is_trained(pair, module):
 
 
 class OneSided(Parts):
+    """Ranks unfreeze different parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
     def on_train_batch_start(self, batch, batch_index):
         if batch_index == 2:
-            (self.backbone, self.head)[self.global_rank].requires_grad_(False)
+            (self.backbone.weight, self.backbone.bias)[self.global_rank].requires_grad_(True)
 
 
-class OnOneRank(Parts):
+class OnOneRank(OneSided):
     def on_train_batch_start(self, batch, batch_index):
         if batch_index == 2 and self.global_rank == 1:
-            self.backbone.requires_grad_(False)
+            self.backbone.requires_grad_(True)
+
+
+class FrozenOnOneRank(Parts):
+    def on_train_batch_start(self, batch, batch_index):
+        self.backbone.requires_grad_(self.global_rank == 0 or self.batches_before not in FROZEN)
 
 
 class FreezingAdam(Freezing):
@@ -189,7 +200,6 @@ class FreezingAdam(Freezing):
 
 
 SOON = settings_of("topk", timeout=timedelta(seconds=3))
-BACKBONE = "frozen: 'backbone.weight', 'backbone.bias'"
 
 
 class Succeeding(Numbered):
@@ -251,10 +261,50 @@ def test_resumed_it_goes_on_to_the_bit_with_a_new_layer(pair, tmp_path, kept, sa
     assert_goes_on(pair, tmp_path, settings, partial(Succeeding, width=32, kind=kind), save_after)
 
 
-def test_ranks_that_freeze_differently_say_so_at_once(pair):
+class Moved(Numbered):
+    """In the second epoch a layer is added that no rank uses, and another has got another name, or not."""
+
+    def __init__(self, *arguments, kind, is_renamed):
+        super().__init__(*arguments)
+        self.kind, self.is_renamed = kind, is_renamed
+
+    def on_train_batch_start(self, batch, batch_index):
+        if self.current_epoch == 1 and batch_index == 0:
+            first, activation, last = self.network
+            last.added = nn.Linear(2, 2).to(self.device)
+            if self.is_renamed:
+                self.network = nn.Sequential(nn.Identity(), first, activation, last)
+            self.optimizers().add_param_group({"params": last.added.parameters()})
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.01)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("stored", [name for name in SUCCESSIONS if name != "partitions"])  # which go by the order
+def test_what_is_stored_follows_a_parameter_to_another_name(pair, stored):
+    settings, kind = SUCCESSIONS[stored]
+    settings = {"warmup_epochs": 0, "schedule": "layerwise", **settings}
+    named = (fits(pair, partial(Moved, kind=kind, is_renamed=is_renamed), settings) for is_renamed in (True, False))
+    (renamed, other), (plain, _) = named
+    assert_same(renamed.end, other.end)
+    for ours, theirs in zip(renamed.batches[6:], plain.batches[6:]):
+        assert_same(ours["network.1.weight"], theirs["network.0.weight"])
+        assert_same(ours["network.3.weight"], theirs["network.2.weight"])
+
+
+@pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc"])
+def test_a_parameter_that_one_rank_freezes_moves_by_the_gradients_of_others(pair, compressor):
+    history = [
+        each["backbone.weight"] for each in one_model(fits(pair, FrozenOnOneRank, settings_of(compressor))).batches
+    ]
+    assert not torch.equal(history[FROZEN.stop - 1], history[FROZEN.start - 1])
+
+
+def test_ranks_that_unfreeze_differently_say_so_at_once(pair):
     for message in refusals(pair, OneSided, SOON):
         assert message.startswith("RuntimeError: ranks are about to train different parameters")
-        assert f"Rank 0: {BACKBONE}. Rank 1: frozen: 'head.weight', 'head.bias'" in message
+        assert "Rank 0: new or unfrozen: 'backbone.weight'. Rank 1: new or unfrozen: 'backbone.bias'" in message
 
 
 @pytest.mark.parametrize("module", [Freezing, FreezingAdam])
@@ -265,9 +315,9 @@ def test_what_is_frozen_within_a_step_is_stepped_with_once_more(pair, module):
     assert moved == [2, 5, 8, 11]  # frozen from the second of the batches 3, 4, 5 to the second of 6, 7, 8
 
 
-def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked):
-    waiting, freezing = refusals(forked[2], OnOneRank, SOON)
-    assert f"rank 1: {BACKBONE}; but not every other rank came to" in freezing
+def test_a_rank_that_unfreezes_alone_does_not_wait_for_ever(forked):
+    waiting, unfreezing = refusals(forked[2], OnOneRank, SOON)
+    assert "rank 1: new or unfrozen: 'backbone.weight', 'backbone.bias'; but not every other rank came to" in unfreezing
     assert "waited in vain" in waiting
     forked[2].stop()  # gloo's groups are out of step now
 
@@ -322,8 +372,8 @@ class AddedWithin(Late):
 
     def training_step(self, batch, batch_index):
         if batch_index == 2:
-            self.added = nn.Linear(2, 2)
-            self.optimizers().add_param_group({"params": list(self.added.parameters())})
+            self.backbone = nn.Linear(32, 64)
+            self.optimizers().add_param_group({"params": list(self.backbone.parameters())})
         return super().training_step(batch, batch_index)
 
 

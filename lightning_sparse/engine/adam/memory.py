@@ -18,11 +18,13 @@ from lightning_sparse.engine.memory.residual import (
     Clip,
     Hyperparameters,
     MemoryState,
+    Renaming,
     ResidualMemory,
     cloned,
     factors_to,
     in_widened,
     kept_like,
+    rename_in,
     widened,
 )
 from lightning_sparse.functional.adam import (
@@ -318,15 +320,9 @@ class AdamMemory(ResidualMemory):
                 self._return_to_gradients(name, state)
 
     @override
-    def forget(self, names: Iterable[str]) -> None:
-        names = set(names)
-        super().forget(names)
-        for name in names:
-            self.states.pop(name, None)
-            self._clips.squared_norms.pop(name, None)
-            self.refreshes.forget(name)
-            if self.warm_up is None:  # else nothing is compared any more, and a state tells of the warm-up by names
-                self.second_means.pop(name, None)
+    def rename(self, names: Renaming) -> None:
+        for part in (self, self._clips, self.refreshes):
+            rename_in(part, names)
 
     @override
     def reset(self, names: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ after many steps meets a momentum that has forgotten it; here, the residual is w
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 import torch
@@ -114,14 +114,6 @@ class MomentumMemory(ResidualMemory):
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
             overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
         super().keep(names, accumulated, kept, accepted, replaceable)
-
-    @override
-    def forget(self, names: Iterable[str]) -> None:
-        names = set(names)
-        super().forget(names)
-        for name in names:
-            for kept in (self._momenta, self._in_flight, self._decayed, self._masked):
-                kept.pop(name, None)
 
     @override
     def statistics(self) -> dict[str, Tensor]:

@@ -33,6 +33,22 @@ LARGE = 1 << 15  # elements from which on memory of its own costs nothing
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
 
 
+Renaming = Mapping[str, Optional[str]]  # from each name that a parameter had to that which it has; ``None`` if gone
+
+
+def renamed(state: Any, names: Renaming) -> Any:
+    """Return nested dictionaries with the names that parameters have now among their keys."""
+    if not isinstance(state, Mapping):
+        return state
+    present = ((names.get(key, key), each) for key, each in state.items())
+    return {key: renamed(each, names) for key, each in present if key is not None}
+
+
+def rename_in(holder: object, names: Renaming) -> None:
+    """Rename parameters in all dictionaries that an object has."""
+    vars(holder).update({key: renamed(each, names) for key, each in vars(holder).items() if isinstance(each, dict)})
+
+
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
     """Return the kinds of residual and momentum; the others help to go on to the bit."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
@@ -121,12 +137,13 @@ class Memory:
     def leave(self) -> None:
         """Accumulate gradients again, of all parameters, in steps that are left to plain DDP."""
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Keep nothing under these names any more, as other parameters have them now; between two steps."""
+    def rename(self, names: Renaming) -> None:
+        """Store all under the names that parameters have now, and nothing of those that have none; between steps."""
+        rename_in(self, names)
 
     def reset(self, names: Iterable[str]) -> None:
         """Set residuals and momentum of these parameters to zero, between two steps."""
-        self.forget(names)
+        self.rename(dict.fromkeys(names))
 
     def statistics(self) -> dict[str, Tensor]:
         """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
@@ -183,12 +200,6 @@ class ResidualMemory(Memory):
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
         assert self._local_clip_norm is not None
         self._clip_factor = factors_to(self._local_clip_norm, total).squeeze(0)
-
-    @override
-    def forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            for kept in (self._residuals, self._rates, self._new_rates):
-                kept.pop(name, None)
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
