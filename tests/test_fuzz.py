@@ -95,7 +95,7 @@ def test_indices_reaching_are_those_not_below(tensor, threshold):
 
 
 @examples(120)
-@given(tensors(anything, dtypes=[torch.float32]), some.integers(3, 8))
+@given(tensors(anything, dtypes=[torch.float32]), some.just(4))
 def test_quantized_blocks_are_read_to_half_a_level(values, bits):
     values = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))[None]
     written = quantize(values, bits)

@@ -6,7 +6,6 @@ equal bins, which leaves less behind of values of two signs that are all large. 
 the uppermost bin is theirs, and what would lie there is in the next.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,65 +18,28 @@ _SCALE = torch.bfloat16  # it has the range of fp32; a value above the rounded s
 _ZERO_BELOW = 0.75  # of a block's mean magnitude, near the least squared error of normal values (arXiv 1605.04711)
 _RANGE = 6.0  # standard deviations that the bins cover; what lies beyond is in the outermost
 BIN_MEANS = torch.bfloat16  # what it rounds off stays with the sender, as all else that the code does not say
-_CPU_PIECE = 1 << 18  # codes whose temporaries stay in a cache
-_DEVICE_BYTES = 1 << 26  # of the words of a piece on a device, where few launches count more
 
 
 def packed_nbytes(count: int, bits: int) -> int:
-    """Return the bytes that ``count`` codes of ``bits`` bits take: ``bits`` for every eight codes begun."""
+    """Return the bytes that ``count`` codes of 2 or 4 bits take: ``bits`` for every eight codes begun."""
     return -(-count // 8) * bits
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Write codes, uint8 ``[count]``, each below ``2 ** bits``, side by side; bits that no code fills are zero."""
-    codes_each, bytes_each = _word_sizes(bits)
-    packed = codes.new_empty(packed_nbytes(codes.numel(), bits))
-    size = _piece(codes, bits)
-    for piece, out in zip(codes.split(size), packed.split(packed_nbytes(size, bits))):
-        padded = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
-        _write_parts(_words(padded.view(-1, codes_each), bits, bytes_each), out.view(-1, bytes_each), 8)
+    by_byte = torch.nn.functional.pad(codes, (0, -codes.numel() % 8)).view(-1, 8 // bits)
+    packed = by_byte[:, 0].clone()
+    for place in range(1, 8 // bits):
+        packed.bitwise_or_(by_byte[:, place] << (bits * place))
     return packed
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """Read what :func:`pack_codes` wrote, uint8 ``[count]``."""
-    codes_each, bytes_each = _word_sizes(bits)
-    codes = packed.new_empty(packed_nbytes(count, 8))
-    size = _piece(packed, bits)
-    for piece, out in zip(packed.split(packed_nbytes(size, bits)), codes.split(size)):
-        _write_parts(_words(piece.view(-1, bytes_each), 8, bytes_each), out.view(-1, codes_each), bits)
-    return codes[:count]
-
-
-def _piece(tensor: Tensor, bits: int) -> int:
-    if tensor.device.type == "cpu":
-        return _CPU_PIECE
-    codes_each, bytes_each = _word_sizes(bits)
-    return _DEVICE_BYTES // _word_type(bytes_each).itemsize * codes_each
-
-
-def _word_type(nbytes: int) -> torch.dtype:
-    return torch.uint8 if nbytes == 1 else torch.int64
-
-
-def _word_sizes(bits: int) -> tuple[int, int]:
-    """Return the fewest codes that fill whole bytes, and these bytes."""
-    shared = math.gcd(bits, 8)
-    return 8 // shared, bits // shared
-
-
-def _words(parts: Tensor, width: int, nbytes: int) -> Tensor:
-    # Shifts, and not a view of the word as bytes: that would depend on the order of bytes in the machine.
-    dtype = _word_type(nbytes)
-    word = parts[:, 0].to(dtype)
-    for position in range(1, parts.shape[1]):
-        word = word | parts[:, position].to(dtype) << (width * position)
-    return word
-
-
-def _write_parts(words: Tensor, out: Tensor, width: int) -> None:
-    for position in range(out.shape[1]):
-        out[:, position] = (words >> (width * position)) & ((1 << width) - 1)
+    codes = packed.new_empty(packed.numel(), 8 // bits)
+    for place in range(8 // bits):
+        codes[:, place] = (packed >> (bits * place)) & ((1 << bits) - 1)
+    return codes.view(-1)[:count]
 
 
 def quantized_nbytes(numel: int, bits: int) -> int:
@@ -89,7 +51,7 @@ def quantize(rows: Tensor, bits: int) -> Tensor:
     """Round values to the nearest of ``2 ** bits - 1`` multiples of their block's scale, its largest magnitude.
 
     With 2 bits nearly all of a block would round to zero: there the scale is the mean magnitude of what does not, and
-    small values alone do. ``rows`` is floating point ``[rows, numel]``, a multiple of ``BLOCK``; a code has 2 to 8
+    small values alone do. ``rows`` is floating point ``[rows, numel]``, a multiple of ``BLOCK``; a code has 2 or 4
     bits. Returns uint8 ``[rows, quantized_nbytes(numel, bits)]``, scales first; a value that is not finite makes its
     block so.
 
