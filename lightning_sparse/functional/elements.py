@@ -85,6 +85,42 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
     return out.copy_(source.reshape(-1)[: out.numel()])
 
 
+def shard_numel(numel: int, ranks: int, multiple: int = 1) -> int:
+    """Return the elements of each rank's shard of so many, a multiple of ``multiple``."""
+    return -(-numel // (ranks * multiple)) * multiple
+
+
+def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
+    """Write flat tensors into ``[ranks, columns]``, in place, each cut by itself into a shard in every row.
+
+    The last shards of a tensor, and the columns, end in zeros.
+
+        >>> cut_into(torch.empty(2, 4), [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])])
+        tensor([[1., 2., 4., 0.],
+                [3., 0., 0., 0.]])
+    """
+    ranks, parts = len(rows), list[Tensor]()
+    for tensor in tensors:
+        padding = ranks * shard_numel(tensor.numel(), ranks, multiple) - tensor.numel()
+        parts.append((torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor).view(ranks, -1))
+    parts.append(rows.new_zeros(ranks, rows.shape[1] - sum(part.shape[1] for part in parts)))
+    return torch.cat(parts, dim=1, out=rows)
+
+
+def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mean over the first dimension, added in its order, in a type; rows of this type are overwritten."""
+    # Divided before they are added, so that a sum of large values stays finite.
+    if rows.dtype is dtype:  # then all at once: of many ranks every call counts
+        mean, *rest = rows.div_(len(rows)).unbind()
+        for row in rest:
+            mean += row
+        return mean
+    mean = rows[0].to(dtype).div_(len(rows))
+    for row in rows[1:]:
+        mean += row.to(dtype).div_(len(rows))
+    return mean
+
+
 def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
     """Add to a flat tensor, in place, what several ranks sent of it, rank by rank.
 

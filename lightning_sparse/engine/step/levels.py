@@ -12,10 +12,10 @@ from lightning_sparse.engine.communicator import Communicator, Phases
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.functional.elements import round_to
+from lightning_sparse.functional.elements import copy_elements, cut_into, mean_of_rows, round_to, shard_numel
 from lightning_sparse.functional.reductions import norm_of_all
 
-# Of all ranks together: two such messages are held, whatever the size of a group. Links between GPUs need longer ones.
+# Of gradients: two such messages are held, or of the largest tensor. Links between GPUs need longer ones.
 _MESSAGE_ELEMENTS, _DEVICE_MESSAGE_ELEMENTS = 1 << 22, 1 << 24
 _ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes
 
@@ -157,7 +157,7 @@ class HierarchicalRanks(DividedRanks):
 
     @override
     def share_numel(self, numel: int) -> int:
-        return -(-numel // self.node_ranks)
+        return shard_numel(numel, self.node_ranks)
 
     @override
     def share_of(self, flat: Tensor) -> Tensor:
@@ -167,7 +167,10 @@ class HierarchicalRanks(DividedRanks):
 
     @override
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        shares = self._intra.run(self._average([local.gradient for local in group]))
+        gradients = [local.gradient for local in group]
+        shares = [
+            share for message in self._messages_of(gradients) for share in self._intra.run(self._average(message))
+        ]
         return [local._replace(gradient=share, parameter=None) for local, share in zip(group, shares)]
 
     @override
@@ -195,79 +198,41 @@ class HierarchicalRanks(DividedRanks):
         self._intra.run(self._hand_out(shares, flat.split(numels), torch.bfloat16))
         return flat
 
+    def _messages_of(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield those that travel in a message: as many as it has room for, or one that is larger."""
+        most = _MESSAGE_ELEMENTS if self._intra.device.type == "cpu" else _DEVICE_MESSAGE_ELEMENTS
+        message, numel = list[Tensor](), 0
+        for gradient in gradients:
+            if message and numel + gradient.numel() > most:
+                yield message
+                message, numel = [], 0
+            message.append(gradient)
+            numel += gradient.numel()
+        yield message
+
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
         """Return this rank's share of each mean, in at least fp32; it is working memory until :meth:`write_back`."""
         dtypes = {gradient.dtype for gradient in gradients}
         dtype = dtypes.pop() if len(dtypes) == 1 else widened(gradients[0].dtype)
-        rows = [self._rows(gradient.to(dtype)) for gradient in gradients]
-        numels = [row.shape[1] for row in rows]
+        numels = [self.share_numel(gradient.numel()) for gradient in gradients]
         padding = -sum(numels) % _ALIGNED
-        rows.append(rows[0].new_zeros(self.node_ranks, padding))
-        shares = self._workspace.take(sum(numels) + padding, rows[0].new_empty(0, dtype=widened(dtype)))
-        for start, stop in self._parts_of(len(shares)):
-            within = _within([*numels, padding], start, stop)
-            pieces = [rows[place][:, first:last] for place, first, last in within]
-            sent = torch.cat(pieces, dim=1, out=self._message("sent", stop - start, dtype))
-            parts = yield Payload("all_to_all", sent, out=self._message("parts", stop - start, dtype))
-            parts = parts.to(shares.dtype).div_(self.node_ranks)  # before they are added: large values stay finite
-            mean = torch.add(parts[0], parts[1], out=shares[start:stop])
-            for part in parts[2:]:
-                mean.add_(part)
+        sent = cut_into(self._memory("sent", sum(numels) + padding, dtype), [each.to(dtype) for each in gradients])
+        parts = yield Payload("all_to_all", sent, out=self._memory("parts", sent.shape[1], dtype))
+        shares = self._workspace.take(sent.shape[1], sent.new_empty(0, dtype=widened(dtype)))
+        shares.copy_(mean_of_rows(parts, shares.dtype))
         self._averaged.append((gradients, shares, dtype))
         return list(shares[: sum(numels)].split(numels))
 
-    def _rows(self, flat: Tensor) -> Tensor:
-        """Return a flat tensor as the shares of all ranks, ``[ranks, share]``."""
-        padding = -flat.numel() % self.node_ranks
-        return (functional.pad(flat, (0, padding)) if padding else flat).view(self.node_ranks, -1)
-
-    def _parts_of(self, columns: int) -> Iterator[tuple[int, int]]:
-        """Cut the shares of a group into those of a message each."""
-        is_host = self._intra.device.type == "cpu"
-        most = _MESSAGE_ELEMENTS if is_host else _DEVICE_MESSAGE_ELEMENTS
-        step = max(_ALIGNED, most // self.node_ranks // _ALIGNED * _ALIGNED)
-        return ((start, min(start + step, columns)) for start in range(0, columns, step))
-
-    def _message(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
+    def _memory(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
         """Return memory ``[ranks, columns]``: that of the last message of this name, unless more is needed."""
-        held = self._messages.get((name, dtype))
-        if held is None or held.numel() < self.node_ranks * columns:
-            held = torch.empty(self.node_ranks * columns, dtype=dtype, device=self._intra.device)
-            self._messages[name, dtype] = held
-        return held[: self.node_ranks * columns].view(self.node_ranks, columns)
+        numel, held = self.node_ranks * columns, self._messages.get((name, dtype))
+        if held is None or held.numel() < numel:
+            held = self._messages[name, dtype] = torch.empty(numel, dtype=dtype, device=self._intra.device)
+        return held[:numel].view(self.node_ranks, columns)
 
     def _hand_out(self, shares: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Phases[None]:
         """Write the shares of all ranks, laid end to end, into whole flat tensors."""
+        rows = yield Payload("all_gather", round_to(shares, dtype), out=self._memory("parts", len(shares), dtype))
         numels = [self.share_numel(tensor.numel()) for tensor in tensors]
-        for start, stop in self._parts_of(len(shares)):
-            sent = round_to(shares[start:stop], dtype)
-            written = yield Payload("all_gather", sent, out=self._message("parts", stop - start, dtype))
-            column = 0
-            for place, first, last in _within(numels, start, stop):
-                piece = written[:, column : column + last - first]
-                self._write(round_to(piece, tensors[place].dtype), tensors[place], first)
-                column += last - first
-
-    def _write(self, rows: Tensor, tensor: Tensor, first: int) -> None:
-        """Write into the shares of all ranks, from their element ``first`` on."""
-        numel, columns = self.share_numel(tensor.numel()), rows.shape[1]
-        if numel * self.node_ranks == tensor.numel():
-            tensor.view(self.node_ranks, numel)[:, first : first + columns].copy_(rows)
-            return
-        for rank, row in enumerate(rows):
-            there = tensor[rank * numel + first :][:columns]
-            there.copy_(row[: len(there)])
-
-
-def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield which part of each tensor is between two places, where all are laid end to end.
-
-    >>> list(_within([4, 2, 5], 3, 7))
-    [(0, 3, 4), (1, 0, 2), (2, 0, 1)]
-    """
-    begin = 0
-    for place, numel in enumerate(numels):
-        first, last = max(0, start - begin), min(numel, stop - begin)
-        if first < last:
-            yield place, first, last
-        begin += numel
+        for tensor, piece in zip(tensors, rows[:, : sum(numels)].split(numels, dim=1)):
+            copy_elements(round_to(piece, tensor.dtype), tensor)

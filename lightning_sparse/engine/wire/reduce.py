@@ -17,7 +17,16 @@ from lightning_sparse.compressors.selection import (
 )
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
-from lightning_sparse.functional.elements import Counts, aligned, all_finite, message_of, round_to
+from lightning_sparse.functional.elements import (
+    Counts,
+    aligned,
+    all_finite,
+    cut_into,
+    mean_of_rows,
+    message_of,
+    round_to,
+    shard_numel,
+)
 
 _WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, which is what a round trip over gloo takes
 
@@ -45,6 +54,7 @@ class ReduceFormat(WireFormat):
     ) -> None:
         super().__init__(dtype, rank, ranks, bits)
         self._gathers_short = gathers_short
+        self._multiple = 1 if bits is None else BLOCK
         # Large blocks go back to the system when freed; taking them anew for every group costs more than filling them.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
@@ -54,16 +64,17 @@ class ReduceFormat(WireFormat):
         self._is_in_use = True
         # Flags travel as one more tensor; codes would round a flag of few ranks to none.
         flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
-        values = self._end_to_end([*(each.values for each in selection), *flags])
+        values = self._cut([*(each.values for each in selection), *flags])
         written, sent = self._write(values)
         if self._is_gathered(written.nbytes):
             everything = (yield Payload("all_gather", written.flatten())).view(-1, *written.shape[1:])
-            means = self._mean(self._read(everything, values).view(self.ranks, *values.shape), values.dtype)
+            means = mean_of_rows(self._read(everything, values).view(self.ranks, *values.shape), values.dtype)
             received = self._write(means)[1].to(values.dtype)
             mean, returned = means[self.rank], received[self.rank]
         else:
-            parts = self._read((yield Payload("all_to_all", written, out=self._reused("parts", written))), values)
-            mean = self._mean(parts, values.dtype)
+            room = self._reused("parts", written.numel(), written.dtype, written.device)
+            parts = self._read((yield Payload("all_to_all", written, out=room)), values)
+            mean = mean_of_rows(parts, values.dtype)
             written, read_back = self._write(mean.unsqueeze(0))
             received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
             returned = read_back.squeeze(0)
@@ -131,14 +142,14 @@ class ReduceFormat(WireFormat):
             return received
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)
 
-    def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
-        sharded = self._sharded(tensors)
-        sharded.append(tensors[0].new_zeros(self.ranks, self._padding([tensor.numel() for tensor in tensors])))
-        return torch.cat(sharded, dim=1, out=self._reused("values", *sharded))
+    def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
+        numels = list(map(Tensor.numel, tensors))
+        columns = sum(map(self._shard_numel, numels)) + self._padding(numels)
+        rows = self._reused("values", self.ranks * columns, tensors[0].dtype, tensors[0].device)
+        return cut_into(rows, tensors, self._multiple)
 
     def _shard_numel(self, numel: int) -> int:
-        shard = -(-numel // self.ranks)
-        return shard if self._bits is None else -(-shard // BLOCK) * BLOCK
+        return shard_numel(numel, self.ranks, self._multiple)
 
     def _padding(self, numels: Sequence[int]) -> int:
         """Return by how many elements the shards of a group are filled up; messages of codes are as bytes."""
@@ -147,38 +158,14 @@ class ReduceFormat(WireFormat):
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
         return (aligned(nbytes) - nbytes) // self.dtype.itemsize
 
-    def _sharded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        numels = [self.ranks * self._shard_numel(tensor.numel()) for tensor in tensors]
-        padded = [place for place, tensor in enumerate(tensors) if tensor.numel() < numels[place]]
-        rows = list(tensors)
-        if padded:
-            room = tensors[0].new_zeros(sum(numels[place] for place in padded))
-            for place, row in zip(padded, room.split([numels[place] for place in padded])):
-                rows[place] = row
-            heads = [rows[place][: tensors[place].numel()] for place in padded]
-            torch._foreach_copy_(heads, [tensors[place] for place in padded])
-        return [row.view(self.ranks, -1) for row in rows]
-
-    def _reused(self, name: str, *likes: Tensor) -> Tensor:
-        numel = sum(like.numel() for like in likes)
+    def _reused(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         held = self._workspace.get(name)
-        if held is None or held.numel() < numel or held.dtype != likes[0].dtype:
-            held = self._workspace[name] = likes[0].new_empty(numel)
+        if held is None or held.numel() < numel or held.dtype is not dtype:
+            held = self._workspace[name] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel].view(self.ranks, -1)
 
     def _split(self, shards: Tensor, numels: Sequence[int], are_zero: bool = False) -> CutSelection:
         return CutSelection(shards, tuple(map(self._shard_numel, numels)), tuple(numels), are_zero)
-
-    def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        if parts.dtype is dtype:  # then all at once: of many ranks every call counts
-            mean, *rest = parts.div_(self.ranks).unbind()
-            for part in rest:
-                mean += part
-            return mean
-        mean = parts[0].to(dtype).div_(self.ranks)
-        for part in parts[1:]:
-            mean += part.to(dtype).div_(self.ranks)
-        return mean
 
     def _left_here(self, values: Tensor, sent: Tensor, mean: Tensor, returned: Tensor) -> Tensor:
         if sent is values:
