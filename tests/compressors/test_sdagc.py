@@ -24,7 +24,7 @@ class VirtualSDAGC:
         self.last_rate = math.nan
 
     def __call__(self, gradients, rate):
-        ratio = 1.0 if math.isnan(self.last_rate) else min(10.0, max(0.1, self.last_rate / rate))
+        ratio = 1.0 if math.isnan(self.last_rate) else self.last_rate / rate
         self.last_rate = rate
         means = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
         for rank, gradient in enumerate(gradients):

@@ -21,7 +21,7 @@ MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
 # Kinds of what is kept that are a few numbers for each parameter, and how many.
 NUMBERS = {
-    RATES: 1,
+    RATES: 2,
     "refresh_due": 1,
     "second_moment_step": 1,
     "squared_norms": 2,
@@ -30,7 +30,7 @@ NUMBERS = {
 }
 _REFRESH = "refresh_gradient"  # a kind that owes the model nothing
 LARGE = 1 << 15  # elements from which on memory of its own costs nothing
-_MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
+_RATE_RANGE = 10.0  # a residual multiplied by more would stay in the optimizer's momentum when the rate jumps back
 
 
 Renaming = Mapping[str, Optional[str]]  # from each name that a parameter had to that which it has; ``None`` if gone
@@ -171,7 +171,8 @@ class ResidualMemory(Memory):
 
     Takes 4 bytes an element, from a parameter's first gradient on. ``local_clip_norm`` is the largest norm of this
     rank's whole gradient. With ``follows_learning_rate`` the residual acts with the rate under which it was gathered:
-    it is multiplied by the last over the present one (within a tenth and ten).
+    it is multiplied by the last over the present one, of rates of at least a tenth of the largest so far. A step with
+    a rate of zero does not change it.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class ResidualMemory(Memory):
         self._follows_learning_rate = follows_learning_rate
         self._decay = decay
         self._residuals: dict[str, Tensor] = {}
-        self._rates: dict[str, Tensor] = {}
+        self._rates: dict[str, Tensor] = {}  # the last, and the largest so far
         self._new_rates: dict[str, Tensor] = {}
 
     @override
@@ -222,10 +223,11 @@ class ResidualMemory(Memory):
 
     def _rate_ratios(self, names: Sequence[str], rates: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
         present = in_one(rates, like)
-        self._new_rates.update(zip(names, present.unbind()))
-        last = torch.stack([self._rates.get(name, rate) for name, rate in zip(names, present.unbind())])
-        # From 0 to 0 is no change.
-        return (last / present).nan_to_num(nan=1.0).clamp(1 / _MAX_RATE_RATIO, _MAX_RATE_RATIO)
+        last = torch.stack([self._rates.get(name, rate.expand(2)) for name, rate in zip(names, present.unbind())])
+        new = torch.stack((present, torch.maximum(present, last[:, 1])), dim=1)
+        self._new_rates.update(zip(names, new.unbind()))
+        ratios = _unit_rates(last) / _unit_rates(new)
+        return torch.where(torch.minimum(last[:, 0], present) > 0, ratios, 1.0)
 
     @override
     def keep(
@@ -236,7 +238,7 @@ class ResidualMemory(Memory):
         accepted: Tensor,
         replaceable: Sequence[bool] = (),
     ) -> None:
-        self._accept_rates(names, accepted)
+        accepted = self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
@@ -256,13 +258,15 @@ class ResidualMemory(Memory):
             if copied := [place for place in places if place not in traded]:
                 torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
 
-    def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
+    def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
+        """Return which residuals change: those of parameters that the optimizer changes."""
         if not self._new_rates:
-            return
+            return accepted
         present = torch.stack([self._new_rates[name] for name in names])
         last = torch.stack([self._rates.get(name, self._new_rates[name]) for name in names])
-        accepted = accepted.to(present.device, non_blocking=True)
-        self._rates.update(zip(names, torch.where(accepted, present, last).unbind()))
+        accepted = accepted.to(present.device, non_blocking=True) & (present[:, 0] > 0)
+        self._rates.update(zip(names, torch.where(accepted.unsqueeze(1), present, last).unbind()))
+        return accepted
 
     @override
     def statistics(self) -> dict[str, Tensor]:
@@ -286,6 +290,11 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
         return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
     each = (number if isinstance(number, Tensor) else torch.tensor(number) for number in numbers)
     return torch.stack([number.to(like.device, like.dtype, non_blocking=True).reshape(()) for number in each])
+
+
+def _unit_rates(rates: Tensor) -> Tensor:
+    """Return the rates that residuals follow, of ``[names, 2]`` last and largest ones."""
+    return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 
 def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
