@@ -26,7 +26,8 @@ ROOMS = [
 ]
 # The same inside the engine: what stands on the ground, such as memory, wire, collectives, does not know each other.
 ENGINE = [
-    {"memory", "wire", "collectives", "densities", "observe", "names"},
+    {"samples"},
+    {"memory", "wire", "collectives", "densities", "observe"},
     {"communicator"},
     {"planner", "refusals"},
     {"step"},

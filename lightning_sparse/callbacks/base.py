@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.observe import ParameterFacts, ParameterSamples
 from lightning_sparse.engine.refusals import FEATURES, lacking, refuse
+from lightning_sparse.engine.samples import ParameterFacts, ParameterSamples
 from lightning_sparse.strategy.lightning import CURE, Callback, LightningModule, Trainer
 
 

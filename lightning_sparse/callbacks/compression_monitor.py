@@ -13,7 +13,8 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver, facts_over_ranks, log_scalars, over_ranks, parameter_tag
 from lightning_sparse.callbacks.tensorboard import log_layout, log_table
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples, StepRecord, compressed, mean_of, mean_stats
+from lightning_sparse.engine.observe import StepRecord, compressed, mean_of, mean_stats
+from lightning_sparse.engine.samples import ParameterSamples
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor, Gather, ModelLayout
-from lightning_sparse.compressors.selection import Selection, end_to_end
+from lightning_sparse.compressors.selection import FlatSelection, Selection
 from lightning_sparse.functional.elements import copied_to, repeat_each
 from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
@@ -93,14 +93,8 @@ class ExDyna(Compressor):
         ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
         pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
         chosen = self._choose(pieces, [start + first for start, (first, _) in zip(starts, ranges)])
-        return end_to_end(
-            [
-                Selection(piece.index_select(0, found), found + first, tensor.numel())
-                if indices is None
-                else Selection(tensor.index_select(0, indices), indices, tensor.numel())
-                for tensor, indices, piece, found, (first, _) in zip(accumulated, spoilt, pieces, chosen, ranges)
-            ]
-        )
+        indices = [each + first if bad is None else bad for each, (first, _), bad in zip(chosen, ranges, spoilt)]
+        return FlatSelection.of(accumulated, indices)
 
     def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
         """Return positions in pieces of the model, of which each starts at a place of the flat vector."""
