@@ -22,6 +22,7 @@ REFUSED = {
     "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
     "process_group": "gradients are exchanged between all processes of the training",
     "module": "Lightning wraps the model that fit or Fabric.setup is given; leave it out",
+    "mixed_precision": "nothing wraps the model; use Trainer(precision='bf16-mixed') or Fabric(precision=...)",
     "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...) or Fabric(devices=...)",
 }
 
@@ -42,7 +43,6 @@ class DDPArguments(Compression, total=False):
     init_sync: bool
     find_unused_parameters: bool
     static_graph: bool
-    mixed_precision: Any
 
 
 class LoopArguments(Compression, total=False):

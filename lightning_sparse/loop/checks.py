@@ -184,6 +184,15 @@ def check_bare(model: Module) -> None:
         raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
 
 
+def check_device(strategy: type, device: torch.device) -> None:
+    """Refuse a device whose tensors cannot be exchanged, which Lightning refuses for names that contain "ddp"."""
+    if device.type == "mps":
+        raise ValueError(
+            f"accelerator='mps' cannot go together with {strategy.__name__}, as its tensors cannot be exchanged between"
+            " processes: use accelerator='cpu', or strategy='auto' for one device"
+        )
+
+
 def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
     """Refuse a model that others have a hook in, or that is wrapped for a part of all ranks."""
     check_model(ddp.module)

@@ -127,8 +127,9 @@ class Sparsifier(Loop):
             model.join_hook = _refuse_join  # type: ignore[method-assign]
             self._model = model
         else:
-            check_bare(model)
-            self._model = BareModel(model)
+            self._model = model if isinstance(model, BareModel) else BareModel(model)
+            check_bare(self._model.module)
+        self._called = model
         module = self._model.module
         check_trainers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
@@ -137,7 +138,7 @@ class Sparsifier(Loop):
         self._followed = FollowedModel(self._model)
         self._parts = _trained_parts(module)
         self._handles: list[Any] = []
-        if isinstance(self._model, BareModel):
+        if model is not self._model:
             align(module)
         try:
             self.start(self._model, optimizers, given)
@@ -336,7 +337,7 @@ class Sparsifier(Loop):
             raise
         finally:
             if engine is not None:
-                _refuse_training_of(self._model)
+                _refuse_training_of(self._called)
             self._leave(has_failed)
 
 
@@ -349,10 +350,12 @@ class FollowedModel:
         self.is_closed = False
         self._model = model
         self._is_shown = False  # inside of shared_model
+        self._broadcasts = True
 
     def follow(self, training: Training, model: Module) -> list[Any]:
         """Hear of the calls of a model, as the user calls it, from now on; return hooks that are removed at the end."""
         self.training, rounds, module = training, training.engine.rounds, self._model.module
+        self._broadcasts = model is not self._model  # which broadcasts buffers itself where it is called
         listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.source)))
         hooks: list[Any] = [model.register_forward_hook(listen)]
         for called in {model} if rounds is None else {model, module}:  # a rank may evaluate what is inside of DDP alone
@@ -428,7 +431,7 @@ class FollowedModel:
                 self._begin_training()
                 training.check_epoch()
                 training.begin_batch()
-            if is_training and isinstance(self._model, BareModel):
+            if is_training and self._broadcasts and isinstance(self._model, BareModel):
                 self._model.begin_forward()
         elif not (has_grad or is_training):  # any rank may evaluate alone
             self._check_shared()
@@ -486,13 +489,13 @@ _OPEN: WeakKeyDictionary["Sparsifier", None] = WeakKeyDictionary()  # those of a
 _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
 
 
-def _refuse_training_of(model: Wrapper) -> None:
+def _refuse_training_of(model: Module) -> None:
     """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, (DistributedDataParallel, BareModel)):
         model.register_forward_pre_hook(partial(refuse_training, CLOSED))
     else:
-        hook = Watch(model.module, torch.compiler.disable(partial(_refuse_alone, model.module)))
-        _REFUSALS[model.module] = model.module.register_forward_pre_hook(hook)
+        hook = Watch(model, torch.compiler.disable(partial(_refuse_alone, model)))
+        _REFUSALS[model] = model.register_forward_pre_hook(hook)
 
 
 def _refuse_alone(module: Module, inputs: Any) -> None:

@@ -4,7 +4,7 @@ import atexit
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Optional, Union
@@ -19,15 +19,15 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.refusals import lacking, refuse
+from lightning_sparse.engine.step.shards import BareModel
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
-from lightning_sparse.loop.checks import check_epoch, check_facts, check_rounds
+from lightning_sparse.loop.checks import check_device, check_epoch, check_facts
 from lightning_sparse.loop.loop import Given
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike
 from lightning_sparse.strategy.checkpoints.shards import KEY
-from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.lightning import FabricDDPStrategy
 from lightning_sparse.strategy.trainer import SparseBase
 
@@ -84,7 +84,9 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._are_closed = False  # those that there are
         self._epoch: Optional[int] = None
         self._told: set[str] = set()
+        self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
+        self._backward_sync_control = self  # type: ignore[assignment]
 
     @override
     def setup_environment(self) -> None:
@@ -92,12 +94,24 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         super().setup_environment()
 
     @override
-    def setup_module(self, module: Module) -> DistributedDataParallel:
-        check_rounds(self.settings.local_steps, module)
-        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
-        ddp = wrap(module, device_ids, self._ddp_kwargs)
-        self._expect(ddp)
-        return ddp
+    def setup_module(self, module: Module) -> BareModel:  # type: ignore[override]
+        model = self._bare_model(module)
+        self._expect(model)
+        return model
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """Have gradients of a model stay this rank's own inside, if ``enabled``."""
+        assert isinstance(module, BareModel)
+        return module.no_sync() if enabled else nullcontext()
+
+    @override
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        return super().get_module_state_dict(module.module if isinstance(module, BareModel) else module)
+
+    @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        inside = module.module if isinstance(module, BareModel) else module
+        super().load_module_state_dict(inside, state_dict, strict)
 
     def handle(self, model: Optional[Module] = None) -> Optional[Sparsifier]:
         """Return what :func:`~lightning_sparse.sparsify` would have for a model; ``None`` where none is trained yet.

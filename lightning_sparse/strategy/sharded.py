@@ -1,7 +1,7 @@
 """The strategy of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
@@ -90,7 +90,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
-    def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
+    def _start(self, trainer: Trainer) -> None:
         module = self._module
         check_model(module)
         check_rounds(self.settings.local_steps, module)
@@ -102,13 +102,13 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
-        self._sharded = ShardedModel(module, same_shards)
+        self._bare = ShardedModel(module, same_shards)
         replicas, shards, _ = self._whole_mesh.shape
         self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
         if replicas == 1:
             self._log(_ONE_REPLICA)
         else:
-            super()._start(trainer, self._sharded)
+            super()._start(trainer)
 
     @override
     def on_train_start(self) -> None:
@@ -117,13 +117,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             self._log("one replica: what several had kept for later steps is not used.")
         self._restore()
         self._begin_steps()
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Have FSDP add up gradients whole inside, where Lightning knows of DDP only, and exchange nothing."""
-        with self._sharded.no_sync():
-            yield
 
 
 _ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy."

@@ -1,7 +1,7 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Optional, Union
 
@@ -15,18 +15,18 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import post_error
+from lightning_sparse.engine.collectives import align, post_error
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.shards import BareModel
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
-from lightning_sparse.loop.checks import check_model, check_rounds
+from lightning_sparse.loop.checks import check_bare, check_device, check_rounds
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import OWN_MODELS, describe
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, PathLike
-from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
     CURE,
@@ -50,10 +50,19 @@ class SparseBase:
     settings: Settings  # what the user chose, checked
     _checkpoint_io: Optional[CheckpointIO]
     _checkpointer: Checkpointer
+    _given: Mapping[str, Any]  # arguments of DistributedDataParallel, of which a model without it has some
 
     def __repr__(self) -> str:
         # A Trainer or a Fabric of the other Lightning refuses this object, and shows it in its error.
         return f"<{type(self).__name__} {CURE}: {describe(self.settings)}>"
+
+    def _bare_model(self, module: Module) -> BareModel:
+        """Return a model in place of a DDP wrapper, one on all ranks from now on."""
+        check_rounds(self.settings.local_steps, module)
+        if self._given.get("init_sync", True):
+            align(module)
+        flags = [self._given.get(name) for name in ("broadcast_buffers", "forward_sync_buffers")]
+        return BareModel(module, broadcast_buffers=False not in flags)
 
     def _log(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
@@ -77,6 +86,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     holds_shards: ClassVar[bool]  # of the model, no rank all of it
     _loop: Loop
+    _bare: BareModel  # the model, which nothing wraps
     _timeout: Optional[timedelta]
     _has_failed = False
     _first: Optional[FirstCallback] = None  # where replicas may be apart, or in shards
@@ -146,16 +156,15 @@ class SparseStrategy(SparseBase, ParallelStrategy):
                 trainer.callbacks.append(stop)  # type: ignore[attr-defined]
                 self._replaced.callback(stop.close, trainer)
 
-    def _start(self, trainer: Trainer, wrapper: Any = None) -> None:
-        """Begin the exchange of the model, or of what stands for it, unless there is nobody to exchange with."""
+    def _start(self, trainer: Trainer) -> None:
+        """Begin the exchange of the model, unless there is nobody to exchange with."""
         if self.settings.replicas_diverge:
             check_ranks_apart(trainer)
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler, node_ranks = getattr(self.precision_plugin, "scaler", None), self._checkpointer.node_ranks
         given = Given(self._timeout, scaler, clipping, node_ranks)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
-        model: Any = wrapper or self.model
-        self._loop.start(model, self.optimizers, given, self._checkpointer.has_loaded_save)
+        self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
         training.await_backward(self._module.automatic_optimization)
@@ -202,7 +211,15 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             training.epoch = self._trainer.current_epoch
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
             training.begin_batch(adopts, self.optimizers)
+            self._bare.begin_forward()
         return super().training_step(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Have gradients stay this rank's own inside, as Lightning knows it of DDP only."""
+        with self._bare.no_sync():
+            yield
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -349,6 +366,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._loop = Loop(taken_settings(SparseDDPStrategy, compressor, density, given, *bases), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._replaced = ExitStack()
+        self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
 
     @property
@@ -376,10 +394,16 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().setup_environment()
 
     @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
-        check_model(model)
-        check_rounds(self.settings.local_steps, model)
-        return wrap(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
+        check_bare(model)
+        self._bare = self._bare_model(model)
+        return model  # nothing wraps it
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loop.training is not None:
+            self._bare.begin_forward()
+        return super().validation_step(*args, **kwargs)
 
     @override
     def configure_ddp(self) -> None:

@@ -36,7 +36,7 @@ STRATEGIES = {
 }
 IN_EVERY_ROW = tuple(STRATEGIES)[:4]
 
-NEEDS_GPU = "SyncBatchNorm layers only work with GPU modules"
+NEEDS_GPU = "SyncBatchNorm"
 
 
 class Batch(NamedTuple):

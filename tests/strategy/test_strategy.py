@@ -28,7 +28,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.names import VARIANTS, systems
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
-from tests.helpers.fits import fit, fits, one_model, refusals, refuse
+from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
@@ -234,18 +234,9 @@ class Complex(Small):
         self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
 
-def refused_with(rank, optimize_ddp):
-    import torch._dynamo
-
-    with patch.object(torch._dynamo.config, "optimize_ddp", optimize_ddp):
-        return refuse(rank, fit, Small, "sparse_topk", None, {})
-
-
 def test_what_cannot_be_compressed_is_refused(pair):
     for message in refusals(pair, Complex, "sparse_topk"):
         assert re.match(r"TypeError: .*phase \(torch\.complex64", message)
-    for message in pair.run(refused_with, "python_reducer"):
-        assert re.match(r"RuntimeError: .*optimize_ddp", message)
 
 
 class Mute(dist.ProcessGroup):

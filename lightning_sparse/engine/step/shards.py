@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
@@ -12,15 +13,22 @@ from lightning_sparse.engine.collectives import broadcast_buffers
 from lightning_sparse.functional.elements import local_tensor
 
 
-class BareModel:
-    """A model that nothing wraps: it has those parts of a DDP wrapper that are asked for."""
+class BareModel(Module):
+    """A model without a DDP wrapper, which broadcasts its buffers, and may be called in its place."""
 
     process_group: Any = None  # of ranks whose buffers are one; all
-    broadcast_buffers = True
     require_backward_grad_sync = require_forward_param_sync = True
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, broadcast_buffers: bool = True) -> None:
+        super().__init__()
         self.module = module
+        self.broadcast_buffers = broadcast_buffers
+
+    @override
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Call the model, with buffers that are rank 0's."""
+        self.begin_forward()
+        return self.module(*inputs, **named_inputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -31,11 +39,12 @@ class BareModel:
         finally:
             self.require_backward_grad_sync = before
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_forward(self) -> None:
-        """Copy buffers from rank 0 as DDP does: before a step's first forward, not between those that accumulate."""
+        """Copy buffers from rank 0 as DDP does: before the first forward of a step, and of a validation."""
         if self.require_forward_param_sync and self.broadcast_buffers:
             broadcast_buffers(self.module, self.process_group)
-        self.require_forward_param_sync = self.require_backward_grad_sync
+        self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
 
 
 class ShardedModel(BareModel):
@@ -47,7 +56,7 @@ class ShardedModel(BareModel):
     """
 
     def __init__(self, module: Module, same_shards: Any = None) -> None:
-        super().__init__(module)
+        super().__init__(module, broadcast_buffers=False)
         self._same_shards = same_shards
 
     @property
