@@ -212,6 +212,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
             training.begin_batch(adopts, self.optimizers)
             self._bare.begin_forward()
+            if not self._module.automatic_optimization:
+                self._bare.require_forward_param_sync = False  # so Lightning leaves DDP after the first one
         return super().training_step(*args, **kwargs)
 
     @override
