@@ -87,15 +87,6 @@ def refuse_training(message: str, module: Module, inputs: Any) -> None:
         raise RuntimeError(message)
 
 
-def check_reducer(ddp: DistributedDataParallel) -> None:
-    """Refuse a wrapped model whose gradients torch.compile averages itself."""
-    if getattr(ddp, "_use_python_reducer", False):
-        raise RuntimeError(
-            "torch._dynamo.config.optimize_ddp is 'python_reducer', which averages"
-            " gradients in compiled code; set it to True (the default) or False"
-        )
-
-
 def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Settings, Sequence[str]]:
     """Return the settings of a training whose ranks launch all collectives in one order, and what is said of them.
 
@@ -196,7 +187,11 @@ def check_device(strategy: type, device: torch.device) -> None:
 def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
     """Refuse a model that others have a hook in, or that is wrapped for a part of all ranks."""
     check_model(ddp.module)
-    check_reducer(ddp)
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            "torch._dynamo.config.optimize_ddp is 'python_reducer', which averages gradients in compiled code; set it"
+            " to True (the default) or False"
+        )
     if ddp._comm_hooks or isinstance(ddp.reducer, SilentReducer):
         raise RuntimeError(
             "model has a communication hook, or sparsify has exchanged its gradients before: wrap the module inside in"
