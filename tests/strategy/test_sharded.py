@@ -555,6 +555,25 @@ def test_layers_may_be_frozen_between_steps(pools):
     assert not torch.equal(history[3]["network.0.weight"], history[5]["network.0.weight"])
 
 
+class Thawing(Freezing):
+    """A layer is frozen when training starts, and unfrozen in its third batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.network[0].requires_grad_(batch_idx > 1)
+
+    def configure_model(self):
+        super().configure_model()
+        self.network[0].requires_grad_(False)
+
+
+def test_layers_may_be_unfrozen_between_steps(pools):
+    answers = fits(pools[4], Thawing, SPARSE, limit_train_batches=6)
+    assert_replicas_are_one(answers)
+    history = answers[0]["history"]
+    assert torch.equal(history[0]["network.0.weight"], history[1]["network.0.weight"])
+    assert not torch.equal(history[1]["network.0.weight"], history[5]["network.0.weight"])
+
+
 class Rooted(Sharded):
     """Its root holds parameters of its own, which FSDP leaves whole after a forward without a backward."""
 

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -64,9 +63,6 @@ class SilentReducer:
 
     prepare_for_forward = prepare_for_backward = _rebuild_buckets = _delay_all_reduce = _do_nothing
     set_runtime_stats_and_log = set_error_and_log = _do_nothing
-
-    def _get_ddp_logging_data(self) -> SimpleNamespace:
-        return SimpleNamespace(strs_map={}, ints_map={})  # for Lightning, which looks for advice in it
 
 
 def is_in_backward() -> bool:
