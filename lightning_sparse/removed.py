@@ -11,6 +11,8 @@ REMOVED: dict[str, str] = {
     "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
+    "Sparsifier.state_dict": "use save_state(folder) instead, on all ranks",
+    "Sparsifier.load_state_dict": "use load_state(folder) instead, on all ranks",
     "CriticalRegime": "use ErrorBudget or Warmup, or a Rule of your own",
     "LocalSteps.overlap_steps": "a round waits for its exchange, leave it out",
     "local_steps='auto'": "give a number of steps, `lightning-sparse estimate` prints one",

@@ -17,9 +17,7 @@ from lightning_sparse.engine.wire import WIRES, build_wires
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import round_to
 from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
-from lightning_sparse.loop.kept import EVERYWHERE, RANK, SCOPES, SHARE
-from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
-from lightning_sparse.strategy.checkpoints.shards import KEY, SaveHeader, read_shard
+from lightning_sparse.loop.state import VERSION, CheckpointError, _read, _write
 from tests.helpers.lockstep import run_phases
 
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
@@ -220,15 +218,12 @@ def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
 
 # Saved files ------------------------------------------------------------------------------------------------------
 
-SAVE = SaveHeader("0123456789abcdef" * 2, 2, "TopK")
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
-    memory = {"memory": {"residual": {"weight": torch.arange(50.0)}}}
-    models = {"model": {RANK: memory, SHARE: {}, EVERYWHERE: {"compressor": {"threshold": 0.5}}}}
-    AtomicCheckpointIO().save_checkpoint({KEY: SAVE.as_header(), "models": models}, path)
+    header = {"version": VERSION, "compressor": "TopK", "ranks": 2, "node_ranks": 1, "is_sharded": False, "save": "0"}
+    _write({"header": header, "memory": {"residual": {"weight": torch.arange(50.0)}}, "compressor": {}}, str(path))
     return path.read_bytes()
 
 
@@ -238,12 +233,12 @@ def assert_is_refused_or_read(folder, content):
     path.write_bytes(content)
     trace = folder / "executed"
     try:
-        models = read_shard(AtomicCheckpointIO(), str(path), SAVE)
+        state = _read(str(path))
     except CheckpointError as error:
         has_cure = str(path) in str(error) and "resume_compression=False" in str(error)
         assert has_cure
     else:
-        assert all({*SCOPES} <= each.keys() for each in models.values())
+        assert isinstance(state["memory"], dict)
     assert not trace.exists()
 
 
@@ -253,7 +248,7 @@ def test_a_truncated_part_is_refused(whole, tmp_path_factory, share):
     path = tmp_path_factory.getbasetemp() / "truncated.pt"
     path.write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(CheckpointError, match=r"truncated.pt cannot be read: it is damaged"):
-        read_shard(AtomicCheckpointIO(), str(path), SAVE)
+        _read(str(path))
 
 
 @examples(150)
@@ -276,8 +271,9 @@ class Evil:
 
 
 def test_a_pickle_that_asks_for_more_is_not_obeyed(tmp_path):
-    torch.save({KEY: SAVE.as_header(), "models": Evil(str(tmp_path / "executed"))}, tmp_path / "evil.pt")
+    header = {"version": VERSION}
+    torch.save({"header": header, "memory": Evil(str(tmp_path / "executed"))}, tmp_path / "evil.pt")
     assert_is_refused_or_read(tmp_path, (tmp_path / "evil.pt").read_bytes())
     assert_is_refused_or_read(tmp_path, pickle.dumps(Evil(str(tmp_path / "executed"))))
     with pytest.raises(CheckpointError):
-        read_shard(AtomicCheckpointIO(), str(tmp_path / "evil.pt"), SAVE)
+        _read(str(tmp_path / "evil.pt"))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Optional, Union
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
@@ -22,21 +21,21 @@ class SparsifyCallback(TrainerCallback):
     """Have Hugging Face's Trainer exchange as :func:`~lightning_sparse.sparsify` does.
 
     To ``TrainingArguments(max_grad_norm=...)`` this clips, as updates of AdamW must not be clipped like gradients.
-    With local steps the shared model is evaluated and saved, and there when ``train`` returns. Each process keeps its
-    part in the Trainer's folder of a checkpoint, and takes it up again. On one process nothing is done. Add it after
-    callbacks that ask for evaluations and saves.
+    With local steps the shared model is evaluated and saved, and there when ``train`` returns. The Trainer's folder of
+    a checkpoint holds the state of all processes, from which a training resumes. On one process nothing is done. Add it
+    after callbacks that ask for evaluations and saves.
 
     Args:
         trainer: that it is added to.
         resume_from: folder of the checkpoint that ``train`` is given, where that is not in this training's folder.
-        resume_compression: whether to take up what the processes had kept; ``False`` starts with nothing.
+        resume_compression: whether to load the state of the processes; ``False`` starts with empty residuals.
         **settings: arguments of :func:`~lightning_sparse.sparsify`.
 
     Attributes:
         stats: statistics of the training, as of :meth:`~lightning_sparse.Sparsifier.stats`, when it has ended.
 
     Raises:
-        FileNotFoundError: when training goes on from a checkpoint without what this process had kept.
+        CheckpointError: when training resumes from a checkpoint without the state of the processes.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class SparsifyCallback(TrainerCallback):
         accelerator.clip_grad_norm_ = self._clip
         if state.global_step and self._resumes:
             folder = self._resume_from or self._folder(state)
-            self._handle.load_state_dict(_read(Path(folder), args.process_index))
+            self._handle.load_state(Path(folder) / _NAME)
             if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
                 self._handle.synchronize()  # that evaluation ended a round, maybe after the save
 
@@ -97,9 +96,9 @@ class SparsifyCallback(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Save what this process keeps beside the Trainer's own files."""
+        """Save the state of the processes beside the Trainer's own files."""
         if self._handle is not None:
-            _write(self._handle, self._folder(state), args.process_index)
+            self._handle.save_state(self._folder(state) / _NAME)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -152,45 +151,25 @@ class SparsifyCallback(TrainerCallback):
             self._accelerator = None
 
 
+_NAME = "lightning_sparse"  # of a folder in that of a checkpoint
 _REGISTERED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many handles an accelerator saves
 
 
 def save_with(accelerator: Any, handle: Sparsifier) -> None:
-    """Have Accelerate's ``save_state`` and ``load_state`` take along what each process keeps.
+    """Have Accelerate's ``save_state`` and ``load_state`` include the state of each process.
 
     Its ``register_for_checkpointing`` would save that of one process. Call it for each of several models, in the same
     order when a training is resumed. With local steps save inside :meth:`~lightning_sparse.Sparsifier.shared_model`.
     """
-    rank, number = accelerator.process_index, _REGISTERED.get(accelerator, 0)
+    number = _REGISTERED.get(accelerator, 0)
     _REGISTERED[accelerator] = number + 1
+    name = f"{_NAME}-{number}" if number else _NAME
 
     def save(models: Any, weights: Any, folder: str) -> None:
-        _write(handle, Path(folder), rank, number)
+        handle.save_state(Path(folder) / name)
 
     def load(models: Any, folder: str) -> None:
-        handle.load_state_dict(_read(Path(folder), rank, number))
+        handle.load_state(Path(folder) / name)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-
-
-def _write(handle: Sparsifier, folder: Path, rank: int, number: int = 0) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(handle.state_dict(), folder / _name(rank, number))
-
-
-def _read(folder: Path, rank: int, number: int = 0) -> dict[str, Any]:
-    path = folder / _name(rank, number)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing, which process {rank} had kept: give SparsifyCallback(resume_from=...) the folder that"
-            " train is given, or resume_compression=False to start with nothing kept; with Accelerate call save_with"
-            " for as many models as before the save"
-        )
-    kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return kept
-
-
-def _name(rank: int, number: int) -> str:
-    """Return the name of a file, of a first or only model without its number."""
-    return f"kept-{rank}-{number}.pt" if number else f"kept-{rank}.pt"

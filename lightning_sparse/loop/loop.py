@@ -26,8 +26,8 @@ from lightning_sparse.engine.step.shards import ShardedModel, named_module, resh
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.changes import TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
-from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by, load_states, states_of
 from lightning_sparse.loop.levels import Node
+from lightning_sparse.loop.optimizer_states import load_states, states_of
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
@@ -40,6 +40,7 @@ from lightning_sparse.loop.optimizers import (
     warn_of_adaptive,
 )
 from lightning_sparse.loop.rollback import ROLLED_BACK, LoadedParameters
+from lightning_sparse.loop.state import collect_state, match_state
 from lightning_sparse.loop.summary import (
     CHANGED,
     RESUMES_ALONE,
@@ -162,21 +163,17 @@ class Loop:
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def state(self) -> Optional[dict[str, Any]]:
-        """Return what this rank keeps between two steps (not copied), or has kept; ``None`` if nothing.
+        """Return this rank's state between two steps, not copied, or that at the end; ``None`` on one process.
 
-        All ranks must ask: of what they hold differently each then keeps its own.
+        All ranks must call: of tensors that they hold differently each then returns its own.
         """
         training = self.training
-        kept = self.final_state if training is None else training.state(together=True)
-        if kept is None:
-            return None
-        own = dict(kept[RANK])
-        if self.settings.replicas_diverge:
-            # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
-            own["optimizers"] = states_of(self.optimizers if training is None else training.optimizers)
-            if self._scaler is not None:
-                own["scaler"] = self._scaler.state_dict()
-        return {**kept, RANK: own, EVERYWHERE: dict(kept[EVERYWHERE])}
+        state = self.final_state if training is None else training.state(together=True)
+        if state is None or not self.settings.replicas_diverge:
+            return state
+        # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
+        state = {**state, "optimizers": states_of(self.optimizers if training is None else training.optimizers)}
+        return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
     def _finish_with(self, stats: Mapping[str, float], plan: Optional[Plan]) -> None:
         self._final_stats, self._final_plan = dict(stats), plan
@@ -477,13 +474,12 @@ class Training:
         self.after_step()
 
     def state(self, together: bool = False) -> dict[str, Any]:
-        """Return what this rank keeps between two steps, not copied; all ranks call if ``together``."""
+        """Return this rank's state between two steps, not copied; all ranks call if ``together``."""
         if together:
             self._warn_of_gradients()
             self.engine.worker.drain()
-        kept = kept_by(self.engine, together)
-        kept[EVERYWHERE]["clips"] = [] if self.view.adam is None else self.view.adam.clips.state()
-        return {**kept, "epoch": self.epoch}
+        clips = [] if self.view.adam is None else self.view.adam.clips.state()
+        return {**collect_state(self.engine, together), "clips": clips, "epoch": self.epoch}
 
     def _warn_of_gradients(self) -> None:
         """Warn once of a save between two batches of a step, whose gradients are in no checkpoint."""
@@ -492,21 +488,20 @@ class Training:
             self._has_warned_of_gradients = True
             warn_user(UNSAVED_GRADIENTS.format(backwards=self.backwards))
 
-    def load(self, kept: Mapping[str, Any]) -> list[str]:
-        """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
-        usable, unused = fitted(kept, self.engine)
-        own, everywhere = kept[RANK], kept[EVERYWHERE]
+    def load(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue from a state; return in words what of it is of no use here."""
+        usable, unused = match_state(state, self.engine)
         exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
         self._restart(TrainedParameters(self.engine.module, [*self._trained.parameters.values(), *frozen]))
         self.engine.load_state_dict(usable)
         self.engine.source.restore_order(usable.get("order", ()))
         if self.view.adam is not None:
-            self.view.adam.clips.load(everywhere["clips"])
+            self.view.adam.clips.load(state["clips"])
         if self.settings.replicas_diverge:
-            load_states(self.optimizers, own.get("optimizers", ()))
-            if self._given.scaler is not None and "scaler" in own:
-                self._given.scaler.load_state_dict(own["scaler"])
+            load_states(self.optimizers, state.get("optimizers", ()))
+            if self._given.scaler is not None and "scaler" in state:
+                self._given.scaler.load_state_dict(state["scaler"])
         self._loaded.clear()
         return unused
 

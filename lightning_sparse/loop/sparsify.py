@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional, Union
 from weakref import WeakKeyDictionary, WeakSet
@@ -38,10 +39,11 @@ from lightning_sparse.loop.checks import (
     check_wrapped,
     refuse_training,
 )
-from lightning_sparse.loop.kept import check_alike
 from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
 from lightning_sparse.loop.loop import CLOSED, Given, Loop, Training
 from lightning_sparse.loop.optimizers import all_handled, before_step_of_training, handled, unwrapped
+from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
+from lightning_sparse.removed import refuse_removed
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -279,47 +281,58 @@ class Sparsifier(Loop):
         self._followed.take_up()
         self.replicas.adopt()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
+    def save_state(self, folder: Union[str, Path]) -> None:
+        """Write what each rank has between two optimizer steps into a folder of its own; all ranks must call.
 
-        Tensors, numbers and words, for ``torch.save``; tensors are not copied: copy what you hold beyond the next
-        backward, or hold while you enter ``shared_model()``. Empty on one process. All ranks must call: with local
-        steps they compare what training has written without an optimizer.
+        Save model and optimizers as ever, on one rank. Give each save a new folder. On one process nothing is written.
         """
-        if self._followed.is_closed:
-            raise RuntimeError(CLOSED)
-        self._followed.take_up()
-        state = self.state()
-        if state is None:
-            return {}
-        return {**state, "number": dist.get_rank(), "shared model": self._followed.prints()}
+        if (state := self._state()) is not None:
+            save_state({**state, "shared model": self._followed.prints()}, str(folder))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` returned; load model and optimizers as ever, in any order with this.
+    def load_state(self, folder: Union[str, Path]) -> None:
+        """Continue from what :meth:`save_state` wrote; all ranks must call, in any order with model and optimizers.
+
+        On as many ranks training continues bitwise identically; on others the mean of the residuals continues.
 
         Raises:
-            ValueError: if it is that of another rank, of another number of ranks, another compressor or another model.
+            CheckpointError: for files that are missing, damaged, or of another format.
+            ValueError: for a state of another compressor or another model, or on one process.
         """
-        if self._followed.is_closed:
-            raise RuntimeError(CLOSED)
+        self._check_open()
         if (training := self.training) is None:
-            if state:
-                ranks = state.get("topology", ["several"])[0]
-                raise ValueError(
-                    f"this state is of {ranks} processes, and one keeps nothing: start as many, or leave it out"
-                )
+            if exists(str(folder)):
+                raise ValueError(f"one process has no residuals, which {folder} holds: start several, or leave it out")
             return
-        check_alike(state, training.engine, dist.get_rank())
+        state = load_state(str(folder), training.engine)
+        _, unused = act_together(partial(match_state, state, training.engine), f"{folder} does not fit")
+        if unused:
+            raise ValueError(
+                f"{folder} holds what is of no use here, {'; '.join(unused)}: build the same model, optimizers and"
+                " compressor, or leave it out to start with empty residuals"
+            )
         training.epoch = state["epoch"]
-        self._followed.waiting = dict(state)
+        self._followed.waiting = state
         if training.engine.rounds is None:
             self._followed.take_up()
         else:
             training.engine.rounds.leave()
 
-    def load(self, kept: Mapping[str, Any]) -> list[str]:
-        """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
-        return self._followed.load(kept)
+    def _state(self) -> Optional[dict[str, Any]]:
+        self._check_open()
+        self._followed.take_up()
+        return self.state()
+
+    def _check_open(self) -> None:
+        if self._followed.is_closed:
+            raise RuntimeError(CLOSED)
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_removed(f"{type(self).__name__}.{name}", f"Sparsifier.{name}", AttributeError)
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def load(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue from a state; return in words what of it is of no use here."""
+        return self._followed.load(state)
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.
@@ -399,13 +412,13 @@ class FollowedModel:
             )
         self.load(state)
 
-    def load(self, kept: Mapping[str, Any]) -> list[str]:
-        """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
+    def load(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue from a state; return in words what of it is of no use here."""
         assert self.training is not None
         engine = self.training.engine
         if engine.rounds is not None:  # also where the shared model is shown
             engine.rounds.leave()
-        unused = self.training.load(kept)
+        unused = self.training.load(state)
         if engine.rounds is not None:
             self.training.is_dense = engine.rounds.is_synchronous
             engine.send_dense(self.training.is_dense)

@@ -26,8 +26,7 @@ from lightning_sparse.loop.loop import Given
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike
-from lightning_sparse.strategy.checkpoints.shards import KEY
+from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike
 from lightning_sparse.strategy.lightning import FabricDDPStrategy
 from lightning_sparse.strategy.trainer import SparseBase
 
@@ -238,8 +237,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         handle = Sparsifier(model, optimizers, copy.deepcopy(self.settings), facts, self._total_steps, self._log)
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
-        if handle.engine is not None:
-            _, self._checkpointer.node_ranks = handle.engine.topology
         self._waiting.pop(model).remove()
         self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
         self._are_closed = False
@@ -297,13 +294,13 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     ) -> None:
         write = super().save_checkpoint
 
-        def write_file(state: dict[str, Any], path: PathLike, storage_options: Optional[Any]) -> None:
-            write(path, state, storage_options, filter)
+        def write_file(content: dict[str, Any], path: PathLike) -> None:
+            write(path, content, storage_options, filter)
 
-        handles, name = self._trained_in(state), type(self.settings.compressor).__name__
+        handles = self._trained_in(state)
         with self.shared_model():
-            kept = {key: of for key, handle in handles.items() if (of := handle.state()) is not None}
-            self._checkpointer.save(kept, name, state, path, storage_options, write_file)
+            states = {key: of for key, handle in handles.items() if (of := handle.state()) is not None}
+            self._checkpointer.save(states, state, path, write_file)
         self._tell_of_others(handles, state, "saved")
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, Sparsifier]:
@@ -331,7 +328,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         if handles:
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
-            self._checkpointer.restore_models(partial(self._restore_models, handles))
+            for key, handle in handles.items():
+                if handle.engine is None:
+                    self._log(f"the state of {key!r} is not used, as one process exchanges nothing.")
+                else:
+                    self._checkpointer.restore(key, handle.engine, partial(self._load, handle))
         return rest
 
     def _tell_of_others(self, handles: Mapping[str, Sparsifier], state: Mapping[str, Any], done: str) -> None:
@@ -345,16 +346,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " it is at the top level of the state: to go on with training, give the optimizer beside the model."
             )
 
-    def _restore_models(self, handles: Mapping[str, Sparsifier], kept: Mapping[str, Any]) -> Sequence[str]:
-        """Give each model what this rank had kept of it; return what is of no use."""
-        unused: list[str] = []
-        for key, handle in handles.items():
-            if key not in kept:
-                unused.append(f"{key!r} starts with nothing, as nothing was kept of it")
-            elif handle.engine is None:
-                unused.append(f"what was kept of {key!r}, as one process exchanges nothing")
-            else:
-                unused += handle.load(kept[key])
-            if kept.get(key, {}).get("epoch") is not None:
-                self.set_epoch(kept[key]["epoch"])
-        return unused
+    def _load(self, handle: Sparsifier, state: dict[str, Any]) -> Sequence[str]:
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        return handle.load(state)

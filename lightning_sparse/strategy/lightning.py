@@ -19,13 +19,12 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning_fabric.strategies import STRATEGY_REGISTRY
     from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-    from lightning_fabric.utilities.cloud_io import get_filesystem
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import ModelPruning
     from pytorch_lightning.cli import ArgsType, LightningCLI
     from pytorch_lightning.loggers import TensorBoardLogger
-    from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+    from pytorch_lightning.plugins import AsyncCheckpointIO
     from pytorch_lightning.profilers import PyTorchProfiler
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from pytorch_lightning.utilities import GradClipAlgorithmType
@@ -34,13 +33,12 @@ else:
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-    from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelPruning
     from lightning.pytorch.cli import ArgsType, LightningCLI
     from lightning.pytorch.loggers import TensorBoardLogger
-    from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.plugins import AsyncCheckpointIO
     from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from lightning.pytorch.utilities import GradClipAlgorithmType

@@ -18,7 +18,7 @@ from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_set
 from lightning_sparse.loop.checks import check_model, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.strategy.checkpoints import Checkpointer
+from lightning_sparse.strategy.checkpoint import Checkpointer
 from lightning_sparse.strategy.lightning import ModelParallelStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseStrategy
 
@@ -103,8 +103,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
         self._bare = ShardedModel(module, same_shards)
-        replicas, shards, _ = self._whole_mesh.shape
-        self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
+        replicas, self._node_ranks, _ = self._whole_mesh.shape
         if replicas == 1:
             self._log(_ONE_REPLICA)
         else:

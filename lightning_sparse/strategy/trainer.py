@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -26,12 +27,10 @@ from lightning_sparse.loop.loop import Given, Loop, Training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import OWN_MODELS, describe
 from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, PathLike
+from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
     CURE,
-    AsyncCheckpointIO,
-    CheckpointIO,
     DDPStrategy,
     GradClipAlgorithmType,
     LightningModule,
@@ -48,7 +47,6 @@ class SparseBase:
     """What the strategies of the Trainer and of Fabric have in common."""
 
     settings: Settings  # what the user chose, checked
-    _checkpoint_io: Optional[CheckpointIO]
     _checkpointer: Checkpointer
     _given: Mapping[str, Any]  # arguments of DistributedDataParallel, of which a model without it has some
 
@@ -67,19 +65,6 @@ class SparseBase:
     def _log(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, AsyncCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which it takes if it was given none
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: CheckpointIO) -> None:
-        self._checkpoint_io = plugin
-
 
 class SparseStrategy(SparseBase, ParallelStrategy):
     """What the strategies of the Trainer have in common, which have a loop."""
@@ -88,6 +73,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _loop: Loop
     _bare: BareModel  # the model, which nothing wraps
     _timeout: Optional[timedelta]
+    _node_ranks = 1  # that average their gradients first, or hold a replica in shards
     _has_failed = False
     _first: Optional[FirstCallback] = None  # where replicas may be apart, or in shards
     _replaced: ExitStack  # which gives back what was changed of the Trainer
@@ -161,8 +147,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self.settings.replicas_diverge:
             check_ranks_apart(trainer)
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        scaler, node_ranks = getattr(self.precision_plugin, "scaler", None), self._checkpointer.node_ranks
-        given = Given(self._timeout, scaler, clipping, node_ranks)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        given = Given(self._timeout, scaler, clipping, self._node_ranks)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
         self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
@@ -287,15 +273,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         # Lightning leaves the optimizers out where the user wants the weights only.
-        kept = self._loop.state() if "optimizer_states" in checkpoint else None
-        name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
-        models = {} if kept is None else {_MODEL: kept}
-        self._checkpointer.save(models, name, checkpoint, filepath, storage_options, write_file)
+        state = self._loop.state() if "optimizer_states" in checkpoint else None
+        write_file = partial(super().save_checkpoint, storage_options=storage_options)
+        self._checkpointer.save({} if state is None else {_MODEL: state}, checkpoint, filepath, write_file)
 
     def _restore(self) -> None:
         """Go on from the checkpoint that was read, if one was."""
         if (training := self._loop.training) is not None:
-            self._checkpointer.restore_models(lambda models: training.load(models[_MODEL]))
+            self._checkpointer.restore(_MODEL, training.engine, training.load)
         self._checkpointer.loaded = None
 
     @override
@@ -409,7 +394,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        self._checkpointer.node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
+        self._node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
         super().configure_ddp()
 
     @override

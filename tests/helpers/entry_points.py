@@ -154,12 +154,12 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wra
         parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
         if resumes:
             if handle_first:
-                handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
+                handle.load_state(folder / "state")
             saved = torch.load(folder / "model.pt", weights_only=True)
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
             if not handle_first:
-                handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
+                handle.load_state(folder / "state")
         for step in range(SAVED if resumes else 0, STEPS):
             if step % 4 == 0:
                 model.eval()
@@ -173,7 +173,7 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wra
             optimizer.zero_grad()
             schedule.step()
             if step + 1 == SAVED and not resumes:
-                torch.save(handle.state_dict(), folder / f"kept-{rank}.pt")
+                handle.save_state(folder / "state")
                 with handle.shared_model():
                     if rank == 0:
                         torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "model.pt")

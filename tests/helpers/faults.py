@@ -21,7 +21,6 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.communicator import Communicator
 from lightning_sparse.engine.step.exchange import Backward
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.resuming import Numbered, fit_numbered
 
@@ -45,7 +44,7 @@ class Point(NamedTuple):
 
 _NUMBERS = r"waited in vain in all_gather of \d+ numbers on which ranks agree.*longer timeout=.*ckpt_path"
 _ANYWHERE = r"waited in vain in \w+.*: another rank has died.*longer timeout=.*ckpt_path"
-_SAVING = r"stays as it was: another rank could not write its part, or has died: .*waited in vain.*ckpt_path"
+_SAVING = r"waited in vain in all_gather of errors \(.* was not written\).*: another rank has died.*ckpt_path"
 POINTS = {
     "forward": Point(Numbered, "training_step"),
     "hook": Point(Backward, "_hand_over", 1),
@@ -58,7 +57,7 @@ POINTS = {
     "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then.
     "changing to DDP": Point(Engine, "send_dense", 0, ("lags", "auto"), 12, _ANYWHERE),
-    "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
+    "saving": Point("lightning_sparse.loop.state", "_write", message=_SAVING),
 }
 SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}
 
@@ -127,9 +126,7 @@ def fit_struck(rank, point, victim, how, path):
     with ExitStack() as stack:
         stack.enter_context(impatient())
         try:
-            fit_numbered(
-                rank, strategy_of(point), Struck(path, arm, point.name == "save_checkpoint"), max_epochs=point.epochs
-            )
+            fit_numbered(rank, strategy_of(point), Struck(path, arm, point.name == "_write"), max_epochs=point.epochs)
         except RuntimeError as error:
             return type(error).__name__, str(error), time.monotonic() - armed_at[0]
     return "nothing", "", 0.0

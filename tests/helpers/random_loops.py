@@ -136,7 +136,7 @@ class PlainLoop:
         """Look at what there is, which changes no bit: some of it on one rank alone."""
         handle = self.handle if isinstance(self.handle, Sparsifier) else self.handle.handle(self.outer)
         handle.check_replicas()
-        handle.state_dict()
+        handle.state()
         if self.rank == 0:
             handle.stats(), handle.plan()
             self.model.eval()
@@ -171,7 +171,7 @@ class PlainLoop:
                 torch.set_default_dtype(before)
 
     def save(self):
-        torch.save(self.handle.state_dict(), f"{self.path}-{self.rank}.pt")
+        self.handle.save_state(f"{self.path}-state")
         with self.handle.shared_model():
             if self.rank == 0:
                 torch.save({name: part.state_dict() for name, part in self.parts.items()}, self.path)
@@ -181,7 +181,7 @@ class PlainLoop:
         saved = torch.load(path, weights_only=True)
         for name, part in self.parts.items():
             part.load_state_dict(saved[name])
-        self.handle.load_state_dict(torch.load(f"{path}-{self.rank}.pt", weights_only=True))
+        self.handle.load_state(f"{path}-state")
 
 
 class WrappedLoop(PlainLoop):

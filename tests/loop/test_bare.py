@@ -255,7 +255,7 @@ def train_a_copy(rank, again):
     handle.close()
     train_copy()
     with pytest.raises(RuntimeError, match="closed"):
-        handle.state_dict()
+        handle.save_state("closed")
     with pytest.raises(RuntimeError, match="sparsify the model anew"):
         model(batch(rank, 0))
     with torch.no_grad():
@@ -521,7 +521,7 @@ def train_factors(rank, compressor, shares, creates_graph=False, backwards=1, lo
             gradients += [each.grad.detach().clone() for each in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-        kept = {name: each.clone() for name, each in handle.state_dict()["rank"]["memory"]["residual"].items()}
+        kept = {name: each.clone() for name, each in handle.engine.memory.state_dict()["residual"].items()}
     return gradients, tensors_of(model), kept
 
 

@@ -50,8 +50,8 @@ def test_density_one_ends_where_ddp_does(pair, tmp_path, example):
 def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
     (_, whole), (_, other) = pair.run(train, example, tmp_path, 0.05, False)
     assert_same(whole, other)
-    kept = torch.load(next(tmp_path.rglob("kept-1.pt")), weights_only=True)["rank"]["memory"]
-    assert any(each.any() for each in kept["update"].values())  # something waits to be taken up
+    state = torch.load(next(tmp_path.rglob("rank_00001.pt")), weights_only=True)
+    assert any(each.any() for each in state["memory"]["update"].values())  # something waits to be taken up
     for _, resumed in pair.run(train, example, tmp_path, 0.05, True):
         assert_same(resumed, whole)
 

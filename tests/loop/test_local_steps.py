@@ -107,7 +107,7 @@ def test_what_the_first_forward_writes_is_where_rounds_begin(pair, synchronizes)
         torch.testing.assert_close(each, (one + other) / 2, rtol=0, atol=1e-6)
 
 
-def forget(rank):
+def forget(rank, folder):
     """Return what is said where the shared model is forgotten, and train on after what is right."""
     said = []
 
@@ -143,15 +143,15 @@ def forget(rank):
         handle.synchronize()
         evaluate(ddp)
         train(rank, ddp, optimizer, range(EVERY, EVERY + 2))
-        state = handle.state_dict()
+        handle.save_state(folder)
     evaluate(ddp)
     refused(lambda: ddp(rows_of(0, 0).to(DEVICE)))
     other, its_optimizer = wrapped()
     with sparsify(other, its_optimizer, **SPARSE) as handle:
-        handle.load_state_dict(state)
+        handle.load_state(folder)
         refused(lambda: train(rank, other, its_optimizer, range(1)))
     with sparsify(*wrapped(), density=0.1) as handle:
-        refused(lambda: handle.load_state_dict(state))
+        refused(lambda: handle.load_state(folder))
     return said
 
 
@@ -162,8 +162,8 @@ def pickled(module):
     return torch.load(file, weights_only=False)
 
 
-def test_what_is_forgotten_is_refused_with_its_cure(pair):
-    for said in pair.run(forget):
+def test_what_is_forgotten_is_refused_with_its_cure(pair, tmp_path):
+    for said in pair.run(forget, tmp_path):
         expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "another model", "gradients are"]
         assert len(said) == len(expected)
         assert all(part in message for part, message in zip(expected, said))
@@ -366,7 +366,7 @@ class Growing(Net):
             optimizer.add_param_group({"params": self.more.parameters()})
 
 
-def go_on(rank, kind, save_at, is_anew, inside=False):
+def go_on(rank, folder, kind, save_at, is_anew, inside=False):
     """Save in a round, and go on from there, anew or after further steps; return the model of both, and one without.
 
     What was saved may be loaded while the shared model is shown.
@@ -383,7 +383,8 @@ def go_on(rank, kind, save_at, is_anew, inside=False):
     for number in range(save_at):
         step(number)
     with handle.shared_model():
-        saved = copy.deepcopy([net.state_dict(), optimizer.state_dict(), handle.state_dict()])
+        saved = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+        handle.save_state(folder)
     for number in range(save_at, 14):
         step(number)
     handle.synchronize()
@@ -398,8 +399,9 @@ def go_on(rank, kind, save_at, is_anew, inside=False):
     else:
         step(13)
     with handle.shared_model() if inside else nullcontext():
-        for part, state in zip((net, optimizer, handle), saved):
+        for part, state in zip((net, optimizer), saved):
             part.load_state_dict(state)
+        handle.load_state(folder)
     for number in range(save_at, 14):
         step(number) if is_anew or number != 5 else train(rank, net, optimizer, [number])
     handle.close()
@@ -411,8 +413,8 @@ def go_on(rank, kind, save_at, is_anew, inside=False):
     [(3, True), (4, True), (6, True), (7, True), (6, False), (7, False), (6, True, True), (6, False, True)],
 )
 @pytest.mark.parametrize("kind", ["diloco", "sparse"])
-def test_it_goes_on_to_the_bit_whatever_has_changed(pair, kind, loaded):
-    for expected, resumed in pair.run(go_on, kind, *loaded):
+def test_it_goes_on_to_the_bit_whatever_has_changed(pair, tmp_path, kind, loaded):
+    for expected, resumed in pair.run(go_on, tmp_path, kind, *loaded):
         assert_same(resumed, expected)
 
 
@@ -423,7 +425,7 @@ def close_step(rank, ddp, optimizer, step):
     return loss
 
 
-def close_around(rank, save_at):
+def close_around(rank, folder, save_at):
     """Train with LBFGS, which looks into its state before its closure goes forward; go on from a save, too."""
     ends, saved = [], None
     for first in (0, save_at):
@@ -434,12 +436,13 @@ def close_around(rank, save_at):
                 with handle.shared_model():
                     ddp.module.load_state_dict(saved["model"])
                     optimizer.load_state_dict(saved["optimizer"])
-                    handle.load_state_dict(saved["kept"])
+                    handle.load_state(folder)
             for step in range(first, 3 * EVERY):
                 if step == save_at and not first:
                     with handle.shared_model():
-                        parts = {"model": ddp.module, "optimizer": optimizer, "kept": handle}
+                        parts = {"model": ddp.module, "optimizer": optimizer}
                         saved = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+                        handle.save_state(folder)
                 optimizer.step(partial(close_step, rank, ddp, optimizer, step))
             handle.synchronize()
             ends.append(tensors_of(ddp.module))
@@ -447,12 +450,12 @@ def close_around(rank, save_at):
 
 
 @pytest.mark.parametrize("save_at", [EVERY, EVERY + 1])
-def test_a_closure_goes_on_to_the_bit(pair, save_at):
-    for whole, resumed in pair.run(close_around, save_at):
+def test_a_closure_goes_on_to_the_bit(pair, tmp_path, save_at):
+    for whole, resumed in pair.run(close_around, tmp_path, save_at):
         assert_same(whole, resumed)
 
 
-def evaluate_at_once(rank, settings, steps, ends_round):
+def evaluate_at_once(rank, folder, settings, steps, ends_round):
     """Save where the model is that of all ranks, load that anew, and return the losses before and after."""
     losses, saved = [], None
     for _ in range(2):
@@ -463,11 +466,13 @@ def evaluate_at_once(rank, settings, steps, ends_round):
                 train(rank, net, optimizer, range(steps))
                 if ends_round:
                     handle.synchronize()
-                saved = copy.deepcopy([net.state_dict(), optimizer.state_dict(), handle.state_dict()])
+                saved = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+                handle.save_state(folder)
             else:
-                for part, state in zip((net, optimizer, handle), saved):
+                for part, state in zip((net, optimizer), saved):
                     part.load_state_dict(state)
-                handle.state_dict()  # by which what was loaded is taken up
+                handle.load_state(folder)
+                handle.save_state(folder.with_name("again"))  # which takes up the loaded state
             net.eval()
             with torch.no_grad():
                 losses.append(float(net(rows_of(0, 0).to(DEVICE))["loss"]))
@@ -479,8 +484,8 @@ def evaluate_at_once(rank, settings, steps, ends_round):
     [(SPARSE, 0, False), (SPARSE, 2, True), ({"local_steps": LocalSteps(4, synchronous_steps=9)}, 3, False)],
     ids=["before rounds", "a round was ended", "synchronous"],
 )
-def test_a_model_of_all_ranks_is_evaluated_as_it_was_loaded(pair, settings, steps, ends_round):
-    for before, after in pair.run(evaluate_at_once, settings, steps, ends_round):
+def test_a_model_of_all_ranks_is_evaluated_as_it_was_loaded(pair, tmp_path, settings, steps, ends_round):
+    for before, after in pair.run(evaluate_at_once, tmp_path / "first", settings, steps, ends_round):
         assert after == before
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import AdamCorrection, sparsify
 from lightning_sparse.callbacks.replica_sentinel import ReplicaError
 from lightning_sparse.compressors import DGC, TopK
+from lightning_sparse.loop.state import CheckpointError
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of
 from tests.helpers.commands import train_as_on_page
@@ -292,7 +293,7 @@ def fail(rank):
         ddp(batch(rank, 0)).backward()
     handle.close()
     with pytest.raises(RuntimeError) as refusal:
-        handle.state_dict()
+        handle.save_state("closed")
     with sparsified("SGD", density=0.05) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(1))
     with pytest.raises(RuntimeError) as late:
@@ -311,8 +312,11 @@ def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_
 def train_alone(rank):
     with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(3), 2, lambda: handle.clip(norm=1.0))
-        handle.load_state_dict(handle.state_dict())
-        facts = (handle.state_dict(), handle.stats())
+        handle.save_state("of one process")
+        handle.load_state("of one process")
+        with pytest.raises(ValueError, match="start several"):
+            handle.load_state(".")
+        facts = (handle.state(), handle.stats())
     twin = wrapped()
     clip = torch.nn.utils.clip_grad_norm_
     optimizers = [OPTIMIZERS["SGD"](twin.parameters())]
@@ -323,7 +327,7 @@ def train_alone(rank):
 def test_on_one_process_it_does_nothing(pools):
     ((ours, twin, facts),) = pools[1].run(train_alone)
     assert_same(ours, twin)
-    assert facts == ({}, {})
+    assert facts == (None, {})
 
 
 def give(rank, arguments):
@@ -471,43 +475,68 @@ def test_replicas_can_be_checked(pair, settings):
     pair.run(change_a_bit, settings)
 
 
-def refused_states(rank):
+def refused_states(rank, folder):
     with sparsified("SGD", compressor="lags") as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(1))
-        state = handle.state_dict()
-        handle.load_state_dict(state)
-        layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], 0]}
-        shorter = {**state["rank"], "memory": {"residual": {"matrix": torch.ones(4)}}}
+        handle.save_state(folder / "whole")
+        handle.load_state(folder / "whole")
+        state = torch.load(folder / "whole" / f"rank_{rank:05d}.pt", weights_only=True)
+        layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1]]}
         changes = {
-            "version 4, and here it is 7": {"version": 4},
-            r"topology \[4, 1\], and here it is \[2, 1\]": {"topology": [4, 1]},
-            f"number {1 - rank}, and here it is {rank}": {"number": 1 - rank},
-            "compressor 'OMGS', and here it is 'LAGS'": {"compressor": "OMGS"},
-            "does not fit the parameter 'matrix'.* leave it out": {"layouts": layouts},
-            "4 elements for the parameter 'matrix'.* leave it out": {"rank": shorter},
+            "format 4": {"header": {**state["header"], "version": 4}},
+            "files in .* are of several saves": {"header": {**state["header"], "save": str(rank)}},
+            "'matrix' was saved with the shape": {"layouts": layouts},
+            "4 elements for the parameter 'matrix'": {"memory": {"residual": {"matrix": torch.ones(4)}}},
+            "of no use here, the state of gone": {"memory": {"residual": {"gone": torch.ones(4)}}},
         }
-        for told, change in changes.items():
-            with pytest.raises(ValueError, match=told):
-                handle.load_state_dict({**state, **change})
-        with pytest.raises(ValueError, match="version None, and here it is 7"):
-            handle.load_state_dict({})  # which one process has
+        for number, (words, change) in enumerate(changes.items()):
+            (folder / str(number)).mkdir(exist_ok=True)
+            torch.save({**state, **change}, folder / str(number) / f"rank_{rank:05d}.pt")
+            with pytest.raises((ValueError, CheckpointError), match=words):
+                handle.load_state(folder / str(number))
+        with pytest.raises(CheckpointError, match=r"rank_00000.pt is missing"):
+            handle.load_state(folder / "nowhere")
+        with pytest.raises(AttributeError, match=r"state_dict, which .* no longer has: use save_state\(folder\)"):
+            handle.state_dict()
         with pytest.raises(RuntimeError, match="already exchanged"):
             sparsify(ddp, optimizer)
     with (
         sparsified("AdamW", compressor="lags") as (_, _, handle),
         pytest.raises(ValueError, match="keeps other things"),
     ):
-        handle.load_state_dict(state)
+        handle.load_state(folder / "whole")
 
 
-def test_states_of_others_are_refused(pair):
-    pair.run(refused_states)
+def test_states_of_others_are_refused(pair, tmp_path):
+    pair.run(refused_states, tmp_path)
+
+
+def resumed_from(rank, folder, has_saved):
+    """Train and save, or load; return the residuals at the save, or after the load."""
+    with sparsified("SGD", compressor="dgc", density=0.05) as (ddp, optimizer, handle):
+        if has_saved:
+            handle.load_state(folder)
+        else:
+            train(rank, ddp, [optimizer], range(3))
+            handle.save_state(folder)
+        return copy.deepcopy(handle.engine.memory.state_dict())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_other_numbers_of_ranks_the_mean_continues(pools, tmp_path, ranks):
+    saved = pools[4].run(resumed_from, tmp_path, False)
+    for loaded in pools[ranks].run(resumed_from, tmp_path, True):
+        for kind, tensors in loaded.items():
+            assert any(each.any() for each in tensors.values())
+            for name, each in tensors.items():
+                mean = torch.stack([one[kind][name] for one in saved]).double().mean(dim=0)
+                torch.testing.assert_close(each.double(), mean, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "plain-loop.md", tmp_path)
-    assert {path.name for path in tmp_path.glob("*.pt")} == {"model.pt", "kept-0.pt", "kept-1.pt"}
+    assert {path.name for path in tmp_path.rglob("*.pt")} == {"model.pt", "rank_00000.pt", "rank_00001.pt"}
 
 
 def momenta_of(rank, case):

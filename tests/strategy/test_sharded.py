@@ -28,7 +28,6 @@ from lightning_sparse.engine.refusals import refuse as refuse_reasons
 from lightning_sparse.engine.step.shards import shard_of
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.checks import of_the_shards
-from lightning_sparse.strategy.checkpoints.shards import cut_anew
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening, refuse
 from tests.helpers.issued import recording, stuck_at
@@ -354,26 +353,6 @@ def test_on_other_numbers_of_replicas_and_shards_the_mean_stays(pools, tmp_path,
             assert any(each.any() for each in replica.values())
         for rank, answer in enumerate(after):
             assert_same(answer["end"], after[rank % has]["end"])
-
-
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 3), (1, 8)])
-def test_rows_are_cut_as_dtensor_cuts_them(before, after):
-    whole = torch.arange(21.0).view(7, 3)
-
-    def part(shard):
-        memory = {"residual": {"w": shard.flatten()}, "squared_norms": {"w": torch.tensor([1.0, 2.0])}}
-        return {
-            "layouts": {"w": [list(shard.shape), [3, 1], 0]},
-            "rank": {"memory": memory if len(shard) else {}},
-            "everywhere": {"memory": {}},
-        }
-
-    parts = [part(shard) for shard in whole.chunk(before)]
-    cut = [cut_anew(parts, shard, after)["rank"]["memory"] for shard in range(after)]
-    shards = [*whole.chunk(after), *[whole[:0]] * after][:after]
-    for each, shard in zip(cut, shards):
-        assert_same(each["residual"].get("w", torch.empty(0)), shard.flatten())
-    assert all((each["squared_norms"]["w"] == torch.tensor([1.0, 2.0]) * len(parts) / after).all() for each in cut[:2])
 
 
 CASES = {

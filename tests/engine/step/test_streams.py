@@ -160,8 +160,8 @@ def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(way):
         for step, handle in enumerate(train(WAYS[way]._replace(given=given), 2 * STEPS)):
             if step == STEPS:
                 with handle.shared_model():
-                    state, weights = handle.state_dict(), deepcopy(handle.module.state_dict())
-                handle.load_state_dict(state)
+                    state, weights = handle.state(), deepcopy(handle.module.state_dict())
+                handle.load(state)
                 handle.module.load_state_dict(weights)
                 del state, weights
             handle.module.last.requires_grad_(step != STEPS + 2)

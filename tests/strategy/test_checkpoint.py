@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError
-from lightning_sparse.strategy.checkpoints.shards import read_header, read_shard
+from lightning_sparse.loop import state as state_module
+from lightning_sparse.loop.state import CheckpointError
+from lightning_sparse.strategy import checkpoint as checkpoint_module
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fit, fits, strategy_of
 from tests.helpers.resuming import Numbered, files_in, fit_numbered
@@ -112,42 +114,35 @@ def test_weights_alone_leave_nothing_of_a_save_before_them(pair, tmp_path):
     assert files_in(tmp_path) == ["same.ckpt"]
 
 
-def test_the_users_plugin_writes_everything_by_the_path_that_the_user_gave(pair, tmp_path):
+def test_the_users_plugin_writes_lightnings_file_by_the_path_that_the_user_gave(pair, tmp_path):
     path = tmp_path / "given.ckpt"
     answers = fits(pair, partial(Saves, {batch: partial(save, path) for batch in (4, 8)}), DGC, plugins=[Noting()])
-    for rank, written in enumerate(each.notes for each in answers):
-        parts = [os.path.basename(each) for each in written if isinstance(each, str)]
-        # By its name alone torch tells downloads apart, among those that it has on its disk.
-        assert len(parts) == len(set(parts)) == 2
-        assert [re.sub(r"\.[0-9a-f]{32}", "", part) for part in parts] == [RANKS[rank]] * 2
-        assert [each for each in written if isinstance(each, Path)] == ([] if rank else [path] * 2)
+    assert [each.notes for each in answers] == [[path] * 2, []]
 
 
-def write_half(original, part):
-    """Return a ``torch.save`` that ends the process in the middle of a file whose name has a part."""
-
-    def save(content, path):
-        original(content, path)
-        if part in path:
-            os.truncate(path, os.path.getsize(path) // 2)
-            os._exit(1)
-
-    return save
+def write_half(content, path):
+    """Write the half of a file, and end the process."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+    os.truncate(path, os.path.getsize(path) // 2)
+    os._exit(1)
 
 
 def dies(rank, path, point):
     def die(model):
+        if point == "folder" and rank == 1:
+            state_module._write = write_half
+        if point == "file":
+            TorchCheckpointIO.save_checkpoint = lambda *_, **__: os._exit(1)
         if point == "cleaning":
-            Checkpointer._remove_saves = lambda *_, **__: os._exit(1)
-        else:
-            torch.save = write_half(torch.save, point)
+            checkpoint_module._remove = lambda *_: os._exit(1)
         save(path, model)
 
     act(rank, {4: partial(save, path), 8: die})
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("point", "first"), [("rank_00001", 5), ("crash.ckpt.partial", 5), ("cleaning", 9)])
+@pytest.mark.parametrize(("point", "first"), [("folder", 5), ("file", 5), ("cleaning", 9)])
 def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(forked, tmp_path, point, first):
     path = str(tmp_path / "crash.ckpt")
     failures = [failure for failure, _ in forked[2].answers(dies, path, point)]
@@ -158,44 +153,36 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(forked, tmp_path, poin
     assert files_in(tmp_path) == with_ranks("crash.ckpt")
 
 
-class FullDisk(AtomicCheckpointIO):
-    """A plugin that runs out of space in one kind of file after a few of them."""
-
-    def __init__(self, part):
-        self.part = part
-        self.is_full = False
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        if self.is_full and self.part in str(path):
-            raise OSError(28, "No space left on device")
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
 def fill_disk(rank, path, part):
     """Fail to save over a checkpoint and train on; return what was raised, what comes of it, and the files then."""
-    plugin, raised = FullDisk(part), []
+    raised = []
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
 
     def fail(model):
-        plugin.is_full = True
-        try:
-            save(path, model)
-        except (OSError, CheckpointError) as error:
-            raised.append(f"{type(error).__name__}: {error}")
+        owner, name = (state_module, "_write") if part == "folder" else (TorchCheckpointIO, "save_checkpoint")
+        with mock.patch.object(owner, name, full) if rank == 1 or part == "file" else nullcontext():
+            try:
+                save(path, model)
+            except (OSError, CheckpointError) as error:
+                raised.append(f"{type(error).__name__}: {error}")
         dist.barrier()
         raised.append(files_in(Path(path).parent))
 
-    batches = act(rank, {4: partial(save, path), 8: fail}, plugin)
+    batches = act(rank, {4: partial(save, path), 8: fail})
     return raised[0], batches, raised[1]
 
 
-@pytest.mark.parametrize(("part", "failing"), [("rank_00001", 1), ("full.ckpt", 0)])
-def test_a_full_disk_is_told_on_every_rank_and_spares_the_old_checkpoint(pair, tmp_path, part, failing):
+@pytest.mark.parametrize(("part", "failing"), [("folder", 1), ("file", 0)])
+def test_a_full_disk_is_an_error_on_every_rank_and_spares_the_old_checkpoint(pair, tmp_path, part, failing):
     path = str(tmp_path / "full.ckpt")
     answers = pair.run(fill_disk, path, part)
     for rank, (message, _, files) in enumerate(answers):
         assert files == with_ranks("full.ckpt")
-        has_failed = rank == failing or part == "full.ckpt"
-        assert ("No space left" if has_failed else "another rank could not write its part") in message
+        assert message.startswith("OSError" if rank == failing else "CheckpointError")
+        assert rank == failing or f"was not written: rank {failing} has failed with OSError" in message
+        assert "No space left" in message
     for resumed, (_, expected, _) in zip(fits(pair, Numbered, DGC, path), answers):
         assert_same(resumed.batches, expected[4:])
 
@@ -226,7 +213,7 @@ def copied(saved, tmp_path):
 
 
 def shards_in(folder):
-    return sorted(folder.glob("model.ckpt.sparse/*/rank_*.pt"))
+    return sorted(folder.rglob("rank_*.pt"))
 
 
 def truncate(folder):
@@ -234,9 +221,9 @@ def truncate(folder):
 
 
 def change(edit, folder):
-    shard = torch.load(shards_in(folder)[1], weights_only=True)
-    edit(shard, shard["models"]["model"])
-    torch.save(shard, shards_in(folder)[1])
+    state = torch.load(shards_in(folder)[1], weights_only=True)
+    edit(state)
+    torch.save(state, shards_in(folder)[1])
 
 
 def change_header(folder, **changes):
@@ -246,27 +233,24 @@ def change_header(folder, **changes):
 
 
 def exchange_folder(folder):
-    (shards_in(folder)[0].parent).rename(folder / "model.ckpt.sparse" / ("0" * 32))
+    (save,) = folder.glob("model.ckpt.sparse/*")
+    save.rename(save.with_name("0" * 32))
 
 
-change_shape = partial(
-    change, lambda _, kept: kept["rank"]["memory"]["residual"].update({"network.0.weight": torch.zeros(7)})
-)
+change_shape = partial(change, lambda state: state["memory"]["residual"].update({"network.0.weight": torch.zeros(7)}))
 BROKEN = {
     "truncated": (truncate, r"rank_00001.* cannot be read"),
-    "missing": (lambda folder: shards_in(folder)[1].unlink(), r"rank_00001.* is missing: .* 2 ranks"),
-    "mixed": (
-        partial(change, lambda shard, _: shard["lightning_sparse"].update(name="0" * 32)),
-        r"rank_00001.* not belong",
-    ),
+    "missing": (lambda folder: shards_in(folder)[1].unlink(), r"rank_00001.* is missing: each rank"),
+    "mixed": (partial(change, lambda state: state["header"].update(save="0" * 32)), r"of several saves"),
     "another folder": (exchange_folder, r"rank_0000[01].* is missing"),
     "shape": (change_shape, r"residual of 7 elements .*'network.0.weight', which has 2048"),
     "turned": (
-        partial(change, lambda _, kept: kept["layouts"]["network.0.weight"][0].reverse()),
-        r"'network.0.weight': it was saved with the shape \[32, 64\]",
+        partial(change, lambda state: state["layouts"]["network.0.weight"][0].reverse()),
+        r"'network.0.weight' was saved with the shape and strides \[\[32, 64\]",
     ),
-    "another version": (partial(change_header, version=4), r"format 4"),
-    "a path as name": (partial(change_header, name="../../elsewhere"), r"not as this package writes it"),
+    "the format before": (partial(change_header, version=7), r"format 7.*weights and optimizers load as ever"),
+    "a state of another format": (partial(change, lambda state: state["header"].update(version=9)), r"format 9"),
+    "a path as name": (partial(change_header, save="../../elsewhere"), r"not a save of this package"),
 }
 
 
@@ -289,22 +273,22 @@ def test_it_goes_on_without_what_is_broken_if_told_to(pair, copied):
 def test_the_file_alone_goes_on_with_empty_residuals_and_says_so(pair, tmp_path, saved):
     path = shutil.copy(saved / "model.ckpt", tmp_path / "alone.ckpt")
     (first, batches), (_, others) = pair.run(go_on_elsewhere, str(path))
-    assert re.search(r"residuals start empty, because what 2 ranks kept is not in .*alone.ckpt.sparse", first)
+    assert re.search(r"residuals start empty, because there is no .*alone.ckpt.sparse", first)
     assert batches == others == 8
 
 
 def parts_read(rank, path):
-    """Go on from a checkpoint; return the names of the parts that this rank has read."""
-    read = []
-    load = AtomicCheckpointIO.load_checkpoint
+    """Go on from a checkpoint; return the names of the files that this rank has read."""
+    names = []
+    read = state_module._read
 
-    def load_noted(plugin, path, *arguments, **named):
-        read.extend([Path(path).name] * (".sparse" in str(path)))
-        return load(plugin, path, *arguments, **named)
+    def read_noted(path):
+        names.append(Path(path).name)
+        return read(path)
 
-    with mock.patch.object(AtomicCheckpointIO, "load_checkpoint", load_noted):
+    with mock.patch.object(state_module, "_read", read_noted):
         fit(rank, Numbered, DGC, path, {"max_epochs": 1})
-    return read
+    return names
 
 
 @pytest.mark.sampled(1)
@@ -316,35 +300,3 @@ def test_parts_are_shared_out_among_the_ranks_that_go_on(pools, tmp_path, ranks)
     read = [int(re.findall(r"\d+", name)[0]) for names in answers for name in names]
     # Whoever is left without a share looks into somebody else's, for its form.
     assert sorted(read) == ([0, 1, 2, 3] if ranks < 3 else [0, 0, 1])
-
-
-def remove(path, model):
-    model.trainer.strategy.remove_checkpoint(path)
-
-
-class Old(CheckpointIO):
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        torch.save(checkpoint, path)
-
-    def load_checkpoint(self, path, map_location=None):
-        return torch.load(path, map_location)
-
-    def remove_checkpoint(self, path):
-        os.remove(path)
-
-
-def test_a_plugin_that_cannot_read_safely_is_refused(saved):
-    header = read_header(torch.load(saved / "model.ckpt", weights_only=True), "model.ckpt")
-    with pytest.raises(CheckpointError, match=r"Old.load_checkpoint takes no argument weights_only"):
-        read_shard(Old(), str(shards_in(saved)[0]), header)
-
-
-def test_a_file_is_written_whole_where_lightning_has_no_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in ("here.ckpt", f"file://{tmp_path}/scheme.ckpt", tmp_path / "deep" / "er" / "path.ckpt"):
-        AtomicCheckpointIO().save_checkpoint({"value": 1}, path)
-        assert AtomicCheckpointIO().load_checkpoint(path, weights_only=True) == {"value": 1}
-    assert files_in(tmp_path) == ["deep/er/path.ckpt", "here.ckpt", "scheme.ckpt"]
-    with pytest.raises(TypeError, match="storage_options"):
-        AtomicCheckpointIO().save_checkpoint({}, "here.ckpt", storage_options={"key": "value"})
-    assert AtomicCheckpointIO().load_checkpoint("here.ckpt", weights_only=True) == {"value": 1}

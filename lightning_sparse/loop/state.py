@@ -1,0 +1,344 @@
+"""State between two steps: a folder with a file for each rank, in one form for every entry point.
+
+As many ranks, on as many nodes or in as many replicas, continue bitwise identically, each from its own file. For other
+numbers the mean of every floating-point tensor over ranks, nodes or replicas continues, and the rest of a state is
+passed on in turn. Of a parameter, the ranks of a node with two levels and those of a sharded replica have a part each.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.collectives import gather_together, timeout_of_job, translate_backend_errors
+from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
+from lightning_sparse.engine.step.shards import ShardedModel
+from lightning_sparse.functional.elements import laid_flat, local_tensor, local_tensors
+
+VERSION = 8  # of this form, and of checkpoints
+HINT = (
+    "To continue without it, give resume_compression=False (Trainer, Fabric, Hugging Face), or do not call load_state;"
+    " weights and optimizers load as ever."
+)
+_AT_ONCE = 1 << 20  # elements that are added up over ranks, 8 MiB of a device
+Place = tuple[Any, ...]  # the keys of nested dictionaries and lists
+Result = TypeVar("Result")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint, or a rank's part of it, cannot be written, read, or used."""
+
+
+def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
+    """Return the state of an engine, as plain tensors and numbers, not copied; all ranks call if ``together``."""
+    form = {**engine.topology._asdict(), "is_sharded": isinstance(engine.wrapper, ShardedModel)}
+    header = {"version": VERSION, "compressor": type(engine.pipeline.compressor).__name__, **form}
+    return {"header": header, "layouts": _layouts_of(engine.module), **engine.state_dict(together)}
+
+
+def save_state(state: Mapping[str, Any], folder: str) -> None:
+    """Write this rank's state into a folder; all ranks call, and all raise if one of them cannot."""
+    save = gather_together(uuid4().hex)[0]
+    content = {**state, "header": {**state["header"], "save": save}}
+    act_together(partial(_write, content, _path_of(folder, dist.get_rank())), f"{folder} was not written")
+
+
+def load_state(folder: str, engine: Engine) -> dict[str, Any]:
+    """Read the state from which this rank continues; all ranks call, and all raise if one of them cannot.
+
+    Raises:
+        CheckpointError: for a file that is missing, damaged, of another format or another save, or a state of shards
+            for a whole model, and the other way round.
+    """
+    number, state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
+    before, now = state["header"], collect_state(engine)["header"]
+    if len(set(gather_together(before["save"]))) > 1:
+        raise CheckpointError(f"the files in {folder} are of several saves: copy all files of one. {HINT}")
+    if before["is_sharded"] != now["is_sharded"]:
+        saved, present = ("in shards" if each["is_sharded"] else "whole" for each in (before, now))
+        raise CheckpointError(
+            f"{folder} holds the residual of each replica {saved}, and here it is {present}: resume with the same"
+            f" strategy. {HINT}"
+        )
+    if all(before[key] == now[key] for key in ("ranks", "node_ranks")):
+        return state
+    table = _Table(folder, number, state, engine)
+    act_together(table.read, f"{folder} was not read")
+    return engine.worker.run(table.mean)
+
+
+def act_together(action: Callable[[], Result], outcome: str) -> Result:
+    """Act on every rank, and raise on every rank if one of them cannot, with the ``outcome`` of that; all call."""
+    error: Any = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    with translate_backend_errors(f"errors ({outcome})", "all_gather", timeout_of_job(torch.device("cpu"))):
+        failures = gather_together(error and f"{type(error).__name__}: {error}")
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise error or CheckpointError(f"{outcome}: rank {rank} has failed with {failure}")
+    return result
+
+
+def exists(path: str) -> bool:
+    """Return whether there is such a file or folder."""
+    files, place = url_to_fs(path)
+    return bool(files.exists(place))
+
+
+def _path_of(folder: str, rank: int) -> str:
+    return f"{folder}/rank_{rank:05d}.pt"
+
+
+def _write(content: Any, path: str) -> None:
+    """Write a file, and wait until a local one is on the disk."""
+    files, place = url_to_fs(path)
+    files.makedirs(os.path.dirname(place), exist_ok=True)
+    with files.open(place, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        if isinstance(files, LocalFileSystem):
+            os.fsync(file.fileno())
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read a rank's state, without running code of its pickle."""
+    files, place = url_to_fs(path)
+    try:
+        with files.open(place, "rb") as file:
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        version = state["header"]["version"]
+        is_ours = version != VERSION or isinstance(state["memory"], dict)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing: each rank writes a file of its state. Without a shared file system it is on the node"
+            f" that wrote it: resume with the same ranks on the same nodes, or copy all files to every node. {HINT}"
+        ) from error
+    except Exception as error:  # any error that a damaged file causes in torch
+        raise CheckpointError(
+            f"{path} cannot be read: it is damaged, or was not written by this package. Copy it again, or resume from"
+            f" another checkpoint. {HINT} torch said: {error}"
+        ) from error
+    check_version(version if is_ours else None, path)
+    return state
+
+
+def check_version(version: Any, source: str) -> None:
+    """Raise an error for a state of another format."""
+    if version != VERSION:
+        raise CheckpointError(
+            f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
+            f" {VERSION}): resume with that version. {HINT}"
+        )
+
+
+def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
+    """Read the state of a rank, or of the first one if fewer ranks had saved, and return whose it is."""
+    if exists(_path_of(folder, rank)):
+        return rank, _read(_path_of(folder, rank))
+    state = _read(_path_of(folder, 0))
+    return (rank, _read(_path_of(folder, rank))) if rank < state["header"]["ranks"] else (0, state)
+
+
+class _Table:
+    """States of another number of ranks, a row for each rank, node or replica: their mean, or this rank's part of it.
+
+    Ranks with equal parts read some rows each, and add up the sums. One state was read before.
+    """
+
+    def __init__(self, folder: str, number: int, state: dict[str, Any], engine: Engine) -> None:
+        self._folder, self._engine, self._replicas = folder, engine, engine.levels.same_shard
+        self._number, self._state, header = number, state, state["header"]
+        self._parameters = dict(engine.module.named_parameters())
+        self._is_sharded, self._parts = header["is_sharded"], header["node_ranks"]
+        self._rows = header["ranks"] // self._parts
+        self._shards = engine.topology.node_ranks if self._is_sharded else 1
+        self._shard = dist.get_rank() % self._shards
+        self._sums: dict[Place, Tensor] = {}
+        self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
+
+    def read(self) -> None:
+        """Read this rank's share of the rows, and add them up."""
+        is_cut = self._parts != self._shards
+        first = self._file(self._replicas.rank % self._rows, self._shard % self._parts)
+        if self._is_sharded and is_cut:
+            self._check_shards(first)
+            first["layouts"] = _layouts_of(self._engine.module)  # FSDP's shards lie row by row
+        for row in range(self._replicas.rank, self._rows, self._replicas.ranks):
+            for part in range(self._parts) if is_cut else [self._shard]:
+                for place, tensor in _floats(self._file(row, part)):
+                    self._add(place, tensor, part)
+        self._state = first
+
+    def _file(self, row: int, part: int) -> dict[str, Any]:
+        number = row * self._parts + part
+        return self._state if number == self._number else _read(_path_of(self._folder, number))
+
+    def _check_shards(self, state: Mapping[str, Any]) -> None:
+        placements = (each for one in self._parameters.values() for each in getattr(one, "placements", ()))
+        if "rounds" in state or any(getattr(each, "dim", 0) for each in placements):
+            raise CheckpointError(
+                f"{self._folder} holds shards of a round of local steps, or cut along another dimension than 0, which"
+                f" cannot be cut into another number: resume with data_parallel_size={self._parts}. {HINT}"
+            )
+
+    def _add(self, place: Place, tensor: Tensor, part: int) -> None:
+        if place[0] == "memory" and place[1] not in NUMBERS:
+            if place[2] not in self._parameters:
+                return
+            parameter = self._parameters[place[2]]
+            tensor = self._part_of(parameter, tensor, part) if self._parts != self._shards else tensor
+        self._forms[place] = tensor.shape, tensor.dtype
+        if _is_number(place):
+            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # their count: some ranks may have none
+        self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
+
+    def _part_of(self, parameter: Tensor, tensor: Tensor, part: int) -> Tensor:
+        """Return a part's elements at their places among those that this rank has, and zeros elsewhere."""
+        own = torch.zeros(local_tensor(parameter).numel(), dtype=tensor.dtype)
+        row = parameter.shape[1:].numel() if self._is_sharded else 1  # that DTensor does not cut
+        rows = parameter.numel() // max(1, row)
+        begin, start = (
+            min(rows, -(-rows // pieces) * piece) * row
+            for piece, pieces in ((part, self._parts), (self._shard, self._shards))
+        )
+        first, stop = max(begin, start), min(begin + tensor.numel(), start + own.numel())
+        if first < stop:
+            own[first - start : stop - start] = tensor[first - begin : stop - begin]
+        return own
+
+    def mean(self) -> dict[str, Any]:
+        """Return the state from which this rank continues, with whole parameters instead of a node's shares."""
+        forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
+        for others in gather_together(self._forms, self._replicas.group):
+            if any(forms.setdefault(place, form) != form for place, form in others.items()):
+                raise CheckpointError(f"files in {self._folder} hold tensors of different shapes. {HINT}")
+        for place, (shape, dtype) in sorted(forms.items(), key=str):
+            total = self._sums.pop(place, torch.zeros(shape.numel() + _is_number(place))).double().reshape(-1)
+            for piece in total.split(_AT_ONCE) if len(total) else ():
+                piece.copy_(self._replicas.all_reduce(piece.to(self._replicas.device, copy=True)))
+            _put(self._state, place, self._mean_of(place, total).to(dtype).view(shape))
+        return {**self._state, "is_whole": True}
+
+    def _mean_of(self, place: Place, total: Tensor) -> Tensor:
+        if not _is_number(place):
+            is_in_parts = place[0] == "memory" or self._parts == self._shards
+            return total.div_(self._rows if is_in_parts else self._rows * self._parts)
+        mean = total[:-1].div_(total[-1])
+        if self._is_sharded and place[1] == "squared_norms":  # those of shards add up to that of the whole
+            mean.mul_(self._parts / self._shards)
+        return mean
+
+
+def _is_number(place: Place) -> bool:
+    return place[0] == "memory" and place[1] in NUMBERS
+
+
+def _floats(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the floating-point tensors of nested dictionaries and lists, and their places."""
+    if isinstance(part, (dict, list)):
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            yield from _floats(value, *place, key)
+    elif isinstance(part, Tensor) and part.is_floating_point():
+        yield place, part
+
+
+def _put(part: Any, place: Place, tensor: Tensor) -> None:
+    *containers, last = place
+    for key in containers:
+        part = part.setdefault(key, {}) if isinstance(part, dict) else part[key]
+    part[last] = tensor
+
+
+def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of a state that an engine can use, and in words the rest of it.
+
+    Raises:
+        ValueError: for a tensor that does not fit its parameter.
+    """
+    name, before = type(engine.pipeline.compressor).__name__, state["header"]["compressor"]
+    usable = {part: state[part] for part in ("averager", "warm_up", "order") if part in state}
+    unused: list[str] = []
+    kinds, present = waiting_kinds(state["memory"]), waiting_kinds(engine.memory.state_dict())
+    if "rounds" in state and engine.rounds is None:
+        unused.append("the changes of its last round, because gradients are exchanged now")
+    elif kinds and engine.rounds is not None and "rounds" not in state:
+        unused.append(f"{' and '.join(sorted(kinds))}, because rounds of local steps keep changes of parameters")
+    elif kinds and kinds != present:
+        unused.append(f"{' and '.join(sorted(kinds))}, because {name} keeps other things")
+    elif kinds:
+        usable["memory"], gone = _matched_memory(state, engine)
+        unused += [f"the state of {', '.join(gone)}, which the model does not have"] * bool(gone)
+    if name == before:
+        usable["compressor"] = state["compressor"]
+    elif state["compressor"]:
+        unused.append(f"the state of {before}, because {name} continues")
+    if "rounds" in state and engine.rounds is not None:
+        parameters = local_tensors(engine.module)
+        momentum = {name: each for name, each in state["rounds"]["momentum"].items() if name in parameters}
+        usable["rounds"] = {**state["rounds"], "momentum": momentum}
+    return usable, unused
+
+
+def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Return the memory as the parameters lie now, in type, device and order, and the names that the model lacks."""
+    parameters, layouts, is_whole = local_tensors(engine.module), _layouts_of(engine.module), "is_whole" in state
+    matched: dict[str, dict[str, Tensor]] = {kind: {} for kind in state["memory"]}
+    gone = set()
+    for kind, name, tensor in ((kind, *item) for kind, each in state["memory"].items() for item in each.items()):
+        if name not in parameters:
+            gone.add(name)
+            continue
+        parameter = parameters[name]
+        numel = parameter.numel() if is_whole else engine.levels.share_numel(parameter.numel())
+        if tensor.numel() != NUMBERS.get(kind, numel):
+            raise ValueError(
+                f"there is a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
+                f" {parameter.numel()}: its shape has changed since"
+            )
+        if kind not in NUMBERS:
+            is_share = numel < parameter.numel()
+            tensor = _laid_as_now(tensor, name, state["layouts"][name], layouts[name], is_share)
+            tensor = engine.levels.share_of(tensor) if is_whole else tensor
+        matched[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
+    if not engine.pipeline.compressor.feedback.follows_learning_rate:
+        matched.pop(RATES, None)
+    return matched, sorted(gone)
+
+
+def _laid_as_now(tensor: Tensor, name: str, before: Any, now: list[list[int]], is_share: bool) -> Tensor:
+    """Return a flat tensor of a parameter in the order in which that lies in memory now."""
+    if before == now:
+        return tensor
+    if is_share or before[0] != now[0]:
+        reason = "; a node's ranks have shares of it: resume with the same memory_format, or with levels=1"
+        raise ValueError(
+            f"the parameter {name!r} was saved with the shape and strides {before}, and has {now}" + reason * is_share
+        )
+    earlier = tensor.as_strided(now[0], before[1])
+    return laid_flat(torch.empty_strided(now[0], now[1], dtype=tensor.dtype).copy_(earlier))
+
+
+def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:
+    """Return, by name, shape and strides of this rank's part of each parameter.
+
+    Its residual lies as its gradient does in DDP: as the parameter if that fills its memory, else row by row.
+    """
+    layouts = {}
+    for name, held in local_tensors(module).items():
+        fills = torch.ops.aten.is_non_overlapping_and_dense(held)
+        strides = held.stride() if fills else torch.empty(held.shape, device="meta").stride()
+        alike = [stride if size > 1 else 1 for size, stride in zip(held.shape, strides)]
+        layouts[name] = [list(held.shape), alike]
+    return layouts
