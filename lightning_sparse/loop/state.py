@@ -118,8 +118,8 @@ def _read(path: str) -> dict[str, Any]:
     try:
         with files.open(place, "rb") as file:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        version = state["header"]["version"]
-        is_ours = version != VERSION or isinstance(state["memory"], dict)
+        version, names = state["header"]["version"], {"save", "compressor", "ranks", "node_ranks", "is_sharded"}
+        is_ours = version != VERSION or (names <= state["header"].keys() and isinstance(state["memory"], dict))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing: each rank writes a file of its state. Without a shared file system it is on the node"
