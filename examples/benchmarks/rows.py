@@ -126,7 +126,7 @@ class ReplicasApart(SparseModelParallelStrategy):
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Exchange nothing, as in a batch that is accumulated."""
-        self._sharded.require_backward_grad_sync = False
+        self._bare.require_backward_grad_sync = False
         super().pre_backward(closure_loss)
 
 
