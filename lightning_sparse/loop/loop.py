@@ -71,7 +71,9 @@ _BROKEN = (
 _OWN = (
     "an optimizer steps by gradients that are this rank's own, and replicas would go apart: let the last backward of a"
     " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum; under the Trainer's automatic"
-    " optimization it is Lightning's own, and none may come after it, such as in on_after_backward"
+    " optimization it is Lightning's own, and none may come after it, such as in on_after_backward; under manual"
+    " optimization it comes in training_step, or by manual_backward; in a loop of one's own its loss is made of what"
+    " the model itself has returned in training mode, not of what its parts have"
 )
 
 _OTHER_OPTIMIZERS = (
@@ -373,9 +375,10 @@ class Training:
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self._add_backward()
+        source = self.engine.source
         # Others may come before a step's last, by a hook of one's own, and go with it.
-        self.await_backward(is_automatic and not self.engine.wrapper.require_backward_grad_sync)
-        self.engine.source.expect()
+        source.takes_untold = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
+        source.expect()
 
     def _add_backward(self) -> None:
         self.backwards, self._waiting = self.backwards + 1, self.optimizers
@@ -385,9 +388,9 @@ class Training:
         """Whether each optimizer has made its step since the last backward."""
         return not self._waiting
 
-    def await_backward(self, is_automatic: bool) -> None:
-        """Have backwards that come before Lightning's, which drops what they bring, exchange nothing, as with DDP."""
-        self.engine.source.takes_untold = not is_automatic
+    def set_inside(self, is_inside: bool) -> None:
+        """Have backwards that Lightning does not announce be exchanged, as inside of manual optimization, or not."""
+        self.engine.source.takes_untold = is_inside
 
     def _open(self, is_told: bool) -> None:
         """Begin a step's exchange, before the first of its gradients is taken."""
@@ -435,10 +438,10 @@ class Training:
         if self.epoch is None and self.engine.densities.warm_up_steps is None:
             check_no_epochs(self.settings)
 
-    def end_backward(self, is_automatic: bool = False) -> None:
+    def end_backward(self, is_inside: bool) -> None:
         """End a backward; raise what its exchange has raised."""
         self.engine.source.finish()
-        self.await_backward(is_automatic)
+        self.set_inside(is_inside)
         self.view.note_arrived()
         self.engine.worker.raise_error()
 

@@ -457,9 +457,12 @@ class FollowedModel:
                 raise RuntimeError(CLOSED)
             source.hear()
 
+        is_training = self._model.module.training
         for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad:
+            if isinstance(each, Tensor) and each.requires_grad and (is_training or source.takes_untold):
                 each.register_hook(hear)
+                # Before it is called in training mode it may be one that is trained by its parts, or without.
+                source.takes_untold &= not is_training
 
     def _begin_training(self) -> None:
         """Go on from the state that was loaded, if one was."""

@@ -75,6 +75,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _timeout: Optional[timedelta]
     _node_ranks = 1  # that average their gradients first, or hold a replica in shards
     _has_failed = False
+    _is_in_manual_step = False  # training_step of manual optimization, all of whose backwards are the training's
     _first: Optional[FirstCallback] = None  # where replicas may be apart, or in shards
     _replaced: ExitStack  # which gives back what was changed of the Trainer
 
@@ -153,7 +154,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
-        training.await_backward(self._module.automatic_optimization)
+        training.set_inside(False)
         if self.settings.replicas_diverge or self.holds_shards:
             self._put_first(trainer, FirstCallback(training))
         if training.view.adam is not None:
@@ -200,7 +201,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             self._bare.begin_forward()
             if not self._module.automatic_optimization:
                 self._bare.require_forward_param_sync = False  # so Lightning leaves DDP after the first one
-        return super().training_step(*args, **kwargs)
+                self._is_in_manual_step = True
+                training.set_inside(True)
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._is_in_manual_step = False
+            if training is not None:
+                training.set_inside(False)
 
     @override
     @contextmanager
@@ -221,7 +229,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if (training := self._loop.training) is not None:
-            training.end_backward(self._module.automatic_optimization)
+            training.end_backward(self._is_in_manual_step)
             if not self._module.automatic_optimization:
                 training.engine.source.hear()  # the next one may be torch's own, of which nobody tells
 
