@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import (
     GROUP_TIMEOUT,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lightning_sparse.engine.engine as engine_module
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.invariants import Sluggish, assert_mass_is_conserved
 from lightning_sparse.testing.tensors import assert_same

@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import ModelLayout
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks
+from lightning_sparse.engine.step.ranks import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import Pipeline
 
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
-from lightning_sparse.engine.collectives import SharedOnCopy, backend_of, timeout_of_job
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator, SharedOnCopy, backend_of, timeout_of_job
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.memory.residual import Memory, Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
@@ -23,8 +22,14 @@ from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, 
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Route, Wrapper
-from lightning_sparse.engine.step.levels import FlatRanks, HierarchicalRanks, Shards, Topology
-from lightning_sparse.engine.step.shards import ShardedModel, named_module
+from lightning_sparse.engine.step.ranks import (
+    FlatRanks,
+    HierarchicalRanks,
+    ShardedModel,
+    Shards,
+    Topology,
+    named_module,
+)
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Wires

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from typing_extensions import override
 
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import SharedOnCopy
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator, SharedOnCopy
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import local_tensor

@@ -15,9 +15,9 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, che
 from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.densities import Densities
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
+from lightning_sparse.engine.planner import Densities
 from lightning_sparse.engine.refusals import lacking, refuse, unmet
 from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners

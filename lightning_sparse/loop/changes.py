@@ -1,15 +1,20 @@
-"""A model that changes: other parameters to train, or other optimizers, than those that are exchanged so far."""
+"""A model that changes between two steps: other parameters are trained, or weights and optimizer states are loaded."""
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from operator import gt
-from typing import Optional
+from typing import Any, Optional
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
-from lightning_sparse.engine.collectives import gather_apart
+from lightning_sparse.engine.collectives import Watch, gather_apart
 from lightning_sparse.engine.memory.residual import Renaming
+from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.optimizers import listed
 
 _ALIKE = (
@@ -94,3 +99,56 @@ def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
 def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
     known = set(others.values())  # under whatever name
     return [name for name, parameter in ones.items() if parameter not in known]
+
+
+ROLLED_BACK = (
+    "weights or optimizer states were loaded in mid-training: residuals and momentum of {count} parameters start again"
+    " from zero."
+)
+
+
+class LoadedParameters:
+    """Collect the parameters whose weights, or whose optimizer's state, are loaded between two exchanges.
+
+    A load that another one reverses, such as of averaged weights for a validation, does not count.
+    """
+
+    def __init__(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+        self._fingerprints: dict[Tensor, Tensor] = {}  # of weights before the first load
+        self._of_optimizers: set[Tensor] = set()
+        self._handles: list[Any] = []
+        self.watch(module, optimizers)
+
+    def watch(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+        """Register hooks on all modules and optimizers that there are now."""
+        self.close()
+        for each in module.modules():
+            self._handles.append(each.register_load_state_dict_pre_hook(Watch(each, partial(self._note, each))))
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self._note_optimizer))
+
+    def _note(self, module: Module, *load: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter not in self._fingerprints:
+                self._fingerprints[parameter] = fingerprint(local_tensor(parameter))
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        self._of_optimizers.update(each for group in optimizer.param_groups for each in group["params"])
+
+    def clear(self) -> None:
+        """Start anew, as an exchange begins, or a state with the residuals of these weights is loaded as well."""
+        self._fingerprints.clear()
+        self._of_optimizers.clear()
+
+    def take(self) -> set[Tensor]:
+        """Return the loaded parameters, and start anew."""
+        before = self._fingerprints.items()
+        moved = {each for each, print in before if not torch.equal(print, fingerprint(local_tensor(each)))}
+        loaded = moved | self._of_optimizers
+        self.clear()
+        return loaded
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()

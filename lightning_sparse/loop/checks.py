@@ -22,7 +22,7 @@ from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.exchange import SPARSE_LAYOUT, SilentReducer
-from lightning_sparse.engine.step.shards import cut_modules
+from lightning_sparse.engine.step.ranks import cut_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.optimizers import calls_hooks, chain_of, handled, listed

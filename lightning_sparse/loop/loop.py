@@ -22,9 +22,9 @@ from lightning_sparse.engine.collectives import align, attended, backend_of
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper, after_closure
-from lightning_sparse.engine.step.shards import ShardedModel, named_module, reshard
+from lightning_sparse.engine.step.ranks import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import BackendChoice
-from lightning_sparse.loop.changes import TrainedParameters, check_alike
+from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
 from lightning_sparse.loop.levels import Node
 from lightning_sparse.loop.optimizer_states import load_states, states_of
@@ -39,7 +39,6 @@ from lightning_sparse.loop.optimizers import (
     handled,
     warn_of_adaptive,
 )
-from lightning_sparse.loop.rollback import ROLLED_BACK, LoadedParameters
 from lightning_sparse.loop.state import collect_state, match_state
 from lightning_sparse.loop.summary import (
     CHANGED,

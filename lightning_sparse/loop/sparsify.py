@@ -26,7 +26,7 @@ from lightning_sparse.engine.collectives import Watch, align
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.exchange import Exchange, Wrapper, is_in_backward
-from lightning_sparse.engine.step.shards import BareModel
+from lightning_sparse.engine.step.ranks import BareModel
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import spelt_out, taken_settings
 from lightning_sparse.loop.checks import (

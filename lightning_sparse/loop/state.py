@@ -21,7 +21,7 @@ from torch.nn import functional
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together, timeout_of_job, translate_backend_errors
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
-from lightning_sparse.engine.step.shards import ShardedModel
+from lightning_sparse.engine.step.ranks import ShardedModel
 from lightning_sparse.functional.elements import laid_flat, local_tensor, local_tensors
 
 VERSION = 8  # of this form, and of checkpoints

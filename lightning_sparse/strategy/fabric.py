@@ -19,7 +19,7 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.refusals import lacking, refuse
-from lightning_sparse.engine.step.shards import BareModel
+from lightning_sparse.engine.step.ranks import BareModel
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_device, check_epoch, check_facts
 from lightning_sparse.loop.loop import Given

@@ -12,7 +12,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.refusals import refuse
 from lightning_sparse.engine.settings import AUTO, Settings
-from lightning_sparse.engine.step.shards import ShardedModel
+from lightning_sparse.engine.step.ranks import ShardedModel
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_model, check_rounds, of_the_model, of_the_settings, refuse_together

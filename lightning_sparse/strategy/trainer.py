@@ -19,7 +19,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import align, post_error
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.shards import BareModel
+from lightning_sparse.engine.step.ranks import BareModel
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_bare, check_device, check_rounds
 from lightning_sparse.loop.levels import agreed_ranks_of_node

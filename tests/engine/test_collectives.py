@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.engine.communicator import Communicator, _all_gather_into
+from lightning_sparse.engine.collectives import Communicator, _all_gather_into
 from lightning_sparse.schedule.network import DIRECT_BYTES
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
@@ -19,7 +19,7 @@ def gathered(rank, nbytes, dtype, has_out):
     torch.manual_seed(rank)
     mine = torch.randint(-128, 128, (nbytes,), dtype=torch.int8).view(dtype)
     expected = [torch.empty_like(mine) for _ in range(collectives.ranks)]
-    ring = "lightning_sparse.engine.communicator._all_gather_into"
+    ring = "lightning_sparse.engine.collectives._all_gather_into"
     try:
         dist.all_gather(expected, mine)
         out = torch.empty(collectives.ranks, mine.numel(), dtype=dtype) if has_out else None

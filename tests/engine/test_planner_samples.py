@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine.densities import Densities
 from lightning_sparse.engine.observe import GroupRecord, Span, StepRecord
-from lightning_sparse.engine.planner import StepPlanner, averaged
+from lightning_sparse.engine.planner import Densities, StepPlanner, averaged
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.merging import predict
 from tests.helpers.examples import load

@@ -18,7 +18,7 @@ import lightning_sparse.schedule.plan as plan_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.step.exchange import Backward
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.testing.tensors import differences

@@ -25,7 +25,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.refusals import refuse as refuse_reasons
-from lightning_sparse.engine.step.shards import shard_of
+from lightning_sparse.engine.step.ranks import shard_of
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.checks import of_the_shards
 from lightning_sparse.testing.tensors import assert_same

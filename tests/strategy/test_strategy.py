@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.names import VARIANTS, systems
 from lightning_sparse.testing.tensors import assert_same, differences

@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import SharedOnCopy, attended
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator, SharedOnCopy, attended
 from lightning_sparse.engine.memory.residual import LARGE, widened
 from lightning_sparse.engine.observe import Mark, shown
-from lightning_sparse.engine.step.shards import BareModel, named_module, shard_of
+from lightning_sparse.engine.step.ranks import BareModel, named_module, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.functional.elements import laid_as, laid_flat, lies_as, local_tensor

@@ -19,7 +19,7 @@ from lightning_sparse.compressors.selection import (
     scatter,
     whole,
 )
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, WireFormat
 from lightning_sparse.functional.elements import counts_of

@@ -32,7 +32,7 @@ sent (4).
 - the mean update is written as the gradient that it stands for (4), for whoever looks at gradients before the step; in
   the optimizer's place this package applies the update and weight decay.
 
-With two levels (:class:`~lightning_sparse.engine.step.levels.HierarchicalRanks`) ``g`` is this rank's share of the mean
+With two levels (:class:`~lightning_sparse.engine.step.ranks.HierarchicalRanks`) ``g`` is this rank's share of the mean
 gradient of its node, the other ranks are those with the same share on the other nodes, and commit ends with handing the
 shares to the whole node.
 """
@@ -50,7 +50,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection, grouped
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.planner import Planner
-from lightning_sparse.engine.step.levels import FlatRanks, LocalGradient
+from lightning_sparse.engine.step.ranks import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.engine.communicator import Communicator
+from lightning_sparse.engine.collectives import Communicator
 from tests.helpers.sparse_ddp import sparse_ddp
 
 SLOW = 8.0  # seconds after which the other rank leaves, and what it has not sent is given up

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-import lightning_sparse.engine.step.levels as levels_module
+import lightning_sparse.engine.step.ranks as levels_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.invariants import (

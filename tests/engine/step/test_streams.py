@@ -16,7 +16,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Exchange
-from lightning_sparse.engine.step.shards import BareModel, ShardedModel
+from lightning_sparse.engine.step.ranks import BareModel, ShardedModel
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers import racing
 from tests.helpers.racing import CUDA, Skipping, Way, played, train
