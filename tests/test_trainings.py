@@ -36,7 +36,7 @@ from tests.helpers.random_trainings import (
 )
 from tests.helpers.tiers import exhaustive
 
-_OF_A_COMMIT = 20
+_OF_A_COMMIT = 12
 _LOOPS_OF_A_COMMIT = 8
 _SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
 _PATIENCE = 10.0  # after the first of them has an answer

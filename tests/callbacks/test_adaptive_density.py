@@ -79,6 +79,7 @@ def test_a_warm_up_counts_steps_of_the_optimizer(pair, batches):
         assert seen.sent[:5] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_the_largest_wish_counts_within_bounds(pair):
     compressor = LAGS(densities={"network.2.weight": 0.4})
     run = partial(fit, rules=[ByEpoch(0.9), ByEpoch(0.1, 0.1)], settings={"compressor": compressor}, max_density=0.25)

@@ -55,6 +55,7 @@ def lines_of(path):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_the_example_of_several_nodes_trains_as_it_is_written(cluster, work):
     job = cluster.submit("examples/slurm/several_nodes.sbatch", folder=work)

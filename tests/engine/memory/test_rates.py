@@ -56,7 +56,7 @@ def train(rank, schedule, build, momentum):
         return float(cross_entropy(model(inputs), targets))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
