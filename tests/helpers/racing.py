@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 import lightning_sparse
 from lightning_sparse import sparsify
-from lightning_sparse.engine import Engine, communicator
+from lightning_sparse.engine import Engine, collectives
 from lightning_sparse.loop import loop
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -382,7 +382,7 @@ def played(ranks=4):
             mock.patch.object(torch, "get_device_module", return_value=device),
             mock.patch.object(torch.Tensor, "device", property(said), create=True),
             mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
-            mock.patch.object(communicator, "_all_gather_into", gather),
+            mock.patch.object(collectives, "_all_gather_into", gather),
             mock.patch.object(dist, "all_to_all_single", exchange),
             mock.patch.object(dist, "all_reduce", add_up),
             device.seen(),
