@@ -142,11 +142,7 @@ class Loop:
             self.training.steps.handles += hooks
 
     def reset_residuals(self) -> None:
-        """Set residuals, momentum and updates that were not sent to zero, after weights were restored by ``copy_``.
-
-        All ranks must call, between two steps. Weights and optimizer states that are restored by ``load_state_dict``
-        need no call.
-        """
+        """Set residuals and momentum to zero, as :meth:`~lightning_sparse.SparseDDPStrategy.reset_residuals` does."""
         if self.training is not None:
             self.training.reset_residuals()
 
@@ -352,8 +348,7 @@ class Training:
         """Begin a batch, before its forward; rounds go on from the model that there is now if it ``adopts`` that."""
         self.restart_if_changed(optimizers)
         self.turn()
-        if self.is_in_round and self._reset_loaded():
-            adopts = True
+        adopts |= self.is_in_round and self._reset_loaded()
         if self.replicas.are_apart:
             self.replicas.begin_round()
         if adopts:
