@@ -1,6 +1,7 @@
 """The benchmarks: the arithmetic behind published figures, and, where root may, the network they run on."""
 
 import csv
+import fcntl
 import os
 import subprocess
 import sys
@@ -65,7 +66,10 @@ def test_every_script_runs_in_its_smallest_form(tmp_path, words):
     root = str(BENCHMARKS.parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(BENCHMARKS / script), *options]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    # Scripts name their network alike, and another worker may run one at the same time.
+    with (tmp_path.parent.parent / "network.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
 

@@ -85,7 +85,7 @@ def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair):
 def test_a_slow_network_is_not_left_to_ddp(pair):
     answers = pair.run(fit_priced, (much, nothing), SETTLED)
     assert_one_model(answers)
-    for _, were_plain, waiting, _, _ in answers:
+    for _, were_plain, waiting, _ in answers:
         assert 0 < sum(were_plain) < 12
         assert not were_plain[-1]
         assert waiting[-1] > 0
