@@ -15,7 +15,7 @@ from lightning_sparse.engine.collectives import Watch, gather_apart
 from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.optimizers import listed
+from lightning_sparse.loop.optimizers import handled, listed
 
 _ALIKE = (
     "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
@@ -133,7 +133,7 @@ class LoadedParameters:
                 self._fingerprints[parameter] = fingerprint(local_tensor(parameter))
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
-        self._of_optimizers.update(each for group in optimizer.param_groups for each in group["params"])
+        self._of_optimizers.update(handled(optimizer))
 
     def clear(self) -> None:
         """Start anew, as an exchange begins, or a state with the residuals of these weights is loaded as well."""
