@@ -279,10 +279,13 @@ class Training:
 
     def _trains_others(self, optimizers: Sequence[Optimizer]) -> bool:
         """Return whether the model has other parameters to train, once its own are in their place."""
-        has_changed = partial(self._trained.have_changed, all_handled(optimizers))
-        if has_changed() and isinstance(self.engine.wrapper, ShardedModel):
+        trained = all_handled(optimizers)
+        if not self._trained.have_changed(trained):
+            return False
+        if isinstance(self.engine.wrapper, ShardedModel):
             reshard(self.engine.module)  # an evaluation may have left parameters whole
-        return has_changed()
+            return self._trained.have_changed(trained)
+        return True
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with other optimizers, between two steps."""
