@@ -40,9 +40,12 @@ class CheckpointError(RuntimeError):
 
 def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
     """Return the state of an engine, as plain tensors and numbers, not copied; all ranks call if ``together``."""
+    return {"header": _header_of(engine), "layouts": _layouts_of(engine.module), **engine.state_dict(together)}
+
+
+def _header_of(engine: Engine) -> dict[str, Any]:
     form = {**engine.topology._asdict(), "is_sharded": isinstance(engine.wrapper, ShardedModel)}
-    header = {"version": VERSION, "compressor": type(engine.pipeline.compressor).__name__, **form}
-    return {"header": header, "layouts": _layouts_of(engine.module), **engine.state_dict(together)}
+    return {"version": VERSION, "compressor": type(engine.pipeline.compressor).__name__, **form}
 
 
 def save_state(state: Mapping[str, Any], folder: str) -> None:
@@ -60,7 +63,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
             for a whole model, and the other way round.
     """
     number, state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
-    before, now = state["header"], collect_state(engine)["header"]
+    before, now = state["header"], _header_of(engine)
     if len(set(gather_together(before["save"]))) > 1:
         raise CheckpointError(f"the files in {folder} are of several saves: copy all files of one. {HINT}")
     if before["is_sharded"] != now["is_sharded"]:
