@@ -147,13 +147,13 @@ class BackendChoice(SharedOnCopy):
     def _decide(self, is_dense: bool) -> Steps:
         """Stay with the winner; before DDP takes over gradients that were not sent are, and updates are dropped."""
         engine = self._engine
-        flushes = is_dense and not engine.memory.corrects_adam
-        self.wants_dense, engine.densities.sends_all = is_dense and not flushes, flushes
-        for _ in range(_SETTLING_STEPS if flushes else 0):
-            yield
-        if is_dense and not flushes:
+        if is_dense and engine.memory.corrects_adam:
             engine.worker.run(lambda: engine.memory.reset(engine.parameter_names))
-        self.wants_dense, self._engine.densities.sends_all = is_dense, False
+        elif is_dense:
+            self.wants_dense, engine.densities.sends_all = False, True
+            for _ in range(_SETTLING_STEPS):
+                yield
+        self.wants_dense, engine.densities.sends_all = is_dense, False
         for _ in range(_SETTLING_STEPS):
             yield
         if is_dense:
