@@ -286,7 +286,9 @@ class Sparsifier(Loop):
 
         Save model and optimizers as ever, on one rank. Give each save a new folder. On one process nothing is written.
         """
-        if (state := self._state()) is not None:
+        self._check_open()
+        self._followed.take_up()
+        if (state := self.state()) is not None:
             save_state({**state, "shared model": self._followed.prints()}, str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:
@@ -316,11 +318,6 @@ class Sparsifier(Loop):
             self._followed.take_up()
         else:
             training.engine.rounds.leave()
-
-    def _state(self) -> Optional[dict[str, Any]]:
-        self._check_open()
-        self._followed.take_up()
-        return self.state()
 
     def _check_open(self) -> None:
         if self._followed.is_closed:
