@@ -68,7 +68,7 @@ def test_the_page_has_these_thresholds():
 
 def test_the_readme_works_r_out_by_this_formula_and_recommends_by_it():
     (peaks,) = re.findall(r"RTX 3090 [^.]*", PAGE.read_text())
-    for gpu, *told in rows(ROOT / "README.md", "## Is it for you?"):
+    for gpu, *told in rows(ROOT / "README.md", "## When to use it"):
         peak = float(re.search(rf"{gpu} (\d+)", peaks)[1]) * 1e12
         for gbit, cell in zip((1, 10, 25, 100), told):
             parameters = 124e6  # any
