@@ -31,7 +31,7 @@ def train(
     Args:
         folder: of the checkpoint.
         density: fraction of the gradients' elements that is sent; ``None`` for plain DDP.
-        correction: of AdamW, as ``sparsify`` takes it.
+        correction: of AdamW, as ``sparsify_gradients`` takes it.
         steps: optimizer steps.
         save_at: step after which the state is saved.
         resumes: whether to go on from the saved state.
@@ -46,7 +46,7 @@ def train(
     # What comes next is all that is added.
     handle = None
     if density is not None:
-        handle = lightning_sparse.sparsify(
+        handle = lightning_sparse.sparsify_gradients(
             ddp, optimizer, "lags", density=density, optimizer_correction=correction, total_steps=steps
         )
         save_with(accelerator, handle)
@@ -72,7 +72,7 @@ def train(
                 accelerator.save_state(str(folder))
     parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
     if handle is not None:
-        ratio = handle.stats().get("total_compression_ratio", 1.0)
+        ratio = handle.compression_stats().get("total_compression_ratio", 1.0)
         accelerator.print(f"step {step} loss {loss.item():.3f} sent {ratio:.1f} times fewer bytes than DDP")
         handle.close()
     return loss.item(), parameters

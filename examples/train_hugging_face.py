@@ -40,7 +40,7 @@ def train(
     Args:
         folder: of the checkpoints.
         density: fraction of the gradients' elements that is sent; ``None`` for plain DDP.
-        correction: of AdamW, as ``sparsify`` takes it.
+        correction: of AdamW, as ``sparsify_gradients`` takes it.
         resume_from: folder of the checkpoint to go on from; ``None`` to begin.
         **arguments: of ``TrainingArguments``.
     """

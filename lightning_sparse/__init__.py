@@ -15,7 +15,7 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import Compression, LocalSteps
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.loop import Sparsifier, sparsify
+from lightning_sparse.loop import GradientSparsifier, sparsify_gradients
 from lightning_sparse.removed import refuse_removed
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.strategy.fabric import SparseFabricStrategy
@@ -38,6 +38,7 @@ __all__ = [
     "Compression",
     "Compressor",
     "ErrorFeedback",
+    "GradientSparsifier",
     "LocalSteps",
     "ModelLayout",
     "Owners",
@@ -47,9 +48,8 @@ __all__ = [
     "SparseDDPStrategy",
     "SparseFabricStrategy",
     "SparseModelParallelStrategy",
-    "Sparsifier",
     "available_compressors",
     "callbacks",
     "register_compressor",
-    "sparsify",
+    "sparsify_gradients",
 ]

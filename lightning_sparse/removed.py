@@ -1,4 +1,4 @@
-"""Names and arguments that this package no longer has, each with its alternative; one release reads them."""
+"""Names and arguments that this version no longer has, each with the alternative; for one release."""
 
 from functools import wraps
 from typing import Any, TypeVar
@@ -11,9 +11,9 @@ REMOVED: dict[str, str] = {
     "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
-    "Sparsifier.state_dict": "use save_state(folder) instead, on all ranks",
-    "Sparsifier.load_state_dict": "use load_state(folder) instead, on all ranks",
-    "CriticalRegime": "use ErrorBudget or Warmup, or a Rule of your own",
+    "GradientSparsifier.state_dict": "use save_state(folder) instead, on all ranks",
+    "GradientSparsifier.load_state_dict": "use load_state(folder) instead, on all ranks",
+    "CriticalRegime": "use ErrorBudget or Warmup, or a DensityRule of your own",
     "LocalSteps.overlap_steps": "a round waits for its exchange, leave it out",
     "local_steps='auto'": "give a number of steps, `lightning-sparse estimate` prints one",
     "sparse_muloco": "use SparseDDPStrategy('dense', wire='bfloat16', local_steps=LocalSteps(30, outer_lr=0.7,"
@@ -21,15 +21,31 @@ REMOVED: dict[str, str] = {
     "levels=2 with local_steps": "leave levels out, or use sparse_hsdp, which with local_steps trains a node in step",
 }
 
+RENAMED: dict[str, str] = {
+    "sparsify": "sparsify_gradients",
+    "Sparsifier": "GradientSparsifier",
+    "GradientSparsifier.accumulating": "no_sync",
+    "GradientSparsifier.stats": "compression_stats",
+    "GradientSparsifier.adopt": "reset_shared_model",
+    "AdamCorrection.dense_steps": "warmup_steps",
+    "AdamCorrection.fall_steps": "density_decay_steps",
+    "AdamCorrection.refresh_steps": "second_moment_interval",
+    "Rule": "DensityRule",
+    "Compressor.selects_across_group": "selects_across_bucket",
+    "Compressor.adapts_density": "adaptive_density",
+}
+
 
 def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError) -> None:
-    """Raise an error with the alternative, if the name is one of them."""
+    """Raise an error with the alternative or the new name, if this version no longer has the name."""
+    if name in RENAMED:
+        raise kind(f"{what} has a new name: use {RENAMED[name]} instead")
     if name in REMOVED:
         raise kind(f"{what}, which this package no longer has: {REMOVED[name]}")
 
 
 def refusing(kind: Kind) -> Kind:
-    """Let a class refuse its arguments that are gone, instead of Python, which has no alternative to tell."""
+    """Refuse removed arguments of a class with the alternative, which Python's own error does not name."""
     build = kind.__init__
 
     @wraps(build)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_sparse.engine.refusals import takes_wire
+from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import subject_of
 from tests.helpers.commands import Interpreter

@@ -127,14 +127,14 @@ def cases():
 
 def combined(compressor):
     """Yield every schedule with every wire, and the strategy as its name gives it."""
-    groups_decide = compressor == "omgs"
+    buckets_decide = compressor == "omgs"
     for wire in WIRES:
         for schedule in SCHEDULES:
-            if groups_decide and schedule == "merged":
+            if buckets_decide and schedule == "merged":
                 continue
-            like = "" if groups_decide or schedule == "layerwise" else f"{compressor}, layerwise, {wire}"
+            like = "" if buckets_decide or schedule == "layerwise" else f"{compressor}, layerwise, {wire}"
             yield Case(f"{compressor}, {schedule}, {wire}", of(compressor, schedule, wire), like=like)
-    if not groups_decide:
+    if not buckets_decide:
         yield Case(f"sparse_{compressor}", partial(str, f"sparse_{compressor}"))
 
 

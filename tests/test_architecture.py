@@ -29,7 +29,7 @@ ENGINE = [
     {"samples"},
     {"memory", "wire", "observe"},
     {"collectives"},
-    {"planner", "refusals"},
+    {"planner", "requirements"},
     {"step"},
     {"adam"},
     {"settings"},

@@ -10,7 +10,7 @@ import yaml
 from pytorch_lightning.cli import LightningCLI
 
 from lightning_sparse.compressors import COMPRESSORS
-from lightning_sparse.engine.refusals import takes_wire
+from lightning_sparse.engine.requirements import takes_wire
 from tests.helpers.trainers import accelerator, expect
 
 ROOT = Path(__file__).parents[1]

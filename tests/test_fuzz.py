@@ -222,7 +222,14 @@ def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
-    header = {"version": VERSION, "compressor": "TopK", "ranks": 2, "node_ranks": 1, "is_sharded": False, "save": "0"}
+    header = {
+        "version": VERSION,
+        "compressor": "TopK",
+        "ranks": 2,
+        "local_world_size": 1,
+        "is_sharded": False,
+        "save": "0",
+    }
     _write({"header": header, "memory": {"residual": {"weight": torch.arange(50.0)}}, "compressor": {}}, str(path))
     return path.read_bytes()
 

@@ -23,7 +23,7 @@ from tests.helpers.trainers import forget_groups
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU there is NCCL")
 TIMEOUT = timedelta(minutes=7)
-CORRECTION = AdamCorrection(dense_steps=2, fall_steps=1, refresh_steps=2)
+CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=1, second_moment_interval=2)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_of_exchange_goes_over_few_communicators(nccl_like, pools, name):
     ranks, module, settings, communicators = CASES[name]
-    arguments = {"node_ranks": 2} if settings.get("levels") == 2 else {}
+    arguments = {"local_world_size": 2} if settings.get("levels") == 2 else {}
     given = (fit, module, settings, arguments)
     for (ours, made), (theirs, _) in zip(nccl_like.first(ranks).run(*given), pools[ranks].run(*given)):
         for each, expected in theirs.items():  # gloo itself has other ways for short messages between four

@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning import Callback
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
@@ -19,7 +19,7 @@ from tests.helpers.trainers import weights
 SHORT = timedelta(seconds=20)  # for ranks that wait for others
 RANKS = {"on rank 0": (0,), "on all ranks": (0, 1)}
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
-CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=3)
+CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3)
 SPARSE = {"compressor": "lags", "density": 0.05, "warmup_epochs": 0, "timeout": SHORT}
 SETTINGS = {"SGD": SPARSE, "AdamW": {**SPARSE, "optimizer_correction": CORRECTION}}
 each_kind = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -99,9 +99,9 @@ def trained(rank, kind, form, explain, ranks):
     module = Edges().to(DEVICE)
     model = module if form == "bare" else DistributedDataParallel(module)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    with sparsify(model, optimizer, **SETTINGS[kind]) as handle:
+    with sparsify_gradients(model, optimizer, **SETTINGS[kind]) as handle:
         for step in range(5):
-            with handle.accumulating():
+            with handle.no_sync():
                 model(batch(rank, 2 * step)).backward()
             if rank in ranks:
                 held = [each.grad for each in model.parameters()]

@@ -13,7 +13,7 @@ from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, param
 from tests.helpers.devices import DEVICE
 from tests.helpers.examples import load
 
-CORRECTION = AdamCorrection(dense_steps=3, fall_steps=2, refresh_steps=2)
+CORRECTION = AdamCorrection(warmup_steps=3, density_decay_steps=2, second_moment_interval=2)
 STEPS = 9
 
 
@@ -40,7 +40,7 @@ def train(rank, compressor, is_adam):
         feedback = engine._settings.feedback
         view = OptimizerView(parameters, [optimizer], feedback, engine.densities.target, engine.memory)
         for step in range(STEPS):
-            engine.begin_backward(view.coming_step())
+            engine.begin_backward(view.next_step())
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             optimizer.step()
         view.close()

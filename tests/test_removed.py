@@ -6,7 +6,15 @@ from lightning_fabric import Fabric
 from pytorch_lightning import Trainer
 
 import lightning_sparse
-from lightning_sparse import LocalSteps, SparseDDPStrategy, SparseFabricStrategy, callbacks, sparsify
+from lightning_sparse import (
+    AdamCorrection,
+    Compressor,
+    LocalSteps,
+    SparseDDPStrategy,
+    SparseFabricStrategy,
+    callbacks,
+    sparsify_gradients,
+)
 from lightning_sparse.cli import main
 from lightning_sparse.removed import REMOVED
 
@@ -16,7 +24,7 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 ENTRIES = {
     "argument of the strategy": lambda: SparseDDPStrategy(colour=1),
     "argument of Fabric's strategy": lambda: SparseFabricStrategy(colour=1),
-    "argument of sparsify": lambda: sparsify(MODEL, OPTIMIZER, colour=1),
+    "argument of sparsify_gradients": lambda: sparsify_gradients(MODEL, OPTIMIZER, colour=1),
     "compressor": lambda: SparseDDPStrategy(compressor="colour"),
     "schedule": lambda: SparseDDPStrategy(schedule="colour"),
     "wire": lambda: SparseDDPStrategy(wire="colour"),
@@ -25,11 +33,11 @@ ENTRIES = {
     "callback": lambda: callbacks.colour,
     "command": lambda: main(["colour"]),
 }
-# What users may have written, and part of the answer: {"argument": (lambda: sparsify(..., gone=1), "use density")}.
+# Calls that users may have written, and part of the answer.
 GONE = {
     "plan": (lambda: main(["plan", "--r=3"]), "estimate"),
-    "sparse=True": (lambda: sparsify(torch.nn.Embedding(4, 2, sparse=True), OPTIMIZER), "sparse=False"),
-    "SparseAdam": (lambda: sparsify(MODEL, torch.optim.SparseAdam(MODEL.parameters())), "SparseAdam.*Adam"),
+    "sparse=True": (lambda: sparsify_gradients(torch.nn.Embedding(4, 2, sparse=True), OPTIMIZER), "sparse=False"),
+    "SparseAdam": (lambda: sparsify_gradients(MODEL, torch.optim.SparseAdam(MODEL.parameters())), "SparseAdam.*Adam"),
     "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),
     "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),
     "sparse_hsdp": (lambda: Fabric(strategy="sparse_hsdp", accelerator="cpu"), "sparse_hsdp"),
@@ -40,6 +48,10 @@ GONE = {
         "local_steps='auto'.*lightning-sparse estimate",
     ),
     "MuLoCo's name": (lambda: Trainer(strategy="sparse_muloco"), "sparse_muloco.*outer_momentum=0.6"),
+    "sparsify": (lambda: lightning_sparse.sparsify, "use sparsify_gradients instead"),
+    "dense_steps": (lambda: AdamCorrection(dense_steps=3), "dense_steps=3 has a new name: use warmup_steps instead"),
+    "selects_across_group": (lambda: type("Own", (Compressor,), {"selects_across_group": True}), "across_bucket"),
+    "Rule": (lambda: callbacks.Rule, "use DensityRule instead"),
     "islands": (lambda: SparseDDPStrategy(levels=2, local_steps=5), "levels=2 with local_steps.*sparse_hsdp"),
 }
 

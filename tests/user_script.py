@@ -12,7 +12,7 @@ from lightning_sparse import (
     LocalSteps,
     SparseDDPStrategy,
     SparseFabricStrategy,
-    sparsify,
+    sparsify_gradients,
 )
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
 
@@ -23,7 +23,9 @@ trainer = Trainer(
 sent: float = SparseDDPStrategy().compression_stats()["density"]
 SparseFabricStrategy(compressor="topk", density=0.01).set_epoch(0)
 model = torch.nn.Linear(2, 2)
-sparsify(model, torch.optim.SGD(model.parameters()), "lags", local_steps=LocalSteps(5), total_steps=10).close()
+sparsify_gradients(
+    model, torch.optim.SGD(model.parameters()), "lags", local_steps=LocalSteps(5), total_steps=10
+).close()
 wrong: int = SparseDDPStrategy().compression_stats()  # type: ignore[assignment]
 CompressionMonitor(progress_bar="yes")  # type: ignore[arg-type]
 SparseDDPStrategy(density=0.01, wire=16)  # type: ignore[arg-type]

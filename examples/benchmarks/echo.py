@@ -11,8 +11,8 @@ from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.ranks import FlatRanks, HierarchicalRanks
 from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.engine.step.topology import FlatTopology, HierarchicalTopology
 
 
 class EchoCommunicator(Communicator):
@@ -27,19 +27,19 @@ class EchoCommunicator(Communicator):
         self._timeout = None
         self.device = device
         self.rank = 0
-        self.ranks = ranks
+        self.world_size = ranks
 
     @override
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        return _returned(tensor.expand(self.ranks, -1), out)
+        return _returned(tensor.expand(self.world_size, -1), out)
 
     @override
     def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        return _returned(tensor[0].expand(self.ranks, -1), out)
+        return _returned(tensor[0].expand(self.world_size, -1), out)
 
     @override
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        return tensor.mul_(self.ranks)
+        return tensor.mul_(self.world_size)
 
 
 def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
@@ -47,16 +47,16 @@ def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
 
 
 def echo_pipeline(
-    settings: Settings, sizes: Sequence[int], levels: Union[int, FlatRanks], device: torch.device
+    settings: Settings, sizes: Sequence[int], levels: Union[int, FlatTopology], device: torch.device
 ) -> Pipeline:
     """Build a system's pipeline over :class:`EchoCommunicator`, for parameters ``"0"``, ``"1"``, ... of some sizes.
 
     ``levels`` may be a number of ranks, all on one level.
     """
     if isinstance(levels, int):
-        levels = FlatRanks(EchoCommunicator(levels, device))
-    compressor, ranks = settings.compressor, levels.inter.ranks
-    share_of = levels.share_of if isinstance(levels, HierarchicalRanks) else None
+        levels = FlatTopology(EchoCommunicator(levels, device))
+    compressor, ranks = settings.compressor, levels.inter.world_size
+    share_of = levels.local_share if isinstance(levels, HierarchicalTopology) else None
     shares = tuple(map(levels.share_numel, sizes))
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), shares, 0, ranks, device))
     compressor.begin_step(settings.density)

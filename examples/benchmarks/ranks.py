@@ -161,20 +161,20 @@ def nodes() -> Iterator[str]:
     """Yield a Markdown table of megabytes that arrive at the link of a node of several ranks in a step."""
     yield "| nodes x ranks on each | one level | two levels | quotient, of 1 / ranks on a node |"
     yield "| --- | ---: | ---: | ---: |"
-    for hosts, node_ranks in _NODES:
-        one, two = (_arriving("gather", hosts, node_ranks, levels) for levels in (1, 2))
-        quotient = two / one * node_ranks
-        yield f"| {hosts} x {node_ranks} | {one / 1e6:.3f} | {two / 1e6:.3f} | {quotient:.2f} |"
+    for hosts, local_world_size in _NODES:
+        one, two = (_arriving("gather", hosts, local_world_size, levels) for levels in (1, 2))
+        quotient = two / one * local_world_size
+        yield f"| {hosts} x {local_world_size} | {one / 1e6:.3f} | {two / 1e6:.3f} | {quotient:.2f} |"
 
 
-def _arriving(exchange: str, hosts: int, node_ranks: int = 1, levels: int = 1) -> float:
-    ranks = hosts * node_ranks
+def _arriving(exchange: str, hosts: int, local_world_size: int = 1, levels: int = 1) -> float:
+    ranks = hosts * local_world_size
     with ShapedNetwork(hosts=hosts, rate="1gbit", delay="0", name="lsranks") as network:
         shared = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(ranks)}
         processes = [
             network.start(
-                rank // node_ranks,
-                [sys.executable, __file__, "--worker", exchange, str(node_ranks if levels == 2 else 1)],
+                rank // local_world_size,
+                [sys.executable, __file__, "--worker", exchange, str(local_world_size if levels == 2 else 1)],
                 {**os.environ, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -185,7 +185,7 @@ def _arriving(exchange: str, hosts: int, node_ranks: int = 1, levels: int = 1) -
     return fmean(map(float, said))
 
 
-def _work(exchange: str, node_ranks: int) -> float:
+def _work(exchange: str, local_world_size: int) -> float:
     """Make steps as one rank, of so many that average first; return the bytes that arrive at this host in one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -195,7 +195,7 @@ def _work(exchange: str, node_ranks: int) -> float:
     way, _, keep = exchange.partition(":")
     owners = Owners(float(keep)) if keep else way
     settings = Settings.of("topk", DENSITY, warmup_epochs=0, optimizer_correction=None, exchange=owners)
-    engine = Engine(ddp, settings, node_ranks=node_ranks)
+    engine = Engine(ddp, settings, local_world_size=local_world_size)
     counter, before = Path("/sys/class/net/eth0/statistics/rx_bytes"), 0
     for step in range(_WARM_UP + _STEPS):
         if step == _WARM_UP:

@@ -13,14 +13,14 @@ class Measurement(NamedTuple):
     Attributes:
         seconds: for each batch.
         sent_bytes: that left the rank, as counted, for each batch.
-        link_bytes: that the host's device transmitted, for each batch.
+        inter_node_bytes: that the host's device transmitted, for each batch.
         longest: batch of those that share a step, or a round of local steps, relative to the median batch; median over
             steps or rounds.
     """
 
     seconds: list[float]
     sent_bytes: float
-    link_bytes: float
+    inter_node_bytes: float
     longest: float = 1.0
 
 
@@ -88,7 +88,7 @@ def summarise(
             _ratio(medians[row], medians.get(ddp)),
             _ratio(medians[row], medians.get(no_communication)),
             max(seen.sent_bytes for seen in some) / 1e6,
-            statistics.fmean(seen.link_bytes for seen in some) / 1e6,
+            statistics.fmean(seen.inter_node_bytes for seen in some) / 1e6,
             statistics.median(seen.longest for seen in some),
         )
         for row, some in measurements.items()

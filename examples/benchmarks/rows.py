@@ -188,7 +188,7 @@ def _adamw(row: Row) -> Row:
 
 
 # Sparse soon: a few steps are measured, not the warm-up of a training.
-_CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=20)
+_CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=20)
 AVERAGED_EVERY = 20  # steps, by torch's post-localSGD
 _DILOCO = LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
 _LOCO = LocalSteps(30, residual_decay=0.95)
@@ -234,10 +234,12 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.01, AdamW": _adamw(_top_k(0.01, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW": _adamw(_top_k(0.001, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW, learning": _adamw(
-        _top_k(0.001, optimizer_correction=AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=5))
+        _top_k(
+            0.001, optimizer_correction=AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=5)
+        )
     ),
     "sparse_topk 0.001, AdamW, dense steps": _adamw(
-        _top_k(0.001, wire="float32", schedule="single", optimizer_correction=AdamCorrection(dense_steps=10_000))
+        _top_k(0.001, wire="float32", schedule="single", optimizer_correction=AdamCorrection(warmup_steps=10_000))
     ),
     "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),
     "sparse_diloco": _rounds(_DILOCO, compressor="dense"),
@@ -256,7 +258,7 @@ ROWS: dict[str, Row] = {
     "sparse_omgs 0.001": _sparsifier("omgs", 0.001),
     "sparse_omgs 0.01": _sparsifier("omgs", 0.01),
     "sparse_exdyna 0.01": _sparsifier("exdyna", 0.01),
-    "sparse_lags 0.001, adaptive": _sparsifier(LAGS(adapts_density=True), 0.001),
+    "sparse_lags 0.001, adaptive": _sparsifier(LAGS(adaptive_density=True), 0.001),
     **_scheduled("sparse_lags", "lags", 0.001, SIZES),
     **_scheduled("sparse_lags", "lags", 0.01, SIZES),
     "sparse_lags 0.01, traced": _traced(_sparsifier("lags", 0.01), "merged"),

@@ -18,12 +18,12 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Clipping, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Communicator
-from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
-from lightning_sparse.engine.step.ranks import FlatRanks, LocalGradient
 from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.loop.optimizers import OptimizerView
@@ -208,7 +208,7 @@ class VirtualRank:
         self._averages_after = averages_after
         self._average_gradients = self._mean if power_rank is None else PowerSGD(power_rank, self._mean).average
         self._steps = 0
-        self._rounds: Optional[Rounds] = None
+        self._rounds: Optional[LocalStepsController] = None
         self.recorder = communicator.recorder
         if settings is not None:
             self._build(settings, total_steps)
@@ -217,19 +217,19 @@ class VirtualRank:
         if settings.can_correct_adam and is_correctable(self.optimizer):
             self._settings = settings = settings.correcting_adam()
         compressor = settings.compressor
-        rank, ranks = self._communicator.rank, self._communicator.ranks
+        rank, ranks = self._communicator.rank, self._communicator.world_size
         wires = settings.wires_for(rank, ranks)
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = settings.densities()
         memory = settings.memory_for({torch.float32}, ranks)
-        levels = FlatRanks(self._communicator)
+        levels = FlatTopology(self._communicator)
         self._pipeline = Pipeline(compressor, memory, wires, levels, self._densities.of)
 
         if settings.local_steps is not None:
             names = [name for name, _ in self.network.named_parameters()]
             local, worker = settings.local_steps, InlineWorker()
             shared = SharedModel(self.network, names, local, self._pipeline, Single(), worker)
-            self._rounds = Rounds(local, shared, self._communicator, worker)
+            self._rounds = LocalStepsController(local, shared, self._communicator, worker)
 
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
@@ -279,7 +279,7 @@ class VirtualRank:
     def _mean(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over ranks, in place, in one exchange."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        flat = self._communicator.call(Payload("all_reduce", flat)) / self._communicator.ranks
+        flat = self._communicator.call(Payload("all_reduce", flat)) / self._communicator.world_size
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
             tensor.copy_(mean.view_as(tensor))
 
@@ -287,7 +287,7 @@ class VirtualRank:
         adam = self._view.adam
         if adam is not None:
             adam.warm_up.look(lambda number: number)  # replicas are the same here to the bit
-        context = self._view.coming_step()
+        context = self._view.next_step()
         self._pipeline.begin_step(context)
         self._densities.begin_step(epoch, context.warm_up_progress)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]

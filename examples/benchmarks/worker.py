@@ -53,7 +53,7 @@ class StepWatch(Callback):
         ]
         return median(map(max, steps)) / median(batches)
 
-    def link_bytes(self) -> float:
+    def inter_node_bytes(self) -> float:
         """Return the bytes that the host's device has transmitted for each batch."""
         transmitted = self._transmitted[self._warm_up :: self._batches_per_step]
         return (transmitted[-1] - transmitted[0]) / (len(transmitted) - 1) / self._batches_per_step
@@ -74,7 +74,7 @@ def measure(row: Row, name: str, hosts: int, steps: int, warm_up: int, slower: f
     trainer = train(row, module, hosts, (warm_up + row.trial_steps + steps + 1) * row.local_steps, [watch])
     seconds = watch.seconds()
     sent_bytes = _sent_bytes(row, trainer, module) / batches
-    return Measurement([second / slower for second in seconds], sent_bytes, watch.link_bytes(), watch.longest())
+    return Measurement([second / slower for second in seconds], sent_bytes, watch.inter_node_bytes(), watch.longest())
 
 
 def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:

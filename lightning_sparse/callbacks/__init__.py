@@ -7,7 +7,7 @@ from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
 from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
-from lightning_sparse.compressors.density import ErrorBudget, Measurement, Rule, RuleContext, Warmup
+from lightning_sparse.compressors.density import DensityRule, ErrorBudget, Measurement, RuleContext, Warmup
 from lightning_sparse.removed import refuse_removed
 
 
@@ -19,12 +19,12 @@ def __getattr__(name: str) -> NoReturn:
 __all__ = [
     "AdaptiveDensity",
     "CompressionMonitor",
+    "DensityRule",
     "ErrorBudget",
     "Measurement",
     "MomentumCorrection",
     "OverlapTimeline",
     "ReplicaSentinel",
-    "Rule",
     "RuleContext",
     "Warmup",
 ]

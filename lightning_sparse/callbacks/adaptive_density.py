@@ -17,7 +17,7 @@ from lightning_sparse.callbacks.base import (
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.tensorboard import log_table
 from lightning_sparse.compressors.base import checked_count, checked_density
-from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
+from lightning_sparse.compressors.density import DensityRule, Measurement, RuleContext
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
@@ -51,9 +51,9 @@ class AdaptiveDensity(StepObserver):
 
     every_n_steps: int
 
-    def __init__(self, rules: Sequence[Rule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
+    def __init__(self, rules: Sequence[DensityRule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
         example = "rules=[ErrorBudget(budget=10.0)], of lightning_sparse.callbacks"
-        if isinstance(rules, Rule) or not all(isinstance(rule, Rule) for rule in rules):
+        if isinstance(rules, DensityRule) or not all(isinstance(rule, DensityRule) for rule in rules):
             raise TypeError(f"rules={rules!r} must be a list of rules, such as {example}")
         if not rules:
             raise ValueError(f"rules=[] leaves nothing to decide: give at least one, such as {example}")
@@ -128,7 +128,7 @@ class AdaptiveDensity(StepObserver):
 
     def _decide(self, trainer: Trainer, engine: Engine) -> None:
         """Take the largest minimum for each parameter."""
-        context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, Rule]()
+        context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, DensityRule]()
         for rule in self.rules:
             for name, density in rule.minimum_densities(context).items():
                 bounded = min(density, self.max_density)
@@ -141,7 +141,9 @@ class AdaptiveDensity(StepObserver):
             deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
             self._report(trainer, deciding, present, context.step)
 
-    def _report(self, trainer: Trainer, winners: Mapping[str, Rule], present: dict[str, float], step: int) -> None:
+    def _report(
+        self, trainer: Trainer, winners: Mapping[str, DensityRule], present: dict[str, float], step: int
+    ) -> None:
         self._logged = present
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
             log_scalars(trainer, {parameter_tag("density", name): value for name, value in present.items()}, step)

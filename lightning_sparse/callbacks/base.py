@@ -9,10 +9,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.refusals import FEATURES, lacking, refuse
+from lightning_sparse.engine.collectives import all_gather_object
+from lightning_sparse.engine.requirements import FEATURES, missing_capabilities, refuse
 from lightning_sparse.engine.samples import ParameterFacts, ParameterSamples
-from lightning_sparse.strategy.lightning import CURE, Callback, LightningModule, Trainer
+from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule, Trainer
 
 
 class StepObserver(Callback):
@@ -39,7 +39,7 @@ class StepObserver(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         name = type(self).__name__
         if not isinstance(trainer, Trainer):
-            raise TypeError(f"this {name} is {CURE}")
+            raise TypeError(f"this {name} is {HINT}")
         holds_shards = getattr(trainer.strategy, "holds_shards", None)
         if holds_shards and not self.works_on_shards:
             raise TypeError(
@@ -57,7 +57,7 @@ class StepObserver(Callback):
         if stage == "fit" and holds_shards is not None:
             settings: Any = getattr(trainer.strategy, "settings", None)
             for feature in FEATURES.keys() & {kind.__name__ for kind in type(self).__mro__}:
-                refuse(lacking(feature, settings))
+                refuse(missing_capabilities(feature, settings))
         self._looks = False
 
     def _refuse(self, message: str) -> None:
@@ -130,13 +130,13 @@ _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
     """Return the mean over ranks by name; with local steps, when ranks need not meet, this rank's own."""
-    rows = gather_together(list(mine.values())) if engine.rounds is None else [list(mine.values())]
+    rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, zip(*rows))}
 
 
 def facts_over_ranks(engine: Engine, samples: ParameterSamples) -> dict[str, ParameterFacts]:
     """Return what a step did to each parameter: norms as root mean squares over ranks, or over those of a node sums."""
-    facts, shares = samples.facts(), engine.levels.node_ranks if engine.rounds is None else 1
+    facts, shares = samples.facts(), engine.levels.local_world_size if engine.rounds is None else 1
     rows = {
         (name, place): fact if place < 2 else shares * fact**2
         for name in sorted(facts)

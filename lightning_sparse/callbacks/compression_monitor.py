@@ -103,7 +103,7 @@ class CompressionMonitor(StepObserver):
         self._totals, seconds = stats, perf_counter() - self._began
         steps = stats["total_steps"] - before.get("total_steps", 0.0)
         stats = {**stats, **mean_stats(records, engine.recorder.has_levels)}
-        for kind in {"wire_bytes", "dense_bytes", "link_bytes"} & stats.keys():
+        for kind in {"wire_bytes", "dense_bytes", "inter_node_bytes"} & stats.keys():
             stats[kind] = (stats[f"total_{kind}"] - before.get(f"total_{kind}", 0.0)) / steps
         stats["log10_density"] = math.log10(stats["density"]) if stats["density"] > 0 else math.nan
         ours = compressed(records)
@@ -129,8 +129,8 @@ class CompressionMonitor(StepObserver):
 
 def _log_plan(trainer: Trainer, engine: Engine, record: StepRecord, step: int) -> None:
     name, plan = type(engine.pipeline.compressor).__name__, engine.planner.plan
-    rows = [(len(each.names), f"`{each.names[0]}`", each.elements, each.wire_bytes) for each in record.groups]
-    note = "groups are not planned, or their plan is still being measured" if plan is None else plan
+    rows = [(len(each.names), f"`{each.names[0]}`", each.elements, each.wire_bytes) for each in record.buckets]
+    note = "buckets are not planned, or their plan is still being measured" if plan is None else plan
     log_table(trainer, "sparse/plan", [("parameters", "first", "elements", "bytes"), *rows], step, f"{name}: {note}")
 
 

@@ -15,7 +15,7 @@ from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, PyTorchProfiler, Trainer
 
-_STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # after those in which ``schedule="merged"`` tries groupings
+_STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # after those in which ``schedule="merged"`` tries plans
 _WORKER = {"select": "#f0b429", "encode": "#8d6e63", "exchange": "#2186eb", "commit": "#3f9142"}
 _ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # of the picture
 

@@ -9,7 +9,7 @@ _CHARTS = {
     "sparse: how much is sent": {
         "log10_density": "Density, log10 of the fraction of elements",
         "wire_bytes": "Sent by a rank in a step, bytes",
-        "link_bytes": "Sent by a rank to other nodes in a step, bytes",
+        "inter_node_bytes": "Sent by a rank to other nodes in a step, bytes",
         "compression_ratio": "Compression ratio, times",
         "total_wire_bytes": "Sent by a rank since the start, bytes",
         "total_compression_ratio": "Compression ratio since the start, times",

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.removed import refuse_removed
 
 FROM_OPTIMIZER = "optimizer"
 
@@ -27,7 +28,7 @@ class ErrorFeedback(NamedTuple):
         masks_momentum: whether a sent element's momentum starts again from zero (momentum factor masking).
         clip_norm: largest norm of the mean gradient; every rank clips its own, before it is accumulated, to this over
             the square root of the number of ranks. ``None`` not to clip.
-        follows_learning_rate: whether the residual is in units of the update, learning rate times gradient, so that
+        rescale_on_lr_change: whether the residual is in units of the update, learning rate times gradient, so that
             another rate does not change what was gathered under the old one.
         decay: factor of the residual before a gradient is added. Only where a residual is all that is kept.
     """
@@ -37,7 +38,7 @@ class ErrorFeedback(NamedTuple):
     nesterov: bool = False
     masks_momentum: bool = True
     clip_norm: Optional[float] = None
-    follows_learning_rate: bool = False
+    rescale_on_lr_change: bool = False
     decay: float = 1.0
 
     def checked(self) -> "ErrorFeedback":
@@ -83,7 +84,7 @@ class ModelLayout(NamedTuple):
     names: tuple[str, ...]
     numels: tuple[int, ...]
     rank: int
-    ranks: int
+    world_size: int
     device: torch.device
     frozen: tuple[str, ...] = ()
 
@@ -107,13 +108,13 @@ def trained_in(module: Module) -> dict[str, Tensor]:
 
 
 def layout_of(
-    module: Module, rank: int, ranks: int, device: torch.device, trained: Optional[Mapping[str, Tensor]] = None
+    module: Module, rank: int, world_size: int, device: torch.device, trained: Optional[Mapping[str, Tensor]] = None
 ) -> ModelLayout:
     """Lay out a model of which those parameters are exchanged that are ``trained``, and have an element."""
     trained = trained_in(module) if trained is None else trained
     numels = {name: numel for name, tensor in trained.items() if (numel := local_tensor(tensor).numel())}
     frozen = tuple(name for name, _ in module.named_parameters() if name not in numels)
-    return ModelLayout(tuple(numels), tuple(numels.values()), rank, ranks, device, frozen)
+    return ModelLayout(tuple(numels), tuple(numels.values()), rank, world_size, device, frozen)
 
 
 Gather = Callable[[Tensor], Tensor]
@@ -123,7 +124,7 @@ class Compressor(ABC):
     """Choose what is sent of every accumulated gradient.
 
     Only :meth:`select` has to be written. It is pure: it calls no collective, changes no tensor that it is given, and
-    answers for a tensor whatever others come with it (unless it ``selects_across_group``: its numbers then depend on
+    answers for a tensor whatever others come with it (unless it ``selects_across_bucket``: its numbers then depend on
     how parameters are grouped). Of an accumulated gradient with a NaN or an infinity it selects at least one, so that
     all ranks learn of it. State (a threshold, a partition) changes only in :meth:`finish_step`, all being known.
 
@@ -135,15 +136,15 @@ class Compressor(ABC):
         wire_format: how its selections travel, see :mod:`lightning_sparse.engine.wire`.
         dense_wire_format: how a parameter of density 1 travels, whole, without :meth:`select`, and any selection
             without indices, which all ranks or none must have; ``None`` to select at density 1, too.
-        selects_across_group: whether :meth:`select` is given a group's parameters as one tensor: they compete.
+        selects_across_bucket: whether :meth:`select` is given a bucket's parameters as one tensor: they compete.
         fills_selection: whether it sends all elements that its message has room for.
         wire: name of the ``wire=`` that it takes unless the user names one of few bits; ``None`` for the user's.
         is_lossless: whether everything is sent, so that only the rounding of the wire can leave a residual.
         replicas_diverge: whether ranks apply different updates.
         param_sync_every: steps after which such replicas' parameters are averaged over ranks; ``None`` for never.
         feedback: what is asked of the memory.
-        adapts_density: whether a plan may raise parameters' densities where that costs no time; only for a method with
-            a ``dense_wire_format`` that takes each density as it comes.
+        adaptive_density: whether a plan may raise parameters' densities where that costs no time; only for a method
+            with a ``dense_wire_format`` that takes each density as it comes.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -151,14 +152,18 @@ class Compressor(ABC):
     has_density_by_parameter: ClassVar[bool] = False
     wire_format: ClassVar[str]
     dense_wire_format: ClassVar[Optional[str]] = None
-    selects_across_group: ClassVar[bool] = False
+    selects_across_bucket: ClassVar[bool] = False
     fills_selection: ClassVar[bool] = True
     wire: ClassVar[Optional[str]] = None
     is_lossless: ClassVar[bool] = False
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None
     feedback: ErrorFeedback = ErrorFeedback()
-    adapts_density: bool = False
+    adaptive_density: bool = False
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls):
+            refuse_removed(f"{cls.__name__}.{name}", f"Compressor.{name}")
 
     def begin(self, layout: ModelLayout) -> None:
         """Start anew with a model: check settings that name parameters, forget all state.
@@ -182,12 +187,12 @@ class Compressor(ABC):
 
     @abstractmethod
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        """Choose what is sent of each tensor of a group, as one selection for each.
+        """Choose what is sent of each tensor of a bucket, as one selection for each.
 
         Args:
             names: parameter names.
             accumulated: for each, gradient plus residual, flat; must not be changed. One tensor for all of them
-                together where the method ``selects_across_group``.
+                together where the method ``selects_across_bucket``.
             counts: for each tensor, the number of elements that the density asks for.
         """
 
@@ -198,7 +203,7 @@ class Compressor(ABC):
     def finish_step(
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
-        """Update the method's state on every rank, once all groups of a step have arrived; return means to be written.
+        """Update the method's state on every rank, once all buckets of a step have arrived; return means to be written.
 
         Args:
             names: parameter names, in the order in which they were exchanged.
@@ -206,7 +211,7 @@ class Compressor(ABC):
                 unless changed.
             finite: bool ``[]``, on the host or on a device; where false, the step does not count, and the state has
                 to stay as it is.
-            all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, as ``[ranks, n]``; to be called
+            all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, as ``[world_size, n]``; to be called
                 equally often on all ranks.
         """
         return means

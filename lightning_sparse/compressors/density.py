@@ -42,7 +42,7 @@ class Measurement(NamedTuple):
     update_norms: Mapping[str, float] = {}
 
 
-class Rule(ABC):
+class DensityRule(ABC):
     """Wish for densities, one parameter at a time.
 
     What it answers must follow from what it was given and nothing else: all ranks ask alike and must get the same.
@@ -80,7 +80,7 @@ class Rule(ABC):
         return
 
 
-class Warmup(Rule):
+class Warmup(DensityRule):
     """Let the density fall to what the user asked for step by step, exponentially as in Deep Gradient Compression.
 
     At step ``k`` of a warm-up of ``n``, a density of ``d`` is ``d ** ((k + 1) / (n + 1))`` (arXiv 1712.01887, which
@@ -120,12 +120,12 @@ class Warmup(Rule):
 
 
 _SLACK = 0.7  # of the budget, below which less may be sent
-_MOST_RAISED = 2.0  # times, after one measurement
-_MOST_LOWERED = 1.25  # times: the residual grows back slowly, and is seen late
+_MAX_RAISE = 2.0  # times, after one measurement
+_MAX_LOWERING = 1.25  # times: the residual grows back slowly, and is seen late
 _FALLING = 0.9  # times what was measured before: a raise is still at work
 
 
-class ErrorBudget(Rule):
+class ErrorBudget(DensityRule):
     """Keep the compression error of every layer, ``norm(residual) / norm(gradient)``, within a budget.
 
     With Adam and AdamW updates wait, not gradients: the error is the norm of those waiting over that of one step's.
@@ -180,9 +180,9 @@ class ErrorBudget(Rule):
         if error > self.budget:
             if error < _FALLING * self._errors.get(name, 0.0):
                 return own
-            return max(own, context.present[name]) * min(error / self.budget, _MOST_RAISED)
+            return max(own, context.present[name]) * min(error / self.budget, _MAX_RAISE)
         if error < _SLACK * self.budget:
-            return own / (min(self.budget / error, _MOST_LOWERED) if error else _MOST_LOWERED)
+            return own / (min(self.budget / error, _MAX_LOWERING) if error else _MAX_LOWERING)
         return own
 
     @override

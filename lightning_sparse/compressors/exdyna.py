@@ -15,14 +15,14 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor, Gather, ModelLayout
 from lightning_sparse.compressors.selection import FlatSelection, Selection
-from lightning_sparse.functional.elements import copied_to, repeat_each
+from lightning_sparse.functional.elements import copied_to, repeat_interleave
 from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
 
 _SMALLEST = 2.0**-126  # of a normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
 _GAIN = 0.05  # settles in some 25 steps; three times as much oscillates
-_LEAST_GAIN = _GAIN / 100  # gradients that hardly change make an element wait for hundreds of steps
+_MIN_GAIN = _GAIN / 100  # gradients that hardly change make an element wait for hundreds of steps
 _CALMING = 0.5  # of the gain, where the density swings,
 _RECOVERY = 1.05  # and where it does not
 _CHANCE = 2.0  # sigmas, within which a density on the other side is no swing
@@ -30,7 +30,7 @@ _LARGEST_STEP = 0.1
 _FAR_OFF = 2.0  # times too many or too few elements: measuring anew is then faster than any number of such steps,
 _SIGMAS = 4.0  # unless there are so few that chance does that
 _BLOCKS = 1024  # published: enough for balance, few enough to keep a load for each
-_LEAST_BLOCK = 32  # elements, published; no block is smaller where the model has more elements than that for a rank
+_MIN_BLOCK = 32  # elements, published; no block is smaller where the model has more elements than that for a rank
 _LOAD_MEMORY = 0.95  # of a block's load, a step; a step alone selects too few elements to tell blocks apart
 _STEPS_BETWEEN_CUTS = 16
 
@@ -39,10 +39,10 @@ class ExDyna(Compressor):
     """Send what reaches one threshold, each rank looking in a part of the model that is cut to hold as much as others.
 
     The model, flat in the order of its definition, is cut into some 1024 blocks; runs of them are the partitions, one a
-    rank. In step ``t`` rank ``r`` searches partition ``(t + r) mod ranks`` of its accumulated gradient for magnitudes
-    that reach the threshold. Every rank then sends its values at the union of all choices, so that nobody keeps
-    anything there. Partitions do not overlap: the union is as large as the choices together, however many ranks there
-    are. All ranks know it, and so what every block held, and cut alike without asking.
+    rank. In step ``t`` rank ``r`` searches partition ``(t + r) mod world_size`` of its accumulated gradient for
+    magnitudes that reach the threshold. Every rank then sends its values at the union of all choices, so that nobody
+    keeps anything there. Partitions do not overlap: the union is as large as the choices together, however many ranks
+    there are. All ranks know it, and so what every block held, and cut alike without asking.
 
     Without a threshold (at the start, and after one that selected twice as much as wanted, or half), each rank takes
     its partition's largest magnitudes of each tensor, in proportion, and counts magnitudes there; all ranks' counts (8
@@ -75,8 +75,8 @@ class ExDyna(Compressor):
         self._step = 0
         self._threshold = ThresholdState()
         self._histogram: Optional[Tensor] = None
-        edges = (block_edges if self.rebalances else even_cuts)(layout.numel, layout.ranks)
-        self._partitions = Partitions(edges, even_cuts(len(edges) - 1, layout.ranks))
+        edges = (block_edges if self.rebalances else even_cuts)(layout.numel, layout.world_size)
+        self._partitions = Partitions(edges, even_cuts(len(edges) - 1, layout.world_size))
         self._loads = torch.zeros(len(edges) - 1, dtype=torch.float64, device="cpu")
 
     @override
@@ -119,7 +119,7 @@ class ExDyna(Compressor):
         return self._wanted(self._layout.numel) == self._layout.numel
 
     def _wanted(self, numel: int) -> int:
-        return min(numel, max(self._layout.ranks, round(self._density * numel)))
+        return min(numel, max(self._layout.world_size, round(self._density * numel)))
 
     @override
     def finish_step(
@@ -142,7 +142,7 @@ class ExDyna(Compressor):
         if self.rebalances:
             starts = tuple(self._starts[name] for name in names)
             counts = tuple(map(Tensor.numel, indices))
-            self._rebalance(torch.cat(indices) + repeat_each(starts, counts, indices[0].device))
+            self._rebalance(torch.cat(indices) + repeat_interleave(starts, counts, indices[0].device))
         self._step += 1
         return means
 
@@ -152,7 +152,7 @@ class ExDyna(Compressor):
         before = self._loads.to(positions.device, non_blocking=True)  # where they stay
         self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
         if (self._step + 1) % _STEPS_BETWEEN_CUTS == 0 and (loads := self._loads.cpu()).any():
-            self._partitions = self._partitions._replace(cuts=balanced_cuts(loads, self._layout.ranks))
+            self._partitions = self._partitions._replace(cuts=balanced_cuts(loads, self._layout.world_size))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class ThresholdState(NamedTuple):
         # Lowering a threshold sends what waits just below it, once: where little of it is new, half as much comes next,
         # and raising the threshold again holds back what is due. With too large a gain that goes to and fro for ever.
         swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
-        gain = max(_LEAST_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
+        gain = max(_MIN_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
         is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
         # After a measurement, whose step has sent all that it saw above the threshold, there is less for a step.
         if self.error and is_far_off and abs(selected - wanted) >= _SIGMAS * math.sqrt(wanted):
@@ -228,13 +228,13 @@ def even_cuts(total: int, parts: int) -> tuple[int, ...]:
     return tuple(part * size + min(part, larger) for part in range(parts + 1))
 
 
-def block_edges(numel: int, ranks: int) -> tuple[int, ...]:
+def block_edges(numel: int, world_size: int) -> tuple[int, ...]:
     """Cut a model into blocks that differ by one element at most."""
-    blocks = max(ranks, min(_BLOCKS, numel // _LEAST_BLOCK))
+    blocks = max(world_size, min(_BLOCKS, numel // _MIN_BLOCK))
     return tuple(block * numel // blocks for block in range(blocks + 1))
 
 
-def balanced_cuts(loads: Tensor, ranks: int) -> tuple[int, ...]:
+def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
     """Cut blocks into one run for each rank, as equal in load as blocks allow, each of one block at least.
 
     Loads are float64 ``[blocks]``, on CPU, not all zero, and at least as many as ranks.
@@ -244,13 +244,13 @@ def balanced_cuts(loads: Tensor, ranks: int) -> tuple[int, ...]:
     """
     blocks = loads.numel()
     reached = torch.cat([loads.new_zeros(1), loads.cumsum(0)])
-    targets = torch.arange(1, ranks, dtype=loads.dtype) * (reached[-1] / ranks)
+    targets = torch.arange(1, world_size, dtype=loads.dtype) * (reached[-1] / world_size)
     after = torch.searchsorted(reached, targets).clamp_(1, blocks)
     before = after - 1
     is_nearer = targets - reached[before] < reached[after] - targets
     cuts = [0]
     for rank, nearest in enumerate(torch.where(is_nearer, before, after).tolist(), start=1):
-        cuts.append(min(max(nearest, cuts[-1] + 1), blocks - ranks + rank))
+        cuts.append(min(max(nearest, cuts[-1] + 1), blocks - world_size + rank))
     return (*cuts, blocks)
 
 

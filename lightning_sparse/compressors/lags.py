@@ -24,7 +24,7 @@ class LAGS(TopK):
     Args:
         densities: density by parameter name, for those that are not to have the strategy's.
         error_feedback: ``"gradient"`` or ``"update"``.
-        adapts_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
+        adaptive_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
             and never less than the strategy's density or its warm-up's, whose inverse is ``c_u`` of the paper. What
             hides is measured in the first steps, so two runs no longer give the same bits: off by default. Needs
             ``schedule="merged"``; see :func:`~lightning_sparse.schedule.costs.hidden_densities`.
@@ -43,11 +43,11 @@ class LAGS(TopK):
         self,
         densities: Optional[Mapping[str, float]] = None,
         error_feedback: str = "gradient",
-        adapts_density: bool = False,
+        adaptive_density: bool = False,
     ) -> None:
         self.error_feedback = checked_name("error_feedback", error_feedback, ("gradient", "update"))
-        self.feedback = ErrorFeedback(follows_learning_rate=error_feedback == "update")
-        self.adapts_density = adapts_density
+        self.feedback = ErrorFeedback(rescale_on_lr_change=error_feedback == "update")
+        self.adaptive_density = adaptive_density
         self.densities = dict(densities or {})
         for name, density in self.densities.items():
             checked_density(f"densities[{name!r}]", density)

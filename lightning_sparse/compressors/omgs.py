@@ -12,14 +12,14 @@ from lightning_sparse.compressors.topk import TopK
 class OMGS(TopK):
     """Send ``max(1, round(density * n))`` largest magnitudes of all layers that travel together, ``n`` elements in all.
 
-    Layers of a group compete, so the result depends on the schedule: of layers alone it is layer-wise top-k, of one
-    group top-k of the whole model. Differs from the paper, or from what its authors released, in this:
+    Layers of a bucket compete, so the result depends on the schedule: of layers alone it is layer-wise top-k, of one
+    bucket top-k of the whole model. Differs from the paper, or from what its authors released, in this:
 
-    * Residuals are kept by parameter and not by group, so that groups can be planned anew without losing anything.
-    * Values and indices of a group travel as one message and not as two.
+    * Residuals are kept by parameter and not by bucket, so that buckets can be planned anew without losing anything.
+    * Values and indices of a bucket travel as one message and not as two.
     * A layer that a rank did not use in a step does not compete there. It would go on winning places for nothing.
 
-    Takes 8 bytes an element more than layer-wise top-k, to lay a group's gradients end to end and add up their means.
+    Takes 8 bytes an element more than layer-wise top-k, to lay a bucket's gradients end to end and add up their means.
 
     Example::
 
@@ -28,5 +28,5 @@ class OMGS(TopK):
         tensor([-3.,  2.])
     """
 
-    selects_across_group: ClassVar[bool] = True
+    selects_across_bucket: ClassVar[bool] = True
     has_density_by_parameter: ClassVar[bool] = False

@@ -22,7 +22,7 @@ from lightning_sparse.functional.elements import copied_to
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates
 _ALPHA_RANGE = (0.5, 50.0)
-_LEAST_DENSITY = 1e-6
+_MIN_DENSITY = 1e-6
 
 
 class SDAGC(TopK):
@@ -76,7 +76,7 @@ class SDAGC(TopK):
             nesterov=nesterov,
             masks_momentum=masks_momentum,
             clip_norm=clip_norm,
-            follows_learning_rate=revises_learning_rate,
+            rescale_on_lr_change=revises_learning_rate,
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
@@ -152,7 +152,7 @@ def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
 
 def _updated(alphas: Tensor, sent: Tensor, wanted: Tensor, rooms: Tensor, numels: Tensor) -> Tensor:
     """Move alphas towards those that send what is wanted."""
-    ratios = (sent / wanted).clamp(min=_LEAST_DENSITY)
+    ratios = (sent / wanted).clamp(min=_MIN_DENSITY)
     steps = (_GAIN * ratios.log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)
     # In a full message, how many more would have been sent is not known.
     steps = steps.masked_fill((sent == rooms) & (rooms < numels), _LARGEST_STEP)

@@ -1,6 +1,6 @@
-"""What travels between the nouns: elements of a tensor, with their values; those of a group are one flat thing.
+"""What travels between the nouns: elements of a tensor, with their values; those of a bucket are one flat thing.
 
-A model's many small tensors cost more in calls than in elements. The small gradients of a group are laid beside each
+A model's many small tensors cost more in calls than in elements. The small gradients of a bucket are laid beside each
 other, and are read, written and added at once.
 """
 
@@ -16,7 +16,7 @@ from lightning_sparse.functional.elements import (
     Counts,
     add_rows,
     copy_elements,
-    repeat_each,
+    repeat_interleave,
     runs,
     starts_of,
 )
@@ -41,7 +41,7 @@ class Selection(NamedTuple):
     """Some elements of a flat tensor.
 
     Attributes:
-        values: floating point, ``[count]``, or ``[ranks, count]`` where several ranks selected.
+        values: floating point, ``[count]``, or ``[world_size, count]`` where several ranks selected.
         indices: int64 of the same shape, distinct and ascending in each row; ``None`` stands for every element, in
             order; ``values`` may then have any shape, and end in padding.
         numel: number of elements of the tensor selected from.
@@ -55,11 +55,11 @@ class Selection(NamedTuple):
 
 
 class FlatSelection(Sequence[Selection]):
-    """Some elements of each tensor of a group; as a sequence, a selection of each, which most steps do not ask for.
+    """Some elements of each tensor of a bucket; as a sequence, a selection of each, which most steps do not ask for.
 
-    ``values`` are ``[count]``, or ``[ranks, count]`` where several ranks selected, ``indices`` int64 of the same shape,
-    within the tensors, of ``numels`` each, laid end to end and ascending in each row; ``counts`` are how many of a row
-    are each tensor's, ``filled`` is as in :class:`~lightning_sparse.Selection`.
+    ``values`` are ``[count]``, or ``[world_size, count]`` where several ranks selected, ``indices`` int64 of the same
+    shape, within the tensors, of ``numels`` each, laid end to end and ascending in each row; ``counts`` are how many
+    of a row are each tensor's, ``filled`` is as in :class:`~lightning_sparse.Selection`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class FlatSelection(Sequence[Selection]):
 
 
 class CutSelection(Sequence[Selection]):
-    """All elements of each tensor of a group, each cut among ranks: the columns ``[ranks, shard]`` of one tensor.
+    """All elements of each tensor of a bucket, each cut among ranks: the columns ``[world_size, shard]`` of one tensor.
 
     A tensor's last shards may end in padding, and so may the columns. ``are_zero`` says that all elements are.
     """
@@ -231,7 +231,7 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return for each element selected where its tensor starts."""
-    return repeat_each(starts_of(numels)[:-1], counts, device)
+    return repeat_interleave(starts_of(numels)[:-1], counts, device)
 
 
 def _indices(selection: Selection) -> Tensor:

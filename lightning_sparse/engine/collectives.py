@@ -73,14 +73,14 @@ def timeout_of_job(device: torch.device) -> Optional[timedelta]:
     return None
 
 
-def gather_together(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
+def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
     """Gather what every rank of the job, or of a group, hands in, where all of them come at the same time."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, thing, group)
     return gathered
 
 
-def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors by those of the group's first rank, all of whose ranks come at the same time."""
     held = [each for each in tensors if each.numel()]
     if held:  # in whatever order they lie in memory: NCCL itself takes those without gaps alone
@@ -88,54 +88,54 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
             _broadcast_coalesced(group, held, _BROADCAST_BYTES, 0)
 
 
-def ignored_by(module: Module) -> frozenset[str]:
+def ddp_ignored_names(module: Module) -> frozenset[str]:
     """Return the names of what users have told DDP to leave alone."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def attended(module: Module) -> dict[str, Parameter]:
+def ddp_parameters(module: Module) -> dict[str, Parameter]:
     """Return the parameters that DDP was not told to leave alone, by name."""
-    ignored = ignored_by(module)
+    ignored = ddp_ignored_names(module)
     return {name: each for name, each in module.named_parameters() if name not in ignored}
 
 
-def align(module: Module, known: Iterable[str] = ()) -> None:
+def sync_module_states(module: Module, known: Iterable[str] = ()) -> None:
     """Copy parameters and buffers from rank 0, in place, but those known; raise where ranks have other shapes."""
-    group, left_out = _default_group(), ignored_by(module) | set(known)
+    group, left_out = _default_group(), ddp_ignored_names(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
-    if len(set(map(str, gather_together([list(each.shape) for each in parameters])))) > 1:
+    if len(set(map(str, all_gather_object([list(each.shape) for each in parameters])))) > 1:
         raise RuntimeError("ranks have models whose parameters differ in number or shape: build one model on all ranks")
     buffers = (each for name, each in module.named_buffers() if name not in left_out)
-    copy_from_first([*parameters, *buffers], group)
+    broadcast_tensors([*parameters, *buffers], group)
 
 
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
     """Copy buffers from the first rank of all, or of a group, in place; a graph of an earlier forward does not mind."""
-    group, left_out = group or _default_group(), ignored_by(module)
+    group, left_out = group or _default_group(), ddp_ignored_names(module)
     buffers: list[Tensor] = [each for name, each in module.named_buffers() if name not in left_out]
     if buffers:
         with _unsafe_preserve_version_counter(tuple(buffers)):
-            copy_from_first(buffers, group)
+            broadcast_tensors(buffers, group)
 
 
-def sum_together(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:
+def all_reduce_sum(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:
     """Add up a tensor over all ranks of the job, or of a group, in place, where all come at the same time."""
     dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
+def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     """Gather a line of every rank in the store by which the ranks have found each other, within the timeout.
 
     Ranks that have noticed nothing go on with their step: on a process group in use they would take it for one of that.
     """
-    store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
+    store, rank, world_size = _store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
     # One for each time that this rank has called; as on the others.
     place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
     store.set(f"{place}/{rank}", line)
     if rank == 0:
-        handed_in = [f"{place}/{each}" for each in range(ranks)]
+        handed_in = [f"{place}/{each}" for each in range(world_size)]
         store.wait(handed_in, limit)
         store.set(place, json.dumps([store.get(each).decode() for each in handed_in]))
     store.wait([place], limit)
@@ -162,7 +162,7 @@ def post_error(error: Optional[BaseException]) -> None:
     """Store this rank's error, or that it has none, for the ranks that wait for it in vain."""
     if dist.is_initialized() and not isinstance(error, ExchangeError):  # which names the rank that failed first
         with suppress(Exception):  # the error itself is what counts
-            line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MOST_CHARACTERS)
+            line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
             _store().set(_ERROR_KEY.format(dist.get_rank()), line)
 
 
@@ -196,7 +196,7 @@ _UNKNOWN_CAUSE = (
     " longer timeout=... if they are only slow."
 )
 _ERROR_KEY = "lightning_sparse/error/{}"
-_MOST_CHARACTERS = 300  # of an error
+_MAX_CHARACTERS = 300  # of an error
 _PATIENCE_WITH_STORE = 3.0  # seconds
 _NCCL_OF_THIS_RANK = "ncclUnhandledCudaError|ncclInvalid"
 _ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -243,10 +243,10 @@ class Communicator(SharedOnCopy):
             self.group = next(group for part, group in groups if part == ranks)
         self.device = device
         self.rank = dist.get_rank(self.group)
-        self.ranks = dist.get_world_size(self.group)
-        self.recorder = Recorder(device, self.ranks) if recorder is None else recorder
+        self.world_size = dist.get_world_size(self.group)
+        self.recorder = Recorder(device, self.world_size) if recorder is None else recorder
         self._is_inside_node = is_inside_node
-        self._goes_around = self.backend == "gloo" and self.ranks > _ONE_HOP
+        self._goes_around = self.backend == "gloo" and self.world_size > _ONE_HOP
 
     @property
     def backend(self) -> str:
@@ -283,23 +283,23 @@ class Communicator(SharedOnCopy):
     @cached_property
     def _shares(self) -> dict[str, float]:
         """How often a rank sends what it hands in, by collective."""
-        return {name: sent_bytes(name, 1, self.ranks) for name in _PROBE_SHAPES}
+        return {name: sent_bytes(name, 1, self.world_size) for name in _PROBE_SHAPES}
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
         """Return the bytes that leave this rank when every rank hands in a tensor like this one."""
         return self._shares[name] * (tensor.numel() * tensor.element_size())
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
-        gathered = tensor.new_empty(self.ranks, tensor.numel()) if out is None else out
+        """Gather a flat tensor of equal size from every rank into ``[world_size, numel]``."""
+        gathered = tensor.new_empty(self.world_size, tensor.numel()) if out is None else out
         # gloo's own goes around a ring; a short tensor goes to every rank at once: the same bytes in one round trip.
         if self._goes_around and 0 < gathered.nbytes <= DIRECT_BYTES:
-            return self.all_to_all(tensor.expand(self.ranks, -1).contiguous(), gathered)
+            return self.all_to_all(tensor.expand(self.world_size, -1).contiguous(), gathered)
         _all_gather_into(gathered.view(-1), tensor, group=self.group)
         return gathered
 
     def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Send row ``r`` of ``[ranks, numel]`` to rank ``r``; row ``r`` of the result came from rank ``r``."""
+        """Send row ``r`` of ``[world_size, numel]`` to rank ``r``; row ``r`` of the result came from rank ``r``."""
         received = torch.empty_like(tensor) if out is None else out
         # gloo moves bytes of every width, but has no name for some 16-bit types.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8), group=self.group)
@@ -311,7 +311,7 @@ class Communicator(SharedOnCopy):
             dist.all_reduce(tensor, group=self.group)
             return tensor
         # Parts go to their owners and back as sums.
-        parts = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.ranks)).view(self.ranks, -1)
+        parts = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.world_size)).view(self.world_size, -1)
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
 
@@ -333,7 +333,7 @@ class Communicator(SharedOnCopy):
         return wait
 
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
-        """Gather equally many numbers from every rank, as float64 ``[ranks, numbers]`` on the device."""
+        """Gather equally many numbers from every rank, as float64 ``[world_size, numbers]`` on the device."""
         handed_in = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
         with self.translate_errors(f"{len(numbers)} numbers on which ranks agree"):
             return self.all_gather(handed_in)
@@ -343,10 +343,10 @@ class Communicator(SharedOnCopy):
 
         The host adds up, rank by rank: GPUs of several kinds may round otherwise, and ranks would decide otherwise.
         """
-        count = max(1, _NUMBERS_AT_ONCE // self.ranks)
+        count = max(1, _NUMBERS_AT_ONCE // self.world_size)
         parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
         sums = (reduce(torch.add, self.gather_numbers(part).cpu()) for part in parts)
-        return [total / self.ranks for of_part in sums for total in of_part.tolist()]
+        return [total / self.world_size for of_part in sums for total in of_part.tolist()]
 
     def check(self, names: Iterable[str]) -> None:
         """Try collectives once, on a few bytes, and refuse a backend that cannot run one of them on this device."""
@@ -356,7 +356,7 @@ class Communicator(SharedOnCopy):
             if knows_all and name != "all_gather":
                 continue
             try:
-                self.issue(name, torch.zeros(self.ranks, 4, device=self.device).view(_PROBE_SHAPES[name]))
+                self.issue(name, torch.zeros(self.world_size, 4, device=self.device).view(_PROBE_SHAPES[name]))
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 raise RuntimeError(
                     f"process_group_backend={self.backend!r} cannot run {name} on {self.device}, which"

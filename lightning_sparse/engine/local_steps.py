@@ -30,7 +30,7 @@ _UNEQUAL = (
 _ENDS = ("", " and has come to a validation or to its end")
 
 
-class Rounds(Replicas):
+class LocalStepsController(Replicas):
     """Count steps, and exchange where a round ends; ``begin`` is called for each exchange."""
 
     are_apart = True
@@ -76,7 +76,7 @@ class Rounds(Replicas):
     def begin_round(self) -> None:
         if not self.has_begun:
             self.has_begun, self._has_steps, self._steps_of = True, False, {}
-            self.adopt()
+            self.reset_shared_model()
 
     def begin_steps(self) -> None:
         """Begin the first local step, with what the first forward has written, as where layers start from their data.
@@ -86,17 +86,17 @@ class Rounds(Replicas):
         self.begin_round()
         if not self._has_steps:
             self._has_steps = True
-            self.shared.adopt(all_of_it=False)
+            self.shared.reset_shared_model(all_of_it=False)
 
     def leave(self) -> None:
         """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
-        self.shared.take_back(own=False)
+        self.shared.swap_out(own=False)
         self.has_begun, self.is_shared = False, True
 
     @override
-    def adopt(self) -> None:
+    def reset_shared_model(self) -> None:
         """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
-        self.shared.adopt()
+        self.shared.reset_shared_model()
         self._is_stale, self.is_shared = False, True
 
     @override
@@ -112,19 +112,19 @@ class Rounds(Replicas):
         if self._steps_of[optimizer] > self._step:
             self._step += 1
             if self.steps_since_ended % self.local.every == 0:
-                resting, _ = self._meet(ends=False)
-                self._exchange(resting)
+                inactive, _ = self._meet(ends=False)
+                self._exchange(inactive)
 
     @override
     def synchronize(self) -> None:
         """End the round early, and go on from the shared model; all ranks must call."""
         if not self.has_begun:
             return
-        self.shared.take_back()  # inside of shared_model() there is no change of this rank's to be seen
+        self.shared.swap_out()  # inside of shared_model() there is no change of this rank's to be seen
         self.begin_steps()
-        resting, have_moved = self._meet(ends=True)
+        inactive, have_moved = self._meet(ends=True)
         if have_moved:
-            self._exchange(resting)
+            self._exchange(inactive)
         self.shared.unify_rest()
         self._origin, self.is_shared = self._step, True
 
@@ -134,19 +134,19 @@ class Rounds(Replicas):
         Raises:
             RuntimeError: on all ranks, where they have not made equally many steps.
         """
-        resting = self.shared.resting()
+        inactive = self.shared.inactive()
         has_moved = self._is_stale or self.shared.has_moved()
-        told = (self._step, ends, has_moved, crc32(repr(sorted(resting)).encode()))
+        told = (self._step, ends, has_moved, crc32(repr(sorted(inactive)).encode()))
         everywhere = self._worker.run(partial(self._communicator.gather_numbers, told)).tolist()
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in everywhere]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
         rests_alike = len({told for *_, told in everywhere}) == 1  # else what rests here has moved elsewhere
-        return resting if rests_alike else frozenset(), any(moved for _, _, moved, _ in everywhere)
+        return inactive if rests_alike else frozenset(), any(moved for _, _, moved, _ in everywhere)
 
-    def _exchange(self, resting: frozenset[str]) -> None:
+    def _exchange(self, inactive: frozenset[str]) -> None:
         steps, self._begun, self._is_stale = self._step - self._begun, self._step, False
-        self.shared.exchange(resting, self._begin(), steps)
+        self.shared.exchange(inactive, self._begin(), steps)
 
     @override
     @contextmanager

@@ -28,10 +28,10 @@ def _no_mark() -> None:
     """Mark nothing: on a device each gradient would cost an event."""
 
 
-Mark = Any  # a host time in seconds (float), or an event of the device
+Timestamp = Any  # a host time in seconds (float), or an event of the device
 _FP32_BYTES = 4
-_ALL = "what all groups of a step share"
-_MOST_RECORDS = 256  # of a step that may never end, or between two lines of a log
+_ALL = "what all buckets of a step share"
+_MAX_RECORDS = 256  # of a step that may never end, or between two lines of a log
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # by ranks
 
 
@@ -42,7 +42,7 @@ class Clock:
         self._device = device
         self.is_host = device.type == "cpu"  # marks are host times, which cost next to nothing
 
-    def mark(self) -> Mark:
+    def mark(self) -> Timestamp:
         """Return the present; on a device, the moment at which the work queued so far has been done."""
         if self.is_host:
             return perf_counter()
@@ -52,12 +52,12 @@ class Clock:
         return event
 
     @staticmethod
-    def has_passed(mark: Mark) -> bool:
+    def has_passed(mark: Timestamp) -> bool:
         """Tell whether a device has come to a mark, without waiting for it."""
         return isinstance(mark, float) or bool(mark.query())
 
     @staticmethod
-    def seconds(start: Mark, end: Mark) -> float:
+    def seconds(start: Timestamp, end: Timestamp) -> float:
         """Return the seconds between two marks; on a device this waits until both have passed."""
         if isinstance(start, float):
             return float(end - start)
@@ -69,13 +69,13 @@ class Span(NamedTuple):
     """A stretch of one stage: ``"select"``, ``"encode"``, ``"exchange"`` or ``"commit"``."""
 
     stage: str
-    start: Mark
-    end: Mark
+    start: Timestamp
+    end: Timestamp
 
 
 @dataclass
-class GroupRecord:
-    """The life of one group."""
+class BucketRecord:
+    """The life of one bucket."""
 
     names: tuple[str, ...]
     elements: int = 0
@@ -95,8 +95,8 @@ class StepRecord:
     An optimizer step has one for each of its backwards. All seconds wait for a device.
     """
 
-    ranks: int = 1
-    node_ranks: int = 1
+    world_size: int = 1
+    local_world_size: int = 1
     elements: float = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
     wire_bytes: float = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
     node_bytes: float = 0.0  # those of them for ranks of the same node, with two levels
@@ -105,30 +105,32 @@ class StepRecord:
     is_logged: bool = False
     is_dense: bool = False  # plain DDP made the exchange, whose times are not known
     is_typical: bool = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
-    sent: list[Union[float, Tensor]] = field(default_factory=list)  # elements, by group; of a device not yet asked
-    groups: list[GroupRecord] = field(default_factory=list)  # in the order of exchange
-    spans: list[Span] = field(default_factory=list)  # stages that belong to no group
-    ready: dict[str, Optional[Mark]] = field(default_factory=dict)  # by parameter, in order; on a device if watched
-    backward_start: Optional[Mark] = None  # if anybody said so
-    backward_end: Optional[Mark] = None  # the last gradient was ready
-    end: Optional[Mark] = None  # the last exchange had been written back
-    exposed: list[tuple[Mark, Mark]] = field(default_factory=list)  # in which training stood still
+    sent: list[Union[float, Tensor]] = field(default_factory=list)  # elements, by bucket; of a device not yet asked
+    buckets: list[BucketRecord] = field(default_factory=list)  # in the order of exchange
+    spans: list[Span] = field(default_factory=list)  # stages that belong to no bucket
+    ready: dict[str, Optional[Timestamp]] = field(
+        default_factory=dict
+    )  # by parameter, in order; on a device if watched
+    backward_start: Optional[Timestamp] = None  # if anybody said so
+    backward_end: Optional[Timestamp] = None  # the last gradient was ready
+    end: Optional[Timestamp] = None  # the last exchange had been written back
+    exposed: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # in which training stood still
 
     @classmethod
-    def of_dense(cls, numel: int, nbytes: int, ranks: int, node_ranks: int) -> "StepRecord":
+    def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
         """Return that of an all-reduce of gradients as they are, whose ring leaves each node once."""
-        wire_bytes = _dense_bytes_each(ranks) * (nbytes / _FP32_BYTES)
-        node_bytes, elements = wire_bytes * (node_ranks - 1) / node_ranks, numel / node_ranks
-        return cls(ranks, node_ranks, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
+        wire_bytes = _dense_bytes_each(world_size) * (nbytes / _FP32_BYTES)
+        node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
+        return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
 
     @property
     def dense_bytes(self) -> float:
         """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
-        return _dense_bytes_each(self.ranks) * (self.elements * self.node_ranks * max(1, self.covered_steps))
+        return _dense_bytes_each(self.world_size) * (self.elements * self.local_world_size * max(1, self.covered_steps))
 
     def seconds(self, *stages: str) -> float:
-        """Return the time spent in stages, of groups and of the exchange as a whole."""
-        return _seconds([*chain.from_iterable(group.spans for group in self.groups), *self.spans], stages)
+        """Return the time spent in stages, of buckets and of the exchange as a whole."""
+        return _seconds([*chain.from_iterable(bucket.spans for bucket in self.buckets), *self.spans], stages)
 
     @property
     def backward_seconds(self) -> float:
@@ -142,7 +144,7 @@ class StepRecord:
         return sum(starmap(_exposed, self.exposed))
 
 
-def _exposed(start: Mark, end: Mark) -> float:
+def _exposed(start: Timestamp, end: Timestamp) -> float:
     """Return the seconds between two marks of which the latter may come first, when nothing was left to wait for."""
     return max(0.0, Clock.seconds(start, end))
 
@@ -160,7 +162,7 @@ def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, flo
     return {
         "density": float(sent) / max(1, sum(each.elements for each in records)),
         "wire_bytes": wire_bytes,
-        **({"link_bytes": wire_bytes - mean_of(records, lambda each: each.node_bytes)} if has_levels else {}),
+        **({"inter_node_bytes": wire_bytes - mean_of(records, lambda each: each.node_bytes)} if has_levels else {}),
         "dense_bytes": dense,
         "compression_ratio": compression_ratio(dense, wire_bytes),
         "select_seconds": mean_of(ours, lambda each: each.seconds("select", "encode")),
@@ -192,7 +194,7 @@ class Totals:
     def __init__(self) -> None:
         self.steps = 0  # of optimizers, those left to plain DDP included
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
-        self._exposed: list[tuple[Mark, Mark]] = []  # in the step in progress
+        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # in the step in progress
         self._is_dense = False
         self._paused: Optional[float] = None
         self.forget_times()
@@ -200,7 +202,9 @@ class Totals:
     def forget_times(self) -> None:
         """Forget how long the steps so far have taken."""
         self._seconds = self._exposed_seconds = 0.0
-        self._unread: deque[tuple[Mark, Mark]] = deque()  # exposed, and a device may not have come to the end of it
+        self._unread: deque[tuple[Timestamp, Timestamp]] = (
+            deque()
+        )  # exposed, and a device may not have come to the end of it
         self._border = perf_counter()
 
     def add(self, record: StepRecord) -> None:
@@ -211,7 +215,7 @@ class Totals:
         self._is_dense |= record.is_dense
         self.expose(record.exposed)
 
-    def expose(self, exposed: Iterable[tuple[Mark, Mark]]) -> None:
+    def expose(self, exposed: Iterable[tuple[Timestamp, Timestamp]]) -> None:
         """Count the time between two marks each as one in which the step in progress stands still."""
         if self._paused is None:
             self._exposed += exposed
@@ -247,7 +251,7 @@ class Totals:
             "total_compression_ratio": compression_ratio(self.dense_bytes, self.wire_bytes),
         }
         if has_levels:
-            stats["total_link_bytes"] = self.wire_bytes - self.node_bytes
+            stats["total_inter_node_bytes"] = self.wire_bytes - self.node_bytes
         if self.steps:
             stats["total_steps"] = float(self.steps)
             exposed = self._exposed_seconds + sum(starmap(_exposed, self._unread))
@@ -259,24 +263,24 @@ class Totals:
 class Recorder:
     """Write the record of the exchange in progress, and keep that of the last one that ended."""
 
-    def __init__(self, device: torch.device, ranks: int, node_ranks: int = 1) -> None:
+    def __init__(self, device: torch.device, world_size: int, local_world_size: int = 1) -> None:
         self.clock = Clock(device)
-        self._ranks = (ranks, node_ranks)
-        self.has_levels = node_ranks > 1  # some ranks share a gradient
-        self.current = StepRecord(*self._ranks)  # changes only between two backwards
+        self._sizes = (world_size, local_world_size)
+        self.has_levels = local_world_size > 1  # some ranks share a gradient
+        self.current = StepRecord(*self._sizes)  # changes only between two backwards
         self.forget()
         self.begun_steps = 0  # some of which have not ended, as no optimizer has stepped
         self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
         self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
         self.subject = _ALL  # what an exchange is about that is made now, to be named in an error
-        self._group: Optional[GroupRecord] = None
+        self._bucket: Optional[BucketRecord] = None
 
     def forget(self) -> None:
         """Forget the steps so far, of a training that goes on from another state than theirs."""
         self.totals = Totals()
         self.last: Optional[StepRecord] = None  # that ended, with the engine or with plain DDP
-        self.records = deque[StepRecord](maxlen=_MOST_RECORDS)  # that ended last
+        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # that ended last
 
     def begin_backward(self) -> None:
         """Record that a backward begins; of several in one step the last one counts."""
@@ -286,41 +290,41 @@ class Recorder:
         """Record that the last gradient is ready."""
         self.current.backward_end = self.clock.mark()
 
-    def mark_of_gradients(self) -> Callable[[], Optional[Mark]]:
+    def mark_of_gradients(self) -> Callable[[], Optional[Timestamp]]:
         """Return what marks that a gradient is ready, in the exchange in progress."""
         if self.clock.is_host:
             return perf_counter
         return self.clock.mark if self.watches_gradients else _no_mark
 
     @contextmanager
-    def group(self, names: Sequence[str]) -> Iterator[None]:
-        """Count what is recorded inside as that of one group."""
-        self._group = GroupRecord(tuple(names))
-        self.current.groups.append(self._group)
-        self.subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
+    def bucket(self, names: Sequence[str]) -> Iterator[None]:
+        """Count what is recorded inside as that of one bucket."""
+        self._bucket = BucketRecord(tuple(names))
+        self.current.buckets.append(self._bucket)
+        self.subject = f"the bucket of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
         try:
             yield
         finally:
-            self._group, self.subject = None, _ALL
+            self._bucket, self.subject = None, _ALL
 
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
-        """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
+        """Look at what is sent of some of the bucket's parameters; ``counts`` is what the density of each asks for."""
         if isinstance(selection, FlatSelection):
             numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
         else:
             numel = sent = asked = sum(each.numel for each in selection)
         self.current.elements += numel
         self.current.sent.append(sent)
-        if self._group is not None:
-            self._group.elements += numel
-            self._group.counts += asked
+        if self._bucket is not None:
+            self._bucket.elements += numel
+            self._bucket.counts += asked
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
         """Record that bytes leave this rank, maybe for others of its node."""
         self.current.wire_bytes += count
         self.current.node_bytes += count * is_inside_node
-        if self._group is not None:
-            self._group.wire_bytes += count
+        if self._bucket is not None:
+            self._bucket.wire_bytes += count
 
     @contextmanager
     def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
@@ -351,12 +355,12 @@ class Recorder:
         with shown(stage):
             start = self.clock.mark()
             yield
-        record = self.current if self._group is None else self._group
+        record = self.current if self._bucket is None else self._bucket
         record.spans.append(Span(stage, start, self.clock.mark()))
 
     def end_exchange(self) -> StepRecord:
         """Close the record of this exchange, open the next, and return the former."""
-        record, self.current = self.current, StepRecord(*self._ranks)
+        record, self.current = self.current, StepRecord(*self._sizes)
         record.end = self.clock.mark()
         if record.backward_end is not None:
             record.exposed.append((record.backward_end, record.end))
@@ -376,7 +380,7 @@ class Recorder:
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
         """Record a step whose gradients, of so many elements and bytes, plain DDP exchanges."""
-        self._keep(StepRecord.of_dense(numel, nbytes, *self._ranks))
+        self._keep(StepRecord.of_dense(numel, nbytes, *self._sizes))
         self.samples = self.last_samples = None
 
     def ask_for_samples(self) -> None:

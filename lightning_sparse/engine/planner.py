@@ -1,4 +1,4 @@
-"""HOW MUCH is sent of each parameter, and in which groups, alike on all ranks."""
+"""HOW MUCH is sent of each parameter, and in which buckets, alike on all ranks."""
 
 import math
 from collections import Counter
@@ -13,9 +13,9 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Compressor, element_count, same_everywhere
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.observe import Clock, Recorder, StepRecord
-from lightning_sparse.schedule import Merged, plan_groups
-from lightning_sparse.schedule.costs import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities
-from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_groupings
+from lightning_sparse.schedule import Merged, plan_buckets
+from lightning_sparse.schedule.costs import BucketCosts, BucketSample, BucketShape, costs_of, hidden_densities
+from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 
 WARM_UP_PART = 10  # a warm-up that nobody has asked for takes one in so many of a training's steps at most
 _FEW = 64  # densities asked for of single parameters
@@ -120,7 +120,7 @@ def falling_density(target: float, progress: float) -> float:
     return same_everywhere(target ** (int(progress * stairs) / stairs))
 
 
-_ROUNDS = 2  # in which groupings take turns, so that whatever else the machine does hits all alike
+_ROUNDS = 2  # in which plans take turns, so that whatever else the machine does hits all alike
 _STEPS = 3  # of a turn
 
 
@@ -128,7 +128,7 @@ class StepSample(NamedTuple):
     """Sizes and times of one step; sizes are equal on all ranks, times are not."""
 
     ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of readiness
-    groups: tuple[GroupSample, ...]  # in the order of exchange
+    buckets: tuple[BucketSample, ...]  # in the order of exchange
     exposed_seconds: float  # from the last gradient until all means had been written
     total_seconds: float  # from the start of backward until then
 
@@ -147,9 +147,9 @@ class Planner:
 
 
 class StepPlanner(Planner):
-    """Time groupings of the first steps and follow the fastest; anew where gradients come in another order.
+    """Time plans of the first steps and follow the fastest; anew where gradients come in another order.
 
-    With ``adapts_density`` the plan sends more than asked for of groups whose exchange hides behind backward.
+    With ``adaptive_density`` the plan sends more than asked for of buckets whose exchange hides behind backward.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class StepPlanner(Planner):
         recorder: Recorder,
         numels: Mapping[str, int],
         densities: Densities,
-        adapts_density: bool,
-        holds_groups: Callable[[], bool],
+        adaptive_density: bool,
+        holds_plan: Callable[[], bool],
         log: Callable[[str], None],
     ) -> None:
         self._schedule = schedule
@@ -168,8 +168,8 @@ class StepPlanner(Planner):
         self._recorder = recorder
         self._numels = numels
         self._densities = densities
-        self._adapts_density = adapts_density
-        self._holds_groups = holds_groups  # whether all exchanges follow backward now
+        self._adapts_density = adaptive_density
+        self._holds_plan = holds_plan  # whether all exchanges follow backward now
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._course: Course  # once an order is known
@@ -189,7 +189,7 @@ class StepPlanner(Planner):
     def _run(self) -> Course:
         """Live through the steps of one graph: each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
-        seen = yield from self._time([(len(elements),)] if self._holds_groups() else equal_groupings(elements))
+        seen = yield from self._time([(len(elements),)] if self._holds_plan() else equal_plans(elements))
         costs, ready = _learned(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
@@ -201,35 +201,35 @@ class StepPlanner(Planner):
         while True:
             yield
 
-    def _time(self, groupings: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
-        """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
-        seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in groupings}
+    def _time(self, plans: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
+        """Time steps under some plans; one more comes before each turn, in which buffers take their new sizes."""
+        seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in plans}
         self._recorder.watches_gradients = True
         for stops, steps in list(seen.items()) * _ROUNDS:
-            self._group_as(stops)
+            self._bucket_as(stops)
             yield
             for _ in range(_STEPS):
                 steps.append((yield))
         self._recorder.watches_gradients = False
         records = list(chain.from_iterable(seen.values()))
-        samples = iter(averaged(self._communicator, records, self._holds_groups()))
+        samples = iter(averaged(self._communicator, records, self._holds_plan()))
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
-    def _optimum(self, elements: Sequence[int], costs: GroupCosts, ready: Sequence[float]) -> Stops:
-        """Return the grouping that ends a step first by the costs seen, as OMGS-SGD asks."""
+    def _optimum(self, elements: Sequence[int], costs: BucketCosts, ready: Sequence[float]) -> Stops:
+        """Return the plan that ends a step first by the costs seen, as OMGS-SGD asks."""
         sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
         backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
-        groups = plan_groups(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
-        return tuple(accumulate(map(len, groups)))
+        buckets = plan_buckets(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
+        return tuple(accumulate(map(len, buckets)))
 
-    def _hidden_densities(self, stops: Stops, costs: GroupCosts, ready: Sequence[float]) -> tuple[float, ...]:
+    def _hidden_densities(self, stops: Stops, costs: BucketCosts, ready: Sequence[float]) -> tuple[float, ...]:
         shapes = [
-            GroupShape(
-                sum(self._numels[name] for name in group),
-                sum(self._densities.count(name, self._numels[name]) for name in group),
+            BucketShape(
+                sum(self._numels[name] for name in bucket),
+                sum(self._densities.count(name, self._numels[name]) for name in bucket),
                 ready[stop - 1],
             )
-            for group, stop in zip(self._groups(stops), stops)
+            for bucket, stop in zip(self._buckets(stops), stops)
         ]
         return tuple(min(density, self._densities.ceiling) for density in hidden_densities(costs, shapes))
 
@@ -237,17 +237,17 @@ class StepPlanner(Planner):
         steps, fastest = seen[stops], dict[int, float]()
         for tried, samples in seen.items():
             fastest[len(tried)] = min(_seconds(samples), fastest.get(len(tried), math.inf))
-        self._group_as(stops, densities)
+        self._bucket_as(stops, densities)
         exposed = median(sample.exposed_seconds for sample in steps)
-        self.plan = Plan(self._groups(stops), densities, _seconds(steps), exposed, tuple(sorted(fastest.items())))
+        self.plan = Plan(self._buckets(stops), densities, _seconds(steps), exposed, tuple(sorted(fastest.items())))
         self._log(str(self.plan))
 
-    def _group_as(self, stops: Stops, densities: Sequence[float] = ()) -> None:
-        self._schedule.end_groups_at(self._order[stop - 1] for stop in stops)
-        groups = zip(self._groups(stops), densities)
-        self._densities.planned = {name: density for group, density in groups for name in group}
+    def _bucket_as(self, stops: Stops, densities: Sequence[float] = ()) -> None:
+        self._schedule.end_buckets_at(self._order[stop - 1] for stop in stops)
+        buckets = zip(self._buckets(stops), densities)
+        self._densities.planned = {name: density for bucket, density in buckets for name in bucket}
 
-    def _groups(self, stops: Stops) -> tuple[tuple[str, ...], ...]:
+    def _buckets(self, stops: Stops) -> tuple[tuple[str, ...], ...]:
         return tuple(self._order[start:stop] for start, stop in pairwise((0, *stops)))
 
 
@@ -259,21 +259,21 @@ def _fastest(seen: Samples) -> Stops:
     return best_of({stops: _seconds(steps) for stops, steps in seen.items()})
 
 
-def _learned(seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
-    """Return what groups take, and when gradients are ready: the same on all ranks, as the times are."""
+def _learned(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]:
+    """Return what buckets take, and when gradients are ready: the same on all ranks, as the times are."""
     samples = list(chain.from_iterable(seen.values()))
     ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)
-    return costs_of([group for sample in samples for group in sample.groups]), list(ready)[1:]
+    return costs_of([bucket for sample in samples for bucket in sample.buckets]), list(ready)[1:]
 
 
-def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_groups: bool) -> list[StepSample]:
+def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan: bool) -> list[StepSample]:
     """Average the times of steps over ranks."""
-    times = [_times_of(record, holds_groups) for record in steps]
+    times = [_times_of(record, holds_plan) for record in steps]
     means = iter(communicator.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
     return [
         StepSample(
             tuple(islice(means, len(ready))),
-            tuple(GroupSample(each.elements, each.counts, next(means), next(means)) for each in record.groups),
+            tuple(BucketSample(each.elements, each.counts, next(means), next(means)) for each in record.buckets),
             next(means),
             next(means),
         )
@@ -281,7 +281,7 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_grou
     ]
 
 
-def _times_of(record: StepRecord, holds_groups: bool) -> tuple[list[float], list[float]]:
+def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
     """Read when each gradient was ready, unless nobody watched it, and the other times of a sample."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
@@ -289,6 +289,6 @@ def _times_of(record: StepRecord, holds_groups: bool) -> tuple[list[float], list
     first = watched[0] if watched else record.backward_end
     start = first if record.backward_start is None else record.backward_start
     backward_seconds = Clock.seconds(start, record.backward_end)
-    ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
-    groups = [each.seconds(*stages) for each in record.groups for stages in (("select", "encode"), ("exchange",))]
-    return ready, [*groups, record.exposed_seconds, Clock.seconds(start, record.end)]
+    ready = [backward_seconds if holds_plan else Clock.seconds(start, mark) for mark in watched]
+    buckets = [each.seconds(*stages) for each in record.buckets for stages in (("select", "encode"), ("exchange",))]
+    return ready, [*buckets, record.exposed_seconds, Clock.seconds(start, record.end)]

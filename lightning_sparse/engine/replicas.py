@@ -28,7 +28,7 @@ class Replicas(SharedOnCopy):
     def begin_round(self) -> None:
         """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
 
-    def adopt(self) -> None:
+    def reset_shared_model(self) -> None:
         """Go on from the model that there is now, as the one of all ranks; all must call."""
         self.synchronize()
 
@@ -163,7 +163,7 @@ class ReplicaAverager:
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = torch.cat([each.reshape(-1) for each in tensors])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        mean = self._communicator.call(Payload("all_reduce", flat / self._communicator.ranks))
+        mean = self._communicator.call(Payload("all_reduce", flat / self._communicator.world_size))
         return mean, flat
 
 

@@ -18,7 +18,7 @@ from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
 from lightning_sparse.engine.planner import Densities
-from lightning_sparse.engine.refusals import lacking, refuse, unmet
+from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
 from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.removed import refuse_removed, refusing
@@ -208,7 +208,7 @@ class Settings:
             levels=chosen["levels"],
             asked=own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay),
         )
-        by_objects = {"schedule": schedule, "local_steps": rounds, "adapts_density": own.adapts_density}
+        by_objects = {"schedule": schedule, "local_steps": rounds, "adaptive_density": own.adaptive_density}
         decay = {} if rounds is None else {"residual_decay": rounds.residual_decay}
         refuse(unmet(settings, {"density": density, **chosen, **by_objects, **decay}, chosen))
         return settings
@@ -218,7 +218,7 @@ class Settings:
         """What the memory does."""
         if self.adam is None:
             return self.asked
-        return ErrorFeedback(follows_learning_rate=self.asked.follows_learning_rate, clip_norm=self.asked.clip_norm)
+        return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change, clip_norm=self.asked.clip_norm)
 
     @cached_property  # asked in every step
     def replicas_diverge(self) -> bool:
@@ -228,7 +228,7 @@ class Settings:
     @property
     def can_have_levels(self) -> bool:
         """Whether ranks of a node can average gradients first and share the rest of the work."""
-        return not any(lacking("in shards", self))
+        return not any(missing_capabilities("in shards", self))
 
     @property
     def is_sparse(self) -> bool:
@@ -258,48 +258,49 @@ class Settings:
         if correction is None:
             asked = own._replace(decay=self.asked.decay)
         else:
-            refuse(lacking("MomentumCorrection", self))
+            refuse(missing_capabilities("MomentumCorrection", self))
             if correction.masks_momentum:
-                refuse(lacking("masks_momentum=True", self))
-            asked = correction._replace(follows_learning_rate=own.follows_learning_rate)
+                refuse(missing_capabilities("masks_momentum=True", self))
+            asked = correction._replace(rescale_on_lr_change=own.rescale_on_lr_change)
         return replace(self, asked=asked, adam=None)
 
     def densities(self) -> Densities:
         """Build how much is sent of each parameter, step by step."""
         return Densities(self.compressor, self.density, self.warmup_epochs, self.bounds_warm_up)
 
-    def wires_for(self, rank: int, ranks: int) -> Wires:
+    def wires_for(self, rank: int, world_size: int) -> Wires:
         """Build the wire formats; while Adam's second moment is learned, everything is sent whole by one of them."""
         own = self.compressor
         dense_format = own.dense_wire_format or (None if self.adam is None else "reduce")
-        return build_wires(own.wire_format, dense_format, self.wire, rank, ranks, self.exchange, self.wire_bits)
+        return build_wires(own.wire_format, dense_format, self.wire, rank, world_size, self.exchange, self.wire_bits)
 
     def memory_for(
         self,
         gradient_dtypes: set[torch.dtype],
-        ranks: int,
-        share_of: Optional[Callable[[Tensor], Tensor]] = None,
+        world_size: int,
+        local_share: Optional[Callable[[Tensor], Tensor]] = None,
         total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> Memory:
         """Build the memory: what the compressor asks for, or none where nothing can be left over.
 
-        The mean of ``ranks`` independent gradients has a norm smaller by the root of their number: clips allow for it.
+        The mean of ``world_size`` independent gradients has a norm smaller by the root of their number: clips allow
+        for it.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback
         if not feedback.keeps_residual:
             return Memory()
         if self.adam is not None:
-            return AdamMemory(ranks, self.adam, feedback.follows_learning_rate, share_of, total_of)
+            return AdamMemory(world_size, self.adam, feedback.rescale_on_lr_change, local_share, total_of)
         if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
             return Memory()
-        local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)
+        local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(world_size)
         if feedback.momentum is None:
-            return ResidualMemory(local_clip_norm, feedback.follows_learning_rate, feedback.decay)
+            return ResidualMemory(local_clip_norm, feedback.rescale_on_lr_change, feedback.decay)
         is_unknown = feedback.momentum == FROM_OPTIMIZER
         without_optimizer = Hyperparameters(0.0, 0.0 if is_unknown else float(feedback.momentum), feedback.nesterov)
         return MomentumMemory(
-            without_optimizer, feedback.masks_momentum, local_clip_norm, feedback.follows_learning_rate
+            without_optimizer, feedback.masks_momentum, local_clip_norm, feedback.rescale_on_lr_change
         )
 
 

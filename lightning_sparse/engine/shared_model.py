@@ -21,7 +21,7 @@ from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.functional.elements import laid_flat, local_tensor, round_to, runs
+from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to, runs
 from lightning_sparse.schedule import Schedule
 
 
@@ -51,7 +51,7 @@ class SharedModel:
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self.device = self._averager.device
-        self.handled: Callable[[], Collection[Tensor]] = tuple
+        self.optimizer_parameters: Callable[[], Collection[Tensor]] = tuple
         self.trained = frozenset(names)  # of the parameters whose changes are exchanged
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
@@ -68,13 +68,13 @@ class SharedModel:
         """Return the shared model of these parameters, where replicas are the same; some had other names before."""
         parts = (self._local, self._pipeline, self._schedule, self._worker)
         other = SharedModel(self.module, trained, *parts)
-        other.handled = self.handled
+        other.optimizer_parameters = self.optimizer_parameters
         other._momenta = renamed(self._momenta, names)
         before = renamed({name: each for name, each in self._shared.items() if name in self.trained}, names)
         other._shared.update({name: each for name, each in before.items() if name in other.trained})
         return other
 
-    def resting(self) -> frozenset[str]:
+    def inactive(self) -> frozenset[str]:
         """Return the names of what no optimizer has, or is frozen and has not moved; a device may be waited for.
 
         Where that rests on all ranks nothing moves it: no momentum, and no residual from before it was frozen.
@@ -110,8 +110,8 @@ class SharedModel:
 
     def _left_alone(self) -> frozenset[str]:
         """Return the names of what could be trained and no optimizer has, whose changes are its own way to a value."""
-        handled = set(self.handled())
-        ours = frozenset(name for name, each in self._parameters.items() if each in handled)
+        optimizer_parameters = set(self.optimizer_parameters())
+        ours = frozenset(name for name, each in self._parameters.items() if each in optimizer_parameters)
         return self.trained - ours if ours else ours
 
     def exchanged(self) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class SharedModel:
         """
         return bool(self._moved({name: each for name, each in self.exchanged().items() if name in self.trained}))
 
-    def adopt(self, all_of_it: bool = True) -> None:
+    def reset_shared_model(self, all_of_it: bool = True) -> None:
         """Share the model that there is now, averaged over ranks, or only what of it is trained; all must call."""
         adopted = {name: each for name, each in averaged(self._named()).items() if all_of_it or name in self.trained}
         self._worker.run(lambda: self._averager.average(adopted))
@@ -141,34 +141,34 @@ class SharedModel:
                 shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
-    def exchange(self, resting: frozenset[str], context: StepContext, steps: int) -> None:
+    def exchange(self, inactive: frozenset[str], context: StepContext, steps: int) -> None:
         """Exchange what this rank's tensors have changed by in so many steps, and go on from the shared model.
 
         A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
         """
         present, recorder = self.exchanged(), self._pipeline.recorder
-        now = [laid_flat(present.get(name, shared), shared) for name, shared in self._shared.items()]
+        now = [flatten_as(present.get(name, shared), shared) for name, shared in self._shared.items()]
         before = [self._before(name, each.dtype) for name, each in zip(self._shared, now)]
         changes = dict(zip(self._shared, _differences(before, now)))
         with recorder.waiting():
-            self._worker.run(partial(self._move, changes, resting, context, steps))
+            self._worker.run(partial(self._move, changes, inactive, context, steps))
         if present:
             shared = [round_to(self._shared[name], tensor.dtype) for name, tensor in present.items()]
             torch._foreach_copy_(list(present.values()), shared)
 
     def _before(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor of the shared model, flat, as one of a type holds it."""
-        before = _as(laid_flat(self._shared[name]), dtype)
+        before = _as(flatten_as(self._shared[name]), dtype)
         # Of what is not trained the mean may be finite, and nothing finite leads there from an infinity.
         return before if name in self.trained else before.nan_to_num(0, 0, 0)
 
-    def _move(self, changes: Mapping[str, Tensor], resting: frozenset[str], context: StepContext, steps: int) -> None:
+    def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], context: StepContext, steps: int) -> None:
         """Exchange changes, and move the shared model by their mean; on the worker."""
         pipeline = self._pipeline
         pipeline.context = context
-        moving = {name: each for name, each in changes.items() if name in self.trained and name not in resting}
+        moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
         gradients = [LocalGradient(name, part, None) for name, part in moving.items()]
-        pipeline.commit(pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
+        pipeline.commit(pipeline.exchange_in_buckets(gradients, self._schedule.closes_bucket))
         self._move_beside([changes[name] for name in self._beside])
         self._step(moving)
         pipeline.recorder.current.covered_steps = steps
@@ -181,14 +181,14 @@ class SharedModel:
         if not changes:
             return
         replicas = self._pipeline.levels.same_shard
-        means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.ranks)))
+        means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.world_size)))
         for name, mean in zip(self._beside, means.split([change.numel() for change in changes])):
-            laid_flat(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
+            flatten_as(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
 
     def _step(self, means: Mapping[str, Tensor]) -> None:
         """Move the shared model by mean changes as if these were gradients, by ``torch.optim.SGD``."""
         how, momentum = self._local, "momentum_buffer"
-        parts = [laid_flat(self._shared[name]) for name in means]
+        parts = [flatten_as(self._shared[name]) for name in means]
         # Made for each round, as an optimizer knows its tensors by identity. All at once only where calls count more
         # than the memory of a step of all of them.
         is_together = self.device.type != "cpu"
@@ -222,9 +222,9 @@ class SharedModel:
         try:
             yield
         finally:
-            self.take_back()
+            self.swap_out()
 
-    def take_back(self, own: bool = True) -> None:
+    def swap_out(self, own: bool = True) -> None:
         """Show the shared tensors no more: have the model hold this rank's ``own`` again, or stay as it is."""
         tensors = self._tensors()
         for name, tensor in (self._away or {}).items():  # none where the model has been adopted meanwhile

@@ -71,14 +71,14 @@ def _is_on_cpu(tensors: Tensors) -> bool:
 
 
 def accumulate_updates(
-    gradients: Tensors, waiting: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars], ranks: int
+    gradients: Tensors, waiting: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars], world_size: int
 ) -> None:
     """Divide gradients by Adam's divisor and add the residual updates ``r``, in place.
 
-    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``: the second moment ``v``, with its step's bias,
-    is some steps old, and the second term bounds what it has not seen. What is not finite stays so.
+    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / world_size) + eps)``: the second moment ``v``, with its
+    step's bias, is some steps old, and the second term bounds what it has not seen. What is not finite stays so.
     """
-    squares = [_OUTLIERS * (1 - each.beta2) * each.weight / ranks for each in scalars]
+    squares = [_OUTLIERS * (1 - each.beta2) * each.weight / world_size for each in scalars]
     eps = [each.eps * each.root_weight for each in scalars]
     weights = [each.root_weight for each in scalars]
     if _is_on_cpu(gradients):

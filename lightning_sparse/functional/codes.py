@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.elements import Counts, add_rows, copied_to, read_as, repeat_each, round_to
+from lightning_sparse.functional.elements import Counts, add_rows, copied_to, read_as, repeat_interleave, round_to
 
 BLOCK = 64  # elements that share a scale, which adds a quarter of a bit to each
 _SCALE = torch.bfloat16  # it has the range of fp32; a value above the rounded scale is written as the scale
@@ -124,7 +124,7 @@ def values_of_bins(codes: Tensor, means: Tensor, counts: Sequence[int], bits: in
 
 
 def _tensor_of_each(counts: Counts, device: torch.device) -> Tensor:
-    return repeat_each(tuple(range(len(counts))), counts, device)
+    return repeat_interleave(tuple(range(len(counts))), counts, device)
 
 
 def _sums(values: Tensor, places: Tensor, number: int) -> Tensor:

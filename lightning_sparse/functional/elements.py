@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # bytes that NCCL copies at a time, from addresses that are mul
 
 
 def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read part of what has arrived, uint8 ``[ranks, nbytes]``, as a type: a copy, and so aligned."""
+    """Read part of what has arrived, uint8 ``[world_size, nbytes]``, as a type: a copy, and so aligned."""
     if not wires.numel():
         return wires.new_empty(*wires.shape, dtype=dtype)  # torch refuses a view of nothing as a wider type
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
@@ -55,14 +55,14 @@ def as_dtensor(held: Tensor, like: Any) -> Tensor:
     return whole
 
 
-def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
+def flatten_as(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
     """Return a tensor flat, in the order of its memory or that of ``like``, as DDP lays its gradient."""
-    if like is not None and not lies_as(tensor, like):
+    if like is not None and not has_layout_of(tensor, like):
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def lies_as(tensor: Tensor, like: Tensor) -> bool:
+def has_layout_of(tensor: Tensor, like: Tensor) -> bool:
     """Tell whether a tensor lies in memory as another one of its shape does; strides along a size of 1 say nothing.
 
     They alone differ between 1x1 convolutions' parameters and gradients, which backward makes in channels_last.
@@ -73,7 +73,7 @@ def lies_as(tensor: Tensor, like: Tensor) -> bool:
 
 def laid_as(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor with the strides of another one if it lies as that: lists of unequal ones torch copies singly."""
-    is_same = tensor.stride() == like.stride() or not lies_as(tensor, like)
+    is_same = tensor.stride() == like.stride() or not has_layout_of(tensor, like)
     return tensor if is_same else tensor.as_strided(tensor.shape, like.stride())
 
 
@@ -85,13 +85,13 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
     return out.copy_(source.reshape(-1)[: out.numel()])
 
 
-def shard_numel(numel: int, ranks: int, multiple: int = 1) -> int:
+def shard_numel(numel: int, world_size: int, multiple: int = 1) -> int:
     """Return the elements of each rank's shard of so many, a multiple of ``multiple``."""
-    return -(-numel // (ranks * multiple)) * multiple
+    return -(-numel // (world_size * multiple)) * multiple
 
 
 def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Write flat tensors into ``[ranks, columns]``, in place, each cut by itself into a shard in every row.
+    """Write flat tensors into ``[world_size, columns]``, in place, each cut by itself into a shard in every row.
 
     The last shards of a tensor, and the columns, end in zeros.
 
@@ -99,11 +99,11 @@ def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tens
         tensor([[1., 2., 4., 0.],
                 [3., 0., 0., 0.]])
     """
-    ranks, parts = len(rows), list[Tensor]()
+    world_size, parts = len(rows), list[Tensor]()
     for tensor in tensors:
-        padding = ranks * shard_numel(tensor.numel(), ranks, multiple) - tensor.numel()
-        parts.append((torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor).view(ranks, -1))
-    parts.append(rows.new_zeros(ranks, rows.shape[1] - sum(part.shape[1] for part in parts)))
+        padding = world_size * shard_numel(tensor.numel(), world_size, multiple) - tensor.numel()
+        parts.append((torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor).view(world_size, -1))
+    parts.append(rows.new_zeros(world_size, rows.shape[1] - sum(part.shape[1] for part in parts)))
     return torch.cat(parts, dim=1, out=rows)
 
 
@@ -124,7 +124,7 @@ def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
     """Add to a flat tensor, in place, what several ranks sent of it, rank by rank.
 
-    Indices, int64 ``[ranks, count]`` like the values, are distinct in each row.
+    Indices, int64 ``[world_size, count]`` like the values, are distinct in each row.
 
         >>> add_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0, 2], [1, 2]]), torch.zeros(3))
         tensor([1., 3., 6.])
@@ -207,16 +207,17 @@ class IndexCodec(NamedTuple):
         return torch.cat([offsets.view(torch.uint8), counts.view(torch.uint8)], dim=1)
 
     def decode(self, wires: Tensor) -> Tensor:
-        """Read what ranks have written, uint8 ``[ranks, nbytes or more]``, as int64 ``[ranks, room]``."""
-        ranks, count = len(wires), self.room
+        """Read what ranks have written, uint8 ``[world_size, nbytes or more]``, as int64 ``[world_size, room]``."""
+        world_size, count = len(wires), self.room
         offset_bytes = count * self.offset_dtype.itemsize
         offsets = read_as(wires[:, :offset_bytes], self.offset_dtype)
         counts = read_as(wires[:, offset_bytes : self.nbytes], self.count_dtype).long()
         starts = torch.arange(self._blocks, device=wires.device) << self.block_bits
         starts -= torch.iinfo(self.offset_dtype).min
         # The size is known, so a GPU need not be asked for it.
-        block_starts = torch.repeat_interleave(starts.repeat(ranks), counts.flatten(), output_size=ranks * count)
-        return block_starts.view(ranks, count).add_(offsets)
+        total = world_size * count
+        block_starts = torch.repeat_interleave(starts.repeat(world_size), counts.flatten(), output_size=total)
+        return block_starts.view(world_size, count).add_(offsets)
 
     @property
     def _mask(self) -> int:
@@ -284,7 +285,7 @@ def counts_of(indices: Tensor, numels: Counts) -> Counts:
     return tuple(last - first for first, last in pairwise(places))
 
 
-def repeat_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
+def repeat_interleave(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
     # The size is known: a GPU need not be asked for it.
     return copied_to(numbers, device).repeat_interleave(copied_to(counts, device), output_size=sum(counts))

@@ -3,6 +3,6 @@
 :mod:`~lightning_sparse.loop.sparsify` is the plain loop's entry point; the other modules serve the Trainer's, too.
 """
 
-from lightning_sparse.loop.sparsify import Sparsifier, sparsify
+from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradients
 
-__all__ = ["Sparsifier", "sparsify"]
+__all__ = ["GradientSparsifier", "sparsify_gradients"]

@@ -46,7 +46,7 @@ class DDPArguments(Compression, total=False):
 
 
 class LoopArguments(Compression, total=False):
-    """Settings, and what else :func:`~lightning_sparse.sparsify` takes beside model and optimizer."""
+    """Settings, and what else :func:`~lightning_sparse.sparsify_gradients` takes beside model and optimizer."""
 
     compressor: Union[str, Compressor]
     density: Optional[float]
@@ -64,7 +64,7 @@ class ShardArguments(Compression, total=False):
     timeout: Optional[timedelta]
 
 
-def spelt_out(*left_out: str) -> Callable[[Function], Function]:
+def with_settings_signature(*left_out: str) -> Callable[[Function], Function]:
     """Show a function's settings, with defaults and what they mean, where its signature has the record of them.
 
     Type checkers and editors read ``Unpack``; help, and a command line, ask a function itself.
@@ -86,7 +86,7 @@ def spelt_out(*left_out: str) -> Callable[[Function], Function]:
     return show
 
 
-def taken_settings(
+def pop_settings(
     entry: Callable[..., Any],
     compressor: Union[str, Compressor],
     density: Optional[float],

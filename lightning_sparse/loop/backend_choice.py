@@ -17,7 +17,7 @@ import torch
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import SharedOnCopy
 
-_LEAST_GAIN = 0.02  # of a step of DDP, which delays no gradient
+_MIN_GAIN = 0.02  # of a step of DDP, which delays no gradient
 _GAIN_OF_A_TENTH = 0.05  # more of it for sending a tenth: what is sent late has to be made up for in steps
 _SIGMAS = 2.0
 _TO_SIGMA = 1.4826  # from a median of deviations, for normal ones
@@ -25,7 +25,7 @@ _ERROR_OF_MEDIAN = 1.2533  # over that of a mean, for normal errors
 _SETTLING_STEPS = 2  # after a change
 _TIMED_STEPS = 6
 _TURNS = 2  # of each, so that whatever else the machine does hits both alike,
-_MOST_TURNS = 6  # and more while they do not tell which is better
+_MAX_TURNS = 6  # and more while they do not tell which is better
 _HOPELESS = 2.0  # times as slow as the engine: one step of a turn is enough to see it
 _RECHECK_STEPS = 5000  # after which to compare again
 
@@ -71,7 +71,7 @@ def compare(turns: Sequence[Turn], density: float) -> Comparison:
     errors = ((_ERROR_OF_MEDIAN * _spread(steps) / math.sqrt(len(steps)) for steps in turn) for turn in turns)
     inside = median(math.hypot(*turn) for turn in errors)
     error = _SIGMAS * max(_spread(gains), inside) / math.sqrt(len(turns))
-    wanted = _LEAST_GAIN + _GAIN_OF_A_TENTH * math.log10(1 / min(1.0, max(density, 1e-9)))
+    wanted = _MIN_GAIN + _GAIN_OF_A_TENTH * math.log10(1 / min(1.0, max(density, 1e-9)))
     return Comparison(median(ours), median(theirs), median(gains), error, wanted * median(theirs))
 
 
@@ -81,7 +81,7 @@ def _spread(values: Sequence[float]) -> float:
     return _TO_SIGMA * median(abs(value - centre) for value in values)
 
 
-class BackendChoice(SharedOnCopy):
+class AutoBackend(SharedOnCopy):
     """Choose between the engine and plain DDP."""
 
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
@@ -110,7 +110,7 @@ class BackendChoice(SharedOnCopy):
         while self._engine.planner.plan is None:
             yield
         self._log(
-            f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MOST_TURNS}"
+            f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MAX_TURNS}"
             " turns, and goes on with what is better."
         )
         while True:
@@ -120,7 +120,7 @@ class BackendChoice(SharedOnCopy):
                 theirs = yield from self._time(True, hopeless=_HOPELESS * median(ours))
                 turns.append((ours, theirs))
                 comparison = compare(turns, self._density)
-                is_done = len(turns) == _MOST_TURNS or (len(turns) >= _TURNS and comparison.is_clear)
+                is_done = len(turns) == _MAX_TURNS or (len(turns) >= _TURNS and comparison.is_clear)
             yield from self._decide(not comparison.pays)
             self._tell(comparison, len(turns))
             for _ in range(_RECHECK_STEPS):

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.collectives import Watch, gather_apart
+from lightning_sparse.engine.collectives import Watch, all_gather_via_store
 from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.optimizers import handled, listed
+from lightning_sparse.loop.optimizers import listed, optimizer_parameters
 
 _ALIKE = (
     "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
@@ -40,12 +40,12 @@ class TrainedParameters:
         self._are_exchanged = [name in self.parameters for name in self.names.values()]
         self._handled: list[int] = []  # identities of the parameters that optimizers train
 
-    def have_changed(self, handled: Sequence[Tensor]) -> bool:
+    def have_changed(self, optimizer_parameters: Sequence[Tensor]) -> bool:
         """Return whether others are trained now; on a few hundred parameters it takes some ten microseconds.
 
         New ones of the model count from when optimizers have others than before: without one they are not trained.
         """
-        present = list(map(id, handled))
+        present = list(map(id, optimizer_parameters))
         if present != self._handled:
             if self.has_others():
                 return not self._are_replaced
@@ -66,10 +66,10 @@ class TrainedParameters:
         """Return the names that what is here has in a later state of the model; buffers stay under theirs."""
         return {present.names[each] for each in self.names if each in present.names} | self._buffers
 
-    def lacks_any(self, handled: Sequence[Tensor]) -> bool:
+    def lacks_any(self, optimizer_parameters: Sequence[Tensor]) -> bool:
         """Return whether any of some parameters has a gradient of the model that is not exchanged."""
         others = set(self._module.parameters()).difference(self.parameters.values())
-        return any(each in others and each.requires_grad and each.grad is not None for each in handled)
+        return any(each in others and each.requires_grad and each.grad is not None for each in optimizer_parameters)
 
     def renaming_to(self, present: "TrainedParameters") -> Renaming:
         """Return the names that these parameters have in a later state of the model."""
@@ -85,7 +85,7 @@ class TrainedParameters:
 def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
     """Raise, on every rank, unless all ranks call with the same changes within the timeout."""
     try:
-        everywhere = gather_apart(changes, timeout)
+        everywhere = all_gather_via_store(changes, timeout)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}."
@@ -133,7 +133,7 @@ class LoadedParameters:
                 self._fingerprints[parameter] = fingerprint(local_tensor(parameter))
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
-        self._of_optimizers.update(handled(optimizer))
+        self._of_optimizers.update(optimizer_parameters(optimizer))
 
     def clear(self) -> None:
         """Start anew, as an exchange begins, or a state with the residuals of these weights is loaded as well."""

@@ -18,14 +18,14 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.refusals import lacking, refuse
+from lightning_sparse.engine.collectives import all_gather_object
+from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.step.exchange import SPARSE_LAYOUT, SilentReducer
-from lightning_sparse.engine.step.ranks import cut_modules
+from lightning_sparse.engine.step.reducer import SPARSE_LAYOUT, NoOpReducer
+from lightning_sparse.engine.step.topology import fsdp_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.optimizers import calls_hooks, chain_of, handled, listed
+from lightning_sparse.loop.optimizers import calls_hooks, chain_of, listed, optimizer_parameters
 from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
@@ -97,7 +97,7 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
     if backend != "nccl":
         return settings, told
     # FSDP gathers and scatters all through backward, on a communicator of its own.
-    overlaps = settings.overlaps_backward and not any(cut_modules(model))
+    overlaps = settings.overlaps_backward and not any(fsdp_modules(model))
     has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
     if settings.overlaps_backward and has_batch_norm:
         overlaps = False
@@ -109,7 +109,7 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
 
 def of_the_settings(settings: Settings) -> Iterator[str]:
     """Yield what there is no place for where every rank holds a shard of the model."""
-    yield from lacking("in shards", settings)
+    yield from missing_capabilities("in shards", settings)
     local = settings.local_steps or LocalSteps()
     if local.synchronous_steps:
         yield (
@@ -120,7 +120,7 @@ def of_the_settings(settings: Settings) -> Iterator[str]:
 
 def refuse_together(reasons: Iterator[str]) -> None:
     """Raise on every rank what the first that has one has to say."""
-    refuse(filter(None, gather_together(next(reasons, ""))))
+    refuse(filter(None, all_gather_object(next(reasons, ""))))
 
 
 def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Iterator[str]:
@@ -192,9 +192,10 @@ def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
             "torch._dynamo.config.optimize_ddp is 'python_reducer', which averages gradients in compiled code; set it"
             " to True (the default) or False"
         )
-    if ddp._comm_hooks or isinstance(ddp.reducer, SilentReducer):
+    if ddp._comm_hooks or isinstance(ddp.reducer, NoOpReducer):
         raise RuntimeError(
-            "model has a communication hook, or sparsify has exchanged its gradients before: wrap the module inside in"
+            "model has a communication hook, or sparsify_gradients has exchanged its gradients before: wrap the"
+            " module inside in"
             " a new DistributedDataParallel, without a hook, or give that module as it is"
         )
     if ddp.is_multi_device_module:
@@ -216,7 +217,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or several of them in a list")
         given = f"optimizer={type(optimizer).__name__}"
-        if trained.isdisjoint(handled(optimizer)):
+        if trained.isdisjoint(optimizer_parameters(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build it from model.parameters()")
         check_optimizers(settings, [optimizer])
         if counts_steps and not calls_hooks(optimizer):
@@ -264,7 +265,8 @@ def check_no_epochs(settings: Settings) -> None:
     if settings.warmup_epochs:
         raise RuntimeError(
             f"warmup_epochs={settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell: call"
-            " set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
+            " set_epoch(epoch), of what sparsify_gradients returned or of fabric.strategy, at the start of"
+            " each, or give"
             f" warmup_epochs=0{' or total_steps' if settings.bounds_warm_up else ''}"
         )
 

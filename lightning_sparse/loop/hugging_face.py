@@ -14,11 +14,11 @@ from transformers import Trainer, TrainerCallback
 from typing_extensions import Unpack, override
 
 from lightning_sparse.loop.arguments import LoopArguments
-from lightning_sparse.loop.sparsify import Sparsifier, sparsify
+from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradients
 
 
 class SparsifyCallback(TrainerCallback):
-    """Have Hugging Face's Trainer exchange as :func:`~lightning_sparse.sparsify` does.
+    """Have Hugging Face's Trainer exchange as :func:`~lightning_sparse.sparsify_gradients` does.
 
     To ``TrainingArguments(max_grad_norm=...)`` this clips, as updates of AdamW must not be clipped like gradients.
     With local steps the shared model is evaluated and saved, and there when ``train`` returns. The Trainer's folder of
@@ -29,10 +29,10 @@ class SparsifyCallback(TrainerCallback):
         trainer: that it is added to.
         resume_from: folder of the checkpoint that ``train`` is given, where that is not in this training's folder.
         resume_compression: whether to load the state of the processes; ``False`` starts with empty residuals.
-        **settings: arguments of :func:`~lightning_sparse.sparsify`.
+        **settings: arguments of :func:`~lightning_sparse.sparsify_gradients`.
 
     Attributes:
-        stats: statistics of the training, as of :meth:`~lightning_sparse.Sparsifier.stats`, when it has ended.
+        stats: statistics of the training, as of :meth:`~lightning_sparse.GradientSparsifier.stats`, when it has ended.
 
     Raises:
         CheckpointError: when training resumes from a checkpoint without the state of the processes.
@@ -49,7 +49,7 @@ class SparsifyCallback(TrainerCallback):
         self._resume_from = resume_from
         self._resumes = resume_compression
         self._settings = settings
-        self._handle: Optional[Sparsifier] = None
+        self._handle: Optional[GradientSparsifier] = None
         self._accelerator: Any = None  # some of whose methods are ours, until they are given back
         self._shown = ExitStack()
         self.stats: dict[str, float] = {}
@@ -65,7 +65,7 @@ class SparsifyCallback(TrainerCallback):
         accelerator.free_memory = self._free_memory
         scaler = getattr(accelerator, "scaler", None)
         given: LoopArguments = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
-        self._handle = sparsify(ddp, self._trainer.optimizer, **given)
+        self._handle = sparsify_gradients(ddp, self._trainer.optimizer, **given)
         accelerator.clip_grad_norm_ = self._clip
         if state.global_step and self._resumes:
             folder = self._resume_from or self._folder(state)
@@ -106,10 +106,10 @@ class SparsifyCallback(TrainerCallback):
         if self._handle is None:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._handle.adopt()
+            self._handle.reset_shared_model()
         self._shown.close()
         self._handle.close()
-        self.stats = self._handle.stats()
+        self.stats = self._handle.compression_stats()
         self._trainer.model_wrapped = self._trainer.model  # for a further training to wrap
         self._give_back()
 
@@ -139,7 +139,7 @@ class SparsifyCallback(TrainerCallback):
         if self._handle is None:
             return
         if self._handle.training is not None and (rounds := self._handle.training.engine.rounds) is not None:
-            rounds.shared.take_back(own=False)
+            rounds.shared.swap_out(own=False)
         self._shown.close()
         self._handle.close(has_failed=True)
 
@@ -155,11 +155,12 @@ _NAME = "lightning_sparse"  # of a folder in that of a checkpoint
 _REGISTERED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many handles an accelerator saves
 
 
-def save_with(accelerator: Any, handle: Sparsifier) -> None:
+def save_with(accelerator: Any, handle: GradientSparsifier) -> None:
     """Have Accelerate's ``save_state`` and ``load_state`` include the state of each process.
 
     Its ``register_for_checkpointing`` would save that of one process. Call it for each of several models, in the same
-    order when a training is resumed. With local steps save inside :meth:`~lightning_sparse.Sparsifier.shared_model`.
+    order when a training is resumed. With local steps save inside
+    :meth:`~lightning_sparse.GradientSparsifier.shared_model`.
     """
     number = _REGISTERED.get(accelerator, 0)
     _REGISTERED[accelerator] = number + 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Union
 
-from lightning_sparse.engine.collectives import gather_apart
+from lightning_sparse.engine.collectives import all_gather_via_store
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.optimizers import listed
 
@@ -26,7 +26,7 @@ def own_node() -> Node:
 def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], None]) -> int:
     """Return how many ranks of a node, of which each tells its own, average their gradients first, and say so."""
     # In the store: which device is whose nobody may have told NCCL so far.
-    nodes = [] if settings.levels == 1 else gather_apart(str(node))
+    nodes = [] if settings.levels == 1 else all_gather_via_store(str(node))
     count = ranks_of_node(settings, nodes) if len(nodes) > 1 else 1
     if count > 1:
         together = "average their gradients before they exchange with other nodes."

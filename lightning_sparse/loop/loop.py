@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import align, attended, backend_of
+from lightning_sparse.engine.collectives import backend_of, ddp_parameters, sync_module_states
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.exchange import Wrapper, after_closure
-from lightning_sparse.engine.step.ranks import ShardedModel, named_module, reshard
-from lightning_sparse.loop.backend_choice import BackendChoice
+from lightning_sparse.engine.step.reducer import Wrapper, after_closure
+from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
+from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
 from lightning_sparse.loop.levels import Node
@@ -31,12 +31,12 @@ from lightning_sparse.loop.optimizer_states import load_states, states_of
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
-    all_handled,
+    all_optimizer_parameters,
     before_step_of_training,
     calls_hooks,
     can_correct,
     chain_of,
-    handled,
+    optimizer_parameters,
     warn_of_adaptive,
 )
 from lightning_sparse.loop.state import collect_state, match_state
@@ -54,7 +54,8 @@ from lightning_sparse.loop.summary import (
 from lightning_sparse.schedule import Auto, Plan
 
 CLOSED = (
-    "closed: to train on, sparsify the model anew, in a new DistributedDataParallel if it was in one; or"
+    "closed: to train on, call sparsify_gradients on the model again, in a new DistributedDataParallel if it"
+    " was in one; or"
     " train a copy of the model alone"
 )
 _NEW = (
@@ -69,7 +70,7 @@ _BROKEN = (
 
 _OWN = (
     "an optimizer steps by gradients that are this rank's own, and replicas would go apart: let the last backward of a"
-    " step be outside of accumulating(), and of no_sync(), so that it exchanges the sum; under the Trainer's automatic"
+    " step be outside of no_sync(), and of no_sync(), so that it exchanges the sum; under the Trainer's automatic"
     " optimization it is Lightning's own, and none may come after it, such as in on_after_backward; under manual"
     " optimization it comes in training_step, or by manual_backward; in a loop of one's own its loss is made of what"
     " the model itself has returned in training mode, not of what its parts have"
@@ -87,14 +88,14 @@ _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lig
 Log = Callable[[str], None]
 
 
-class Given(NamedTuple):
+class RuntimeOptions(NamedTuple):
     """What a training is given beside model, optimizers and settings."""
 
     timeout: Optional[timedelta] = None  # of an exchange
     scaler: Any = None
     clipping: Clipping = NOT_CLIPPED  # of every step
-    node_ranks: int = 1  # that have averaged their gradients before, or do so first
-    node: Optional[Node] = None  # of this rank, where an entry point without ``node_ranks`` knows it
+    local_world_size: int = 1  # that have averaged their gradients before, or do so first
+    node: Optional[Node] = None  # of this rank, where an entry point without ``local_world_size`` knows it
 
 
 class Loop:
@@ -118,7 +119,9 @@ class Loop:
         """Those of the training; the model is one without."""
         return _ONE if self.training is None else self.training.replicas
 
-    def start(self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: Given, goes_alone: bool = False) -> None:
+    def start(
+        self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: RuntimeOptions, goes_alone: bool = False
+    ) -> None:
         """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
         self.end()
         self._finish_with({}, None)
@@ -197,7 +200,7 @@ class Training:
     """One training that exchanges, of one wrapped model, until closed."""
 
     def __init__(
-        self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: Given, log: Log
+        self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
     ) -> None:
         self.settings = settings
         self.optimizers = optimizers  # that train the model
@@ -216,10 +219,10 @@ class Training:
         for line in told:
             log(line)
         around = (self._open, lambda: self.view.note_arrived())
-        self.engine = engine = Engine(ddp, ordered, given.timeout, log, given.node_ranks, *around)
+        self.engine = engine = Engine(ddp, ordered, given.timeout, log, given.local_world_size, *around)
         self._trained = TrainedParameters(module)
         # Whether the coming steps are left to plain DDP.
-        self.choice = BackendChoice(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
+        self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
         self._loaded = LoadedParameters(module, optimizers)
         if self.view.takes_momentum:
@@ -227,15 +230,15 @@ class Training:
 
     def _attend(self) -> None:
         """See what the optimizers are to do, and hear of each step."""
-        parameters, engine = attended(self.engine.module), self.engine
+        parameters, engine = ddp_parameters(self.engine.module), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
         look = before_step_of_training(self._before_step)
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
         hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
-        self.engine.arrived.handled = partial(all_handled, optimizers)
+        self.engine.reduced.optimizer_parameters = partial(all_optimizer_parameters, optimizers)
         if self.engine.rounds is not None:
-            self.engine.rounds.shared.handled = self.engine.arrived.handled
+            self.engine.rounds.shared.optimizer_parameters = self.engine.reduced.optimizer_parameters
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
             self.view.adam.clips.ask(self._given.clipping, parameters.values())
@@ -271,15 +274,15 @@ class Training:
         if not (has_others or before.changes_to(present)):
             return False
         if has_others:
-            align(module, before.known_in(present))
+            sync_module_states(module, before.known_in(present))
         self._trained = present
-        self.view.know(attended(module))
+        self.view.know(ddp_parameters(module))
         self.engine.restart(present.parameters, before.renaming_to(present))
         return True
 
     def _trains_others(self, optimizers: Sequence[Optimizer]) -> bool:
         """Return whether the model has other parameters to train, once its own are in their place."""
-        trained = all_handled(optimizers)
+        trained = all_optimizer_parameters(optimizers)
         if not self._trained.have_changed(trained):
             return False
         if isinstance(self.engine.wrapper, ShardedModel):
@@ -301,7 +304,7 @@ class Training:
         self.steps.handles += warn_of_adaptive(self.settings, optimizers, warn_user)
         if before is not None and self.view.adam is not None:
             self.view.adam.see_other_states()
-            self.view.adam.warm_up.go_on(before.warm_up)
+            self.view.adam.warm_up.resume_from(before.warm_up)
 
     def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True, is_trial: bool = False) -> None:
         """Know how many optimizer steps the whole training has, if known; say how many rounds that is, if it is."""
@@ -321,11 +324,11 @@ class Training:
         if rounds is not None:
             is_dense = rounds.is_synchronous
             if self.is_dense and not is_dense:  # they begin with one model
-                align(self.engine.module)
+                sync_module_states(self.engine.module)
         else:
             is_dense = self.choice is not None and self.choice.wants_dense
             if adam is not None:
-                adam.warm_up.look(self.engine.mean_over_ranks)
+                adam.warm_up.poll(self.engine.mean_over_ranks)
                 is_dense = adam.warm_up.is_dense or is_dense
         if is_dense != self.is_dense:
             self.is_dense = is_dense
@@ -355,7 +358,7 @@ class Training:
         if self.replicas.are_apart:
             self.replicas.begin_round()
         if adopts:
-            self.replicas.adopt()
+            self.replicas.reset_shared_model()
         if self.settings.replicas_diverge or self.choice is not None:
             self.steps.see_weights(self.engine.module)
 
@@ -372,10 +375,10 @@ class Training:
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self._add_backward()
-        source = self.engine.source
+        reducer = self.engine.reducer
         # Others may come before a step's last, by a hook of one's own, and go with it.
-        source.takes_untold = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
-        source.expect()
+        reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
+        reducer.prepare_for_backward()
 
     def _add_backward(self) -> None:
         self.backwards, self._waiting = self.backwards + 1, self.optimizers
@@ -387,18 +390,18 @@ class Training:
 
     def set_inside(self, is_inside: bool) -> None:
         """Have backwards that Lightning does not announce be exchanged, as inside of manual optimization, or not."""
-        self.engine.source.takes_untold = is_inside
+        self.engine.reducer.allow_implicit_backward = is_inside
 
-    def _open(self, is_told: bool) -> None:
+    def _open(self, is_explicit: bool) -> None:
         """Begin a step's exchange, before the first of its gradients is taken."""
-        if not is_told:
+        if not is_explicit:
             self.check_epoch()
             if self.engine.rounds is None:  # else a model is made one, between two backwards
                 self.turn()
             self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
-        continued = self.engine.arrived.continued
+        continued = self.engine.reduced.continued
         if not (continued or self.is_dense):
             self.engine.recorder.begun_steps += 1
         if self.is_dense:
@@ -406,7 +409,7 @@ class Training:
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
         if self.settings.local_steps is None:
             self._reset_loaded()
-            context = self.view.coming_step(self.is_dense, continued, self.engine.arrived.begun)
+            context = self.view.next_step(self.is_dense, continued, self.engine.reduced.begun)
             scale = _scale_of(self._given.scaler, self.device)
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
 
@@ -414,10 +417,10 @@ class Training:
         """Drop all that has not been sent, and momentum; of rounds go on from the weights that there are now."""
         self._reset(set(self.engine.module.parameters()))
         if self.is_in_round:
-            self.replicas.adopt()
+            self.replicas.reset_shared_model()
 
     def _reset(self, parameters: AbstractSet[Tensor]) -> None:
-        names = [name for name, each in attended(self.engine.module).items() if each in parameters]
+        names = [name for name, each in ddp_parameters(self.engine.module).items() if each in parameters]
         self.engine.worker.run(lambda: self.engine.memory.reset(names))
         self._log(ROLLED_BACK.format(count=len(names)))
 
@@ -437,25 +440,29 @@ class Training:
 
     def end_backward(self, is_inside: bool) -> None:
         """End a backward; raise what its exchange has raised."""
-        self.engine.source.finish()
+        self.engine.reducer.finalize_backward()
         self.set_inside(is_inside)
         self.view.note_arrived()
         self.engine.worker.raise_error()
 
     def _begin_step(self) -> None:
-        if self.engine.source.is_open:
+        if self.engine.reducer.is_open:
             raise RuntimeError(_BROKEN)
 
     def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
         has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
-        if has_begun and any(each.grad is not None for each in handled(optimizer)):  # else a closure makes them
+        if has_begun and any(
+            each.grad is not None for each in optimizer_parameters(optimizer)
+        ):  # else a closure makes them
             self.before_step()  # a closure may begin with weights that were moved for it, as SAM's
         return after_closure(self._before_update)(optimizer, *step)
 
     def _before_update(self, optimizer: Optimizer) -> None:
-        if self.engine.source.holds_own(handled(optimizer)):
+        if self.engine.reducer.holds_own(optimizer_parameters(optimizer)):
             raise RuntimeError(_OWN)
-        if self._trained.have_changed(all_handled(self.optimizers)) and self._trained.lacks_any(handled(optimizer)):
+        if self._trained.have_changed(all_optimizer_parameters(self.optimizers)) and self._trained.lacks_any(
+            optimizer_parameters(optimizer)
+        ):
             raise RuntimeError(_NEW)
         self.before_step()
 
@@ -466,7 +473,7 @@ class Training:
             self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
-        self.engine.arrived.forget(handled(optimizer))
+        self.engine.reduced.forget(optimizer_parameters(optimizer))
         number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
         if number is None:
             raise RuntimeError(_OTHER_OPTIMIZERS)
@@ -483,7 +490,7 @@ class Training:
 
     def _warn_of_gradients(self) -> None:
         """Warn once of a save between two batches of a step, whose gradients are in no checkpoint."""
-        holds = self.backwards and any(each.grad is not None for each in all_handled(self.optimizers))
+        holds = self.backwards and any(each.grad is not None for each in all_optimizer_parameters(self.optimizers))
         if holds and not self._has_warned_of_gradients:
             self._has_warned_of_gradients = True
             warn_user(UNSAVED_GRADIENTS.format(backwards=self.backwards))
@@ -495,7 +502,7 @@ class Training:
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
         self._restart(TrainedParameters(self.engine.module, [*self._trained.parameters.values(), *frozen]))
         self.engine.load_state_dict(usable)
-        self.engine.source.restore_order(usable.get("order", ()))
+        self.engine.reducer.restore_order(usable.get("order", ()))
         if self.view.adam is not None:
             self.view.adam.clips.load(state["clips"])
         if self.settings.replicas_diverge:
@@ -507,7 +514,7 @@ class Training:
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
         """End the exchange, leave the optimizers alone, and return whether what is kept is that of a whole step."""
-        if stats.get("total_steps") and not has_failed and self.engine.topology.ranks > 1:
+        if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
         self.steps.close()

@@ -18,7 +18,7 @@ from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.exchange import after_closure
+from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
@@ -90,7 +90,7 @@ class OptimizerView:
         if self.adam is not None:
             self.adam.counts.know(self._names)
 
-    def coming_step(
+    def next_step(
         self,
         is_dense: bool = False,
         continued: AbstractSet[Tensor] = frozenset(),
@@ -100,12 +100,12 @@ class OptimizerView:
 
         Those in ``begun`` have had one before in it, and gradients of those in ``continued`` hold what that brought.
         """
-        coming = StepContext() if self.adam is None else self.adam.coming(is_dense, continued, begun)
-        return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
+        next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
+        return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them."""
-        if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
+        if self._feedback.momentum is None and not self._feedback.rescale_on_lr_change:
             return {}
         self._give_back()  # an update that failed, or a closure that is called twice, has left it taken
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
@@ -125,7 +125,7 @@ class OptimizerView:
     def check_one_norm(self, parameters: Iterable[Tensor]) -> None:
         """Refuse to clip parameters by one norm of which some have updates in the place of gradients, and some not."""
         given = set(parameters)
-        clipped = [each for each in self._optimizers if not given.isdisjoint(handled(each))]
+        clipped = [each for each in self._optimizers if not given.isdisjoint(optimizer_parameters(each))]
         kinds = {self.adam is not None and is_correctable(each) for each in clipped}
         if len(kinds) > 1:
             raise ValueError(_TWO_NORMS.format(names=listed([type(each).__name__ for each in clipped])))
@@ -349,7 +349,7 @@ def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Tell the step of zeros that torch's sharded checkpoints make, to have states to load into, from a training's."""
     if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
         return False
-    gradients = (each.grad for each in handled(optimizer) if each.grad is not None)
+    gradients = (each.grad for each in optimizer_parameters(optimizer) if each.grad is not None)
     return not any(local_tensor(each).any() for each in gradients)  # a device is asked only if all else speaks for it
 
 
@@ -362,19 +362,21 @@ def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def handled(optimizer: Optimizer) -> list[Tensor]:
+def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that an optimizer trains."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def all_handled(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+def all_optimizer_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Return the parameters that optimizers train."""
-    return list(chain.from_iterable(map(handled, optimizers)))
+    return list(chain.from_iterable(map(optimizer_parameters, optimizers)))
 
 
 def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor], of_adam: str) -> None:
     name = type(optimizer).__name__
-    if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(handled(optimizer)):  # Lightning's stand-in
+    if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(
+        optimizer_parameters(optimizer)
+    ):  # Lightning's stand-in
         raise ValueError(
             f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD,"
             f" and no optimizer trains this model: return one from configure_optimizers, and {_CURE}"

@@ -22,13 +22,13 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.collectives import Watch, align
-from lightning_sparse.engine.refusals import lacking, refuse
+from lightning_sparse.engine.collectives import Watch, sync_module_states
+from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import Compression, Settings
-from lightning_sparse.engine.step.exchange import Exchange, Wrapper, is_in_backward
-from lightning_sparse.engine.step.ranks import BareModel
+from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_backward
+from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.arguments import spelt_out, taken_settings
+from lightning_sparse.loop.arguments import pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import (
     check_bare,
     check_epoch,
@@ -40,16 +40,21 @@ from lightning_sparse.loop.checks import (
     refuse_training,
 )
 from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
-from lightning_sparse.loop.loop import CLOSED, Given, Loop, Training
-from lightning_sparse.loop.optimizers import all_handled, before_step_of_training, handled, unwrapped
+from lightning_sparse.loop.loop import CLOSED, Loop, RuntimeOptions, Training
+from lightning_sparse.loop.optimizers import (
+    all_optimizer_parameters,
+    before_step_of_training,
+    optimizer_parameters,
+    unwrapped,
+)
 from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
 from lightning_sparse.removed import refuse_removed
 
 _LOGGER = logging.getLogger(__name__)
 
 
-@spelt_out()
-def sparsify(
+@with_settings_signature()
+def sparsify_gradients(
     model: Module,
     optimizer: Union[Optimizer, Iterable[Optimizer]],
     compressor: Union[str, Compressor] = "topk",
@@ -59,7 +64,7 @@ def sparsify(
     total_steps: Optional[int] = None,
     timeout: Optional[timedelta] = None,
     **given: Unpack[Compression],
-) -> "Sparsifier":
+) -> "GradientSparsifier":
     """Have a model send only the part of each gradient that matters most, in a training loop of your own.
 
     Call it on all ranks, once, before the first backward. Parameters and buffers are copied from rank 0. Gradients are
@@ -77,10 +82,10 @@ def sparsify(
             and of a compressor go by it.
         timeout: how long an exchange may wait for other ranks; ``None`` for as long as the job's process group.
         **given: settings as of :class:`~lightning_sparse.Compression`. Nodes, for ``levels``, are told apart by
-            torchrun's numbers of them, or by names of hosts. With ``warmup_epochs`` call :meth:`Sparsifier.set_epoch`
-            at the start of each; for ``None`` and ``total_steps`` there is no need to. With ``local_steps`` all ranks
-            make equally many steps, evaluate and save the model inside :meth:`Sparsifier.shared_model`, and end with
-            :meth:`Sparsifier.close`.
+            torchrun's numbers of them, or by names of hosts. With ``warmup_epochs`` call
+            :meth:`GradientSparsifier.set_epoch` at the start of each; for ``None`` and ``total_steps`` there is no
+            need to. With ``local_steps`` all ranks make equally many steps, evaluate and save the model inside
+            :meth:`GradientSparsifier.shared_model`, and end with :meth:`GradientSparsifier.close`.
 
     Raises:
         ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
@@ -89,21 +94,21 @@ def sparsify(
         RuntimeError: if the model has a communication hook, or the gradients of a part of it are exchanged already.
     """
     optimizers = [unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
-    settings = taken_settings(sparsify, compressor, density, given)
-    refuse(lacking("in a loop of one's own", settings))
+    settings = pop_settings(sparsify_gradients, compressor, density, given)
+    refuse(missing_capabilities("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # what torch.compile was given, as Accelerate does
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
-    return Sparsifier(model, optimizers, settings, Given(timeout, scaler), total_steps, _log)
+    return GradientSparsifier(model, optimizers, settings, RuntimeOptions(timeout, scaler), total_steps, _log)
 
 
 def _log(line: str) -> None:
     if dist.get_rank() == 0:
-        _LOGGER.info("sparsify: %s", line)
+        _LOGGER.info("sparsify_gradients: %s", line)
 
 
-class Sparsifier(Loop):
-    """Exchange the gradients of a model until closed; what :func:`sparsify` returns.
+class GradientSparsifier(Loop):
+    """Exchange the gradients of a model until closed; what :func:`sparsify_gradients` returns.
 
     As a context manager it closes itself. It checks the model and its optimizers; ``settings`` are of this model alone.
 
@@ -117,7 +122,7 @@ class Sparsifier(Loop):
         model: Module,
         optimizers: Sequence[Optimizer],
         settings: Settings,
-        given: Given,
+        given: RuntimeOptions,
         total_steps: Optional[int],
         log: Callable[[str], None],
     ) -> None:
@@ -129,19 +134,19 @@ class Sparsifier(Loop):
             model.join_hook = _refuse_join  # type: ignore[method-assign]
             self._model = model
         else:
-            self._model = model if isinstance(model, BareModel) else BareModel(model)
+            self._model = model if isinstance(model, UnwrappedModule) else UnwrappedModule(model)
             check_bare(self._model.module)
         self._called = model
         module = self._model.module
         check_trainers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
         node = own_node() if given.node is None else given.node
-        given = given._replace(node_ranks=agreed_ranks_of_node(settings, node, log))
+        given = given._replace(local_world_size=agreed_ranks_of_node(settings, node, log))
         self._followed = FollowedModel(self._model)
         self._parts = _trained_parts(module)
         self._handles: list[Any] = []
         if model is not self._model:
-            align(module)
+            sync_module_states(module)
         try:
             self.start(self._model, optimizers, given)
             self._attend(model, given.scaler, total_steps)
@@ -216,7 +221,7 @@ class Sparsifier(Loop):
         Raises:
             ValueError: for one norm of several optimizers of which some are corrected, and some are not.
         """
-        parameters = [*self._model.module.parameters()] if optimizer is None else handled(optimizer)
+        parameters = [*self._model.module.parameters()] if optimizer is None else optimizer_parameters(optimizer)
         if norm is not None and self.training is not None:
             self.training.view.check_one_norm(parameters)
         with self.clipped_before(Clipping(norm=norm, value=value), parameters):
@@ -240,7 +245,7 @@ class Sparsifier(Loop):
                     hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
             yield
 
-    def accumulating(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Have gradients stay this rank's own inside: put it around all batches of a step but the last.
 
         The next backward outside exchanges the sum. Forward and backward both belong inside. It is DDP's ``no_sync()``.
@@ -273,13 +278,13 @@ class Sparsifier(Loop):
         self._followed.take_up()
         self.replicas.synchronize()
 
-    def adopt(self) -> None:
+    def reset_shared_model(self) -> None:
         """Share the model that there is now, such as one that was loaded in the midst of training; all ranks must call.
 
         With local steps, what else changes the model would be taken for a change by training.
         """
         self._followed.take_up()
-        self.replicas.adopt()
+        self.replicas.reset_shared_model()
 
     def save_state(self, folder: Union[str, Path]) -> None:
         """Write what each rank has between two optimizer steps into a folder of its own; all ranks must call.
@@ -324,7 +329,7 @@ class Sparsifier(Loop):
             raise RuntimeError(CLOSED)
 
     def __getattr__(self, name: str) -> Any:
-        refuse_removed(f"{type(self).__name__}.{name}", f"Sparsifier.{name}", AttributeError)
+        refuse_removed(f"{type(self).__name__}.{name}", f"GradientSparsifier.{name}", AttributeError)
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
@@ -334,9 +339,9 @@ class Sparsifier(Loop):
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.
 
-        With local steps it ends the round: all ranks must call. Train on by giving the model to :func:`sparsify` anew,
-        in a new wrapper if it was in one, or in any ``DistributedDataParallel``. ``has_failed`` says that training ends
-        by an error of this rank, for which others may wait.
+        With local steps it ends the round: all ranks must call. Train on by giving the model to
+        :func:`sparsify_gradients` anew, in a new wrapper if it was in one, or in any ``DistributedDataParallel``.
+        ``has_failed`` says that training ends by an error of this rank, for which others may wait.
         """
         engine, self._followed.is_closed = self.engine, True
         try:
@@ -366,7 +371,7 @@ class FollowedModel:
         """Hear of the calls of a model, as the user calls it, from now on; return hooks that are removed at the end."""
         self.training, rounds, module = training, training.engine.rounds, self._model.module
         self._broadcasts = model is not self._model  # which broadcasts buffers itself where it is called
-        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.source)))
+        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.reducer)))
         hooks: list[Any] = [model.register_forward_hook(listen)]
         for called in {model} if rounds is None else {model, module}:  # a rank may evaluate what is inside of DDP alone
             forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
@@ -426,7 +431,7 @@ class FollowedModel:
         if self.training is None or self.training.settings.local_steps is None:
             return None
         # What no optimizer has, such as a moving average, each rank may have written by itself.
-        trained = set(all_handled(self.training.optimizers))
+        trained = set(all_optimizer_parameters(self.training.optimizers))
         with self.training.replicas.shared_model():
             held = (each for each in self._model.module.parameters() if each in trained)
             return [int(fingerprint(each)) for each in held if each.numel()]
@@ -441,25 +446,25 @@ class FollowedModel:
                 self._begin_training()
                 training.check_epoch()
                 training.begin_batch()
-            if is_training and self._broadcasts and isinstance(self._model, BareModel):
+            if is_training and self._broadcasts and isinstance(self._model, UnwrappedModule):
                 self._model.begin_forward()
         elif not (has_grad or is_training):  # any rank may evaluate alone
             self._check_shared()
 
-    def _listen(self, source: Exchange, inputs: Any, output: Any) -> None:
+    def _listen(self, reducer: SparseReducer, inputs: Any, output: Any) -> None:
         """Hear of a backward when it comes to the model, before it adds to gradients; refuse it once closed."""
 
-        def hear(gradient: Tensor) -> None:
+        def on_backward_start(gradient: Tensor) -> None:
             if self.is_closed:
                 raise RuntimeError(CLOSED)
-            source.hear()
+            reducer.on_backward_start()
 
         is_training = self._model.module.training
         for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad and (is_training or source.takes_untold):
-                each.register_hook(hear)
+            if isinstance(each, Tensor) and each.requires_grad and (is_training or reducer.allow_implicit_backward):
+                each.register_hook(on_backward_start)
                 # Before it is called in training mode it may be one that is trained by its parts, or without.
-                source.takes_untold &= not is_training
+                reducer.allow_implicit_backward &= not is_training
 
     def _begin_training(self) -> None:
         """Go on from the state that was loaded, if one was."""
@@ -484,7 +489,8 @@ class FollowedModel:
         if not (self._is_shown or rounds is None or rounds.is_shared):
             raise RuntimeError(
                 f"in a round of local steps this is the model of rank {dist.get_rank()} alone: evaluate and save inside"
-                " `with handle.shared_model():`, of what sparsify returned or of fabric.strategy; or call synchronize()"
+                " `with handle.shared_model():`, of what sparsify_gradients returned or of fabric.strategy; or"
+                " call synchronize()"
                 " before, on all ranks"
             )
 
@@ -498,13 +504,15 @@ def _refuse_join(**settings: Any) -> Any:
 
 
 _ATTENDED: WeakSet[Module] = WeakSet()  # parts of models whose gradients are exchanged
-_OPEN: WeakKeyDictionary["Sparsifier", None] = WeakKeyDictionary()  # those of all models, in one order on all ranks
+_OPEN: WeakKeyDictionary["GradientSparsifier", None] = (
+    WeakKeyDictionary()
+)  # those of all models, in one order on all ranks
 _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
 
 
 def _refuse_training_of(model: Module) -> None:
     """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
-    if isinstance(model, (DistributedDataParallel, BareModel)):
+    if isinstance(model, (DistributedDataParallel, UnwrappedModule)):
         model.register_forward_pre_hook(partial(refuse_training, CLOSED))
     else:
         hook = Watch(model, torch.compiler.disable(partial(_refuse_alone, model)))
@@ -529,6 +537,7 @@ def _check_unattended(model: Any) -> None:
     if not _ATTENDED.isdisjoint(_trained_parts(model)):
         raise RuntimeError(
             f"model={type(model).__name__} holds parameters whose gradients are already exchanged: give all optimizers"
-            " of a model in one call of sparsify; to begin anew, call close() of what sparsify had returned before, or"
+            " of a model in one call of sparsify_gradients; to begin anew, call close() of what"
+            " sparsify_gradients had returned before, or"
             " of fabric.strategy"
         )

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_together, timeout_of_job, translate_backend_errors
+from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job, translate_backend_errors
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
-from lightning_sparse.engine.step.ranks import ShardedModel
-from lightning_sparse.functional.elements import laid_flat, local_tensor, local_tensors
+from lightning_sparse.engine.step.topology import ShardedModel
+from lightning_sparse.functional.elements import flatten_as, local_tensor, local_tensors
 
 VERSION = 8  # of this form, and of checkpoints
 HINT = (
@@ -50,7 +50,7 @@ def _header_of(engine: Engine) -> dict[str, Any]:
 
 def save_state(state: Mapping[str, Any], folder: str) -> None:
     """Write this rank's state into a folder; all ranks call, and all raise if one of them cannot."""
-    save = gather_together(uuid4().hex)[0]
+    save = all_gather_object(uuid4().hex)[0]
     content = {**state, "header": {**state["header"], "save": save}}
     act_together(partial(_write, content, _path_of(folder, dist.get_rank())), f"{folder} was not written")
 
@@ -64,7 +64,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
     """
     number, state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
     before, now = state["header"], _header_of(engine)
-    if len(set(gather_together(before["save"]))) > 1:
+    if len(set(all_gather_object(before["save"]))) > 1:
         raise CheckpointError(f"the files in {folder} are of several saves: copy all files of one. {HINT}")
     if before["is_sharded"] != now["is_sharded"]:
         saved, present = ("in shards" if each["is_sharded"] else "whole" for each in (before, now))
@@ -72,7 +72,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
             f"{folder} holds the residual of each replica {saved}, and here it is {present}: resume with the same"
             f" strategy. {HINT}"
         )
-    if all(before[key] == now[key] for key in ("ranks", "node_ranks")):
+    if all(before[key] == now[key] for key in ("world_size", "local_world_size")):
         return state
     table = _Table(folder, number, state, engine)
     act_together(table.read, f"{folder} was not read")
@@ -87,7 +87,7 @@ def act_together(action: Callable[[], Result], outcome: str) -> Result:
     except Exception as raised:
         error = raised
     with translate_backend_errors(f"errors ({outcome})", "all_gather", timeout_of_job(torch.device("cpu"))):
-        failures = gather_together(error and f"{type(error).__name__}: {error}")
+        failures = all_gather_object(error and f"{type(error).__name__}: {error}")
     for rank, failure in enumerate(failures):
         if failure is not None:
             raise error or CheckpointError(f"{outcome}: rank {rank} has failed with {failure}")
@@ -121,7 +121,8 @@ def _read(path: str) -> dict[str, Any]:
     try:
         with files.open(place, "rb") as file:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        version, names = state["header"]["version"], {"save", "compressor", "ranks", "node_ranks", "is_sharded"}
+        version = state["header"]["version"]
+        names = {"save", "compressor", "world_size", "local_world_size", "is_sharded"}
         is_ours = version != VERSION or (names <= state["header"].keys() and isinstance(state["memory"], dict))
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -151,7 +152,7 @@ def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
     if exists(_path_of(folder, rank)):
         return rank, _read(_path_of(folder, rank))
     state = _read(_path_of(folder, 0))
-    return (rank, _read(_path_of(folder, rank))) if rank < state["header"]["ranks"] else (0, state)
+    return (rank, _read(_path_of(folder, rank))) if rank < state["header"]["world_size"] else (0, state)
 
 
 class _Table:
@@ -164,9 +165,9 @@ class _Table:
         self._folder, self._engine, self._replicas = folder, engine, engine.levels.same_shard
         self._number, self._state, header = number, state, state["header"]
         self._parameters = dict(engine.module.named_parameters())
-        self._is_sharded, self._parts = header["is_sharded"], header["node_ranks"]
-        self._rows = header["ranks"] // self._parts
-        self._shards = engine.topology.node_ranks if self._is_sharded else 1
+        self._is_sharded, self._parts = header["is_sharded"], header["local_world_size"]
+        self._rows = header["world_size"] // self._parts
+        self._shards = engine.topology.local_world_size if self._is_sharded else 1
         self._shard = dist.get_rank() % self._shards
         self._sums: dict[Place, Tensor] = {}
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
@@ -178,7 +179,7 @@ class _Table:
         if self._is_sharded and is_cut:
             self._check_shards(first)
             first["layouts"] = _layouts_of(self._engine.module)  # FSDP's shards lie row by row
-        for row in range(self._replicas.rank, self._rows, self._replicas.ranks):
+        for row in range(self._replicas.rank, self._rows, self._replicas.world_size):
             for part in range(self._parts) if is_cut else [self._shard]:
                 for place, tensor in _floats(self._file(row, part)):
                     self._add(place, tensor, part)
@@ -224,7 +225,7 @@ class _Table:
     def mean(self) -> dict[str, Any]:
         """Return the state from which this rank continues, with whole parameters instead of a node's shares."""
         forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
-        for others in gather_together(self._forms, self._replicas.group):
+        for others in all_gather_object(self._forms, self._replicas.group):
             if any(forms.setdefault(place, form) != form for place, form in others.items()):
                 raise CheckpointError(f"files in {self._folder} hold tensors of different shapes. {HINT}")
         for place, (shape, dtype) in sorted(forms.items(), key=str):
@@ -313,9 +314,9 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
         if kind not in NUMBERS:
             is_share = numel < parameter.numel()
             tensor = _laid_as_now(tensor, name, state["layouts"][name], layouts[name], is_share)
-            tensor = engine.levels.share_of(tensor) if is_whole else tensor
+            tensor = engine.levels.local_share(tensor) if is_whole else tensor
         matched[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
-    if not engine.pipeline.compressor.feedback.follows_learning_rate:
+    if not engine.pipeline.compressor.feedback.rescale_on_lr_change:
         matched.pop(RATES, None)
     return matched, sorted(gone)
 
@@ -330,7 +331,7 @@ def _laid_as_now(tensor: Tensor, name: str, before: Any, now: list[list[int]], i
             f"the parameter {name!r} was saved with the shape and strides {before}, and has {now}" + reason * is_share
         )
     earlier = tensor.as_strided(now[0], before[1])
-    return laid_flat(torch.empty_strided(now[0], now[1], dtype=tensor.dtype).copy_(earlier))
+    return flatten_as(torch.empty_strided(now[0], now[1], dtype=tensor.dtype).copy_(earlier))
 
 
 def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:

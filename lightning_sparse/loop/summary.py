@@ -7,7 +7,7 @@ from typing import Optional
 from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER
-from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS
+from lightning_sparse.engine.adam.correction import MIN_DENSE_STEPS
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.wire import EXCHANGES
@@ -50,8 +50,10 @@ UNCOUNTED_BATCHES = 8  # in a row, more than hooks change weights in while a ste
 UNCOUNTED = (
     f"{UNCOUNTED_BATCHES} batches in a row have changed the weights, and no optimizer that is known has made a step."
     " Steps are counted, to exchange after so many of them, and momentum and Adam's updates are made for the optimizers"
-    " that are known: let the step() of an optimizer that configure_optimizers returns, or that sparsify was given,"
-    " make the updates (a new one needs handle.close() and sparsify once more); or end each round yourself, in a plain"
+    " that are known: let the step() of an optimizer that configure_optimizers returns, or that"
+    " sparsify_gradients was given,"
+    " make the updates (a new one needs handle.close() and sparsify_gradients once more); or end each round"
+    " yourself, in a plain"
     " loop by handle.synchronize()"
 )
 
@@ -83,8 +85,8 @@ def adam_line(settings: Settings, optimizers: Sequence[Optimizer], total_steps: 
     """Describe the first steps of optimizers that are Adam, by their own names, in a training of known length."""
     assert settings.adam is not None
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
-    most, fall = settings.adam.most_dense_steps(total_steps), settings.adam.fall_steps
-    least = f"{LEAST_DENSE_STEPS} to " if settings.adam.dense_steps is None and most > LEAST_DENSE_STEPS else ""
+    most, fall = settings.adam.most_dense_steps(total_steps), settings.adam.density_decay_steps
+    least = f"{MIN_DENSE_STEPS} to " if settings.adam.warmup_steps is None and most > MIN_DENSE_STEPS else ""
     falls = "" if fall == 0 else f", then the density falls from 1 to {settings.least_density:g}"
     return f"{names} sends whole gradients in the first {least}{most} optimizer steps{falls}."
 
@@ -117,7 +119,9 @@ def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str
         >>> report({**sizes, "total_steps": 165.0, "exposed_share": 0.118})
         '165 steps sent 35.9 MB where DDP sends 203 MB, compression ratio 5.65; exposed: 11.8 % of the time.'
     """
-    inside = f" ({in_bytes(stats['total_link_bytes'])} to other nodes)" if "total_link_bytes" in stats else ""
+    inside = (
+        f" ({in_bytes(stats['total_inter_node_bytes'])} to other nodes)" if "total_inter_node_bytes" in stats else ""
+    )
     parts = [
         f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} where {dense} sends"
         f" {in_bytes(stats['total_dense_bytes'])}, compression ratio {stats['total_compression_ratio']:.3g}"

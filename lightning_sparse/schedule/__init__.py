@@ -1,7 +1,7 @@
 """Schedules: WHEN gradients travel and WITH WHOM. They see names and sizes, never values."""
 
 from lightning_sparse.schedule.base import Auto, FixedSize, Layerwise, Merged, Schedule, Single
-from lightning_sparse.schedule.merging import plan_groups
+from lightning_sparse.schedule.merging import plan_buckets
 from lightning_sparse.schedule.plan import Plan
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -20,5 +20,5 @@ __all__ = [
     "Plan",
     "Schedule",
     "Single",
-    "plan_groups",
+    "plan_buckets",
 ]

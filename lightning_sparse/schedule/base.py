@@ -8,24 +8,24 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import is_whole
 
-UNPLANNED_ELEMENTS = 1 << 23  # of a group, where nothing has been measured
+UNPLANNED_ELEMENTS = 1 << 23  # of a bucket, where nothing has been measured
 
 
 class Schedule(ABC):
-    """Cut the stream of gradients, in the order in which backward makes them ready, into groups.
+    """Cut the stream of gradients, in the order in which backward makes them ready, into buckets.
 
     The answer must follow from the arguments alone, because every rank has to cut the stream in the same places. It is
-    not asked for where all gradients wait for the end of backward: they go as one group then, unless a method selects
-    across a group.
+    not asked for where all gradients wait for the end of backward: they go as one bucket then, unless a method selects
+    across a bucket.
     """
 
     @abstractmethod
-    def closes_group(self, newest: str, numel: int) -> bool:
-        """Decide whether to exchange the open group now; what is open at the end of backward is exchanged then.
+    def closes_bucket(self, newest: str, numel: int) -> bool:
+        """Decide whether to exchange the open bucket now; what is open at the end of backward is exchanged then.
 
         Args:
-            newest: name of the parameter that has just joined the group.
-            numel: number of elements in the group, the newest parameter's included.
+            newest: name of the parameter that has just joined the bucket.
+            numel: number of elements in the bucket, the newest parameter's included.
         """
 
 
@@ -33,7 +33,7 @@ class Layerwise(Schedule):
     """Exchange every parameter as soon as its gradient is ready: the most overlap, and the most messages."""
 
     @override
-    def closes_group(self, newest: str, numel: int) -> bool:
+    def closes_bucket(self, newest: str, numel: int) -> bool:
         return True
 
 
@@ -41,15 +41,15 @@ class Single(Schedule):
     """Exchange everything in one message after backward: no overlap, and the fewest messages."""
 
     @override
-    def closes_group(self, newest: str, numel: int) -> bool:
+    def closes_bucket(self, newest: str, numel: int) -> bool:
         return False
 
 
 class FixedSize(Schedule):
-    """Exchange as soon as a group has gathered a number of elements, whatever they cost.
+    """Exchange as soon as a bucket has gathered a number of elements, whatever they cost.
 
     Args:
-        min_elements: of a complete group. Smaller overlaps more of the exchange with backward, larger pays the latency
+        min_elements: of a complete bucket. Smaller overlaps more of the exchange with backward, larger pays the latency
             of fewer messages.
 
     Raises:
@@ -64,15 +64,15 @@ class FixedSize(Schedule):
         self.min_elements = int(min_elements)
 
     @override
-    def closes_group(self, newest: str, numel: int) -> bool:
+    def closes_bucket(self, newest: str, numel: int) -> bool:
         return numel >= self.min_elements
 
 
 class Merged(Schedule):
-    """Exchange in the groups that end a step first, as timed in steps of the user's own model and network.
+    """Exchange in the buckets that end a step first, as timed in steps of the user's own model and network.
 
-    The first steps try a handful of groupings, which changes no number. The fastest and the optimum by the costs seen
-    (:func:`plan_groups`) take turns, and the faster one is kept. Trials start again when the graph changes.
+    The first steps try a handful of plans, which changes no number. The fastest and the optimum by the costs seen
+    (:func:`plan_buckets`) take turns, and the faster one is kept. Trials start again when the graph changes.
     """
 
     def __init__(self) -> None:
@@ -82,12 +82,12 @@ class Merged(Schedule):
         """Forget the plan."""
         self._ends: Optional[frozenset[str]] = None
 
-    def end_groups_at(self, ends: Iterable[str]) -> None:
-        """Close groups after these parameters; only between two steps, and on all ranks at once."""
+    def end_buckets_at(self, ends: Iterable[str]) -> None:
+        """Close buckets after these parameters; only between two steps, and on all ranks at once."""
         self._ends = frozenset(ends)
 
     @override
-    def closes_group(self, newest: str, numel: int) -> bool:
+    def closes_bucket(self, newest: str, numel: int) -> bool:
         return numel >= UNPLANNED_ELEMENTS if self._ends is None else newest in self._ends
 
 

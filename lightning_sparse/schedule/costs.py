@@ -1,10 +1,10 @@
-"""What groups take, and densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for groups.
+"""What buckets take, and densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for buckets.
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose for each layer the
 lowest compression ratio, at most ``c_u``, whose exchange and selection hide behind the computation of the next layer.
 As printed, the formula takes the larger of ``c_u`` and that ratio; only the smaller makes ``c_u`` an upper bound. The
 released code never runs the rule, leaves out the time of selection in it, and sends a twentieth of a layer that would
-hide as a whole. Here a group takes the place of a layer, and a whole one is sent whole.
+hide as a whole. Here a bucket takes the place of a layer, and a whole one is sent whole.
 """
 
 from bisect import bisect_left
@@ -42,7 +42,7 @@ def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
     Line(startup=1.0, per_unit=0.01)
     """
     by_size = groupby(sorted(samples), key=lambda sample: sample[0])
-    points = [(size, median(seconds for _, seconds in group)) for size, group in by_size]
+    points = [(size, median(seconds for _, seconds in bucket)) for size, bucket in by_size]
     if not points or points[-1][0] < _APART * points[0][0]:
         return None
     slopes = sorted(
@@ -53,8 +53,8 @@ def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
     return Line(max(0.0, median(seconds - per_unit * size for size, seconds in points)), per_unit)
 
 
-class GroupSample(NamedTuple):
-    """Sizes and times of one group in one step."""
+class BucketSample(NamedTuple):
+    """Sizes and times of one bucket in one step."""
 
     elements: int
     counts: int  # elements that are sent
@@ -62,40 +62,40 @@ class GroupSample(NamedTuple):
     exchange_seconds: float  # in collectives, waiting for other ranks included
 
 
-class GroupCosts(NamedTuple):
-    """Seconds of a group."""
+class BucketCosts(NamedTuple):
+    """Seconds of a bucket."""
 
     select: Line  # by elements
     exchange: Line  # by elements sent
 
 
-def costs_of(groups: Sequence[GroupSample]) -> Optional[GroupCosts]:
-    """Fit what groups take; ``None`` where those seen are too much of one size to tell startup from slope."""
-    select = fit((group.elements, group.select_seconds) for group in groups)
-    exchange = fit((group.counts, group.exchange_seconds) for group in groups)
-    return None if select is None or exchange is None else GroupCosts(select, exchange)
+def costs_of(buckets: Sequence[BucketSample]) -> Optional[BucketCosts]:
+    """Fit what buckets take; ``None`` where those seen are too much of one size to tell startup from slope."""
+    select = fit((bucket.elements, bucket.select_seconds) for bucket in buckets)
+    exchange = fit((bucket.counts, bucket.exchange_seconds) for bucket in buckets)
+    return None if select is None or exchange is None else BucketCosts(select, exchange)
 
 
-class GroupShape(NamedTuple):
-    """A group to be sent."""
+class BucketShape(NamedTuple):
+    """A bucket to be sent."""
 
     elements: int
     counts: int  # that the density asks for
     ready: float  # seconds from the start of backward
 
 
-def hidden_densities(costs: GroupCosts, groups: Sequence[GroupShape]) -> list[float]:
-    """Return for each group the largest density whose exchange ends before the next group is ready, up to 1.
+def hidden_densities(costs: BucketCosts, buckets: Sequence[BucketShape]) -> list[float]:
+    """Return for each bucket the largest density whose exchange ends before the next bucket is ready, up to 1.
 
-    The last group, and one whose exchange is late already, get the density of their counts: nothing hides them. At a
-    density of 1 a group is sent without indices, in fewer bytes than are counted here.
+    The last bucket, and one whose exchange is late already, get the density of their counts: nothing hides them. At a
+    density of 1 a bucket is sent without indices, in fewer bytes than are counted here.
     """
     densities, free = [], 0.0
-    for group, following in zip(groups, [*groups[1:], None]):
-        begin = max(free, group.ready)
+    for bucket, following in zip(buckets, [*buckets[1:], None]):
+        begin = max(free, bucket.ready)
         room = 0.0 if following is None else _SAFE * (following.ready - begin)
-        spare = (room - costs.select(group.elements) - costs.exchange.startup) / max(costs.exchange.per_unit, 1e-18)
-        counts = int(max(group.counts, min(spare, group.elements)))
-        densities.append(counts / max(1, group.elements))
-        free = begin + costs.select(group.elements) + costs.exchange(counts)
+        spare = (room - costs.select(bucket.elements) - costs.exchange.startup) / max(costs.exchange.per_unit, 1e-18)
+        counts = int(max(bucket.counts, min(spare, bucket.elements)))
+        densities.append(counts / max(1, bucket.elements))
+        free = begin + costs.select(bucket.elements) + costs.exchange(counts)
     return densities

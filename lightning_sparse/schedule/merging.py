@@ -20,11 +20,11 @@ Cost = Callable[[int], float]
 
 
 # One way to send the first tensors, by all that matters to the rest: seconds that selecting has stopped backward, when
-# the channel is free; then where its last group starts, and the place of the plan that this group was added to.
+# the channel is free; then where its last bucket starts, and the place of the plan that this bucket was added to.
 _Plan = tuple[float, float, int, int]
 
 
-def plan_groups(
+def plan_buckets(
     sizes: Sequence[int],
     backward_seconds: Sequence[float],
     select_cost: Cost,
@@ -41,24 +41,24 @@ def plan_groups(
     Args:
         sizes: elements of each tensor, in the order in which backward makes their gradients ready.
         backward_seconds: seconds that backward takes for each tensor.
-        select_cost: seconds that selecting takes, of a group's number of elements.
-        exchange_cost: seconds that the exchange takes, of a group's number of elements before selection.
-        selection: ``"worker"`` if selecting runs with the exchange, group by group, while backward goes on;
+        select_cost: seconds that selecting takes, of a bucket's number of elements.
+        exchange_cost: seconds that the exchange takes, of a bucket's number of elements before selection.
+        selection: ``"worker"`` if selecting runs with the exchange, bucket by bucket, while backward goes on;
             ``"backward"`` if it stops backward, as in the paper.
 
     Returns:
-        the positions of each group, in the order of exchange.
+        the positions of each bucket, in the order of exchange.
 
     Raises:
         ValueError: for an unknown selection, and for what is empty, negative, not finite or of different lengths.
 
     Example: a message costs as much as ten elements, and backward leaves time for one before the last tensor::
 
-        >>> plan_groups([10, 10, 10], [1.0, 1.0, 3.0], lambda n: 0.0, lambda n: 1.0 + n / 10.0)
+        >>> plan_buckets([10, 10, 10], [1.0, 1.0, 3.0], lambda n: 0.0, lambda n: 1.0 + n / 10.0)
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    # Neither clock alone tells which plan of a prefix is best, as selecting from a merged group may cost more or less
+    # Neither clock alone tells which plan of a prefix is best, as selecting from a merged bucket may cost more or less
     # than from its parts: all are kept that no other beats on both. On the worker, only the second clock moves.
     kept: list[list[_Plan]] = [[(0.0, 0.0, 0, 0)]]
     for stop in range(1, len(ready)):
@@ -75,34 +75,34 @@ def plan_groups(
             if not undominated or plan[1] < undominated[-1][1]:
                 undominated.append(plan)
         kept.append(undominated)
-    groups: list[list[int]] = []
+    buckets: list[list[int]] = []
     stop, place = len(sizes), -1  # the last is the one whose channel is free first
     while stop > 0:
         _, _, start, place = kept[stop][place]
-        groups.insert(0, list(range(start, stop)))
+        buckets.insert(0, list(range(start, stop)))
         stop = start
-    return groups
+    return buckets
 
 
 def predict(
-    groups: Sequence[Sequence[int]],
+    buckets: Sequence[Sequence[int]],
     sizes: Sequence[int],
     backward_seconds: Sequence[float],
     select_cost: Cost,
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> float:
-    """Predict the seconds from the start of backward to the end of the last exchange; arguments as ``plan_groups``."""
+    """Predict the seconds from the start of backward to the end of the last exchange; arguments as ``plan_buckets``."""
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    if [position for group in groups for position in group] != list(range(len(sizes))) or not all(groups):
+    if [position for bucket in buckets for position in bucket] != list(range(len(sizes))) or not all(buckets):
         raise ValueError(
-            f"groups={reprlib.repr(groups)} must hold the positions 0 to {len(sizes) - 1} in this order, and no empty"
-            " group"
+            f"buckets={reprlib.repr(buckets)} must hold the positions 0 to {len(sizes) - 1} in this order, and no empty"
+            " bucket"
         )
     stopped = end = 0.0
-    for group in groups:
-        stop = group[-1] + 1
-        stopping, sending = _costs(select_cost, exchange_cost, elements[stop] - elements[group[0]], selection)
+    for bucket in buckets:
+        stop = bucket[-1] + 1
+        stopping, sending = _costs(select_cost, exchange_cost, elements[stop] - elements[bucket[0]], selection)
         stopped += stopping
         end = max(end, ready[stop] + stopped) + sending
     return end
@@ -132,7 +132,7 @@ def _checked_sums(
 
 
 def _costs(select_cost: Cost, exchange_cost: Cost, elements: int, selection: str) -> tuple[float, float]:
-    """Return the seconds for which a group stops backward, and for which it takes the channel."""
+    """Return the seconds for which a bucket stops backward, and for which it takes the channel."""
     select, exchange = select_cost(elements), exchange_cost(elements)
     for noun, seconds in (("select_cost", select), ("exchange_cost", exchange)):
         if not 0 <= seconds < math.inf:

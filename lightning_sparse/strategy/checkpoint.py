@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_together
+from lightning_sparse.engine.collectives import all_gather_object
 from lightning_sparse.loop.state import (
     HINT,
     VERSION,
@@ -124,7 +124,7 @@ class Checkpointer:
             self._log(f"{path} {reason}; residuals start empty.")
             return
         folder = f"{_folder_of(path)}/{header['save']}/{header['models'].index(model)}"
-        if not any(gather_together(exists(_folder_of(path)))):
+        if not any(all_gather_object(exists(_folder_of(path)))):
             rank_zero_warn(
                 f"{type(self._strategy).__name__}: residuals start empty, because there is no {_folder_of(path)}: it"
                 " was left behind when the checkpoint was copied, moved or renamed. To continue exactly, put it there,"
@@ -143,7 +143,7 @@ class Checkpointer:
         if "is_whole" in state:
             header = state["header"]
             group = "in replicas" if header["is_sharded"] else "on nodes"
-            sizes = ((header["ranks"], header["node_ranks"]), engine.topology)
+            sizes = ((header["world_size"], header["local_world_size"]), engine.topology)
             before, now = (f"{ranks} ranks{f' {group} of {size}' if size > 1 else ''}" for ranks, size in sizes)
             self._log(f"{before} saved {path}, {now} continue, each from the mean of the residuals: nothing is lost.")
         if unused:

@@ -18,13 +18,13 @@ from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.refusals import lacking, refuse
-from lightning_sparse.engine.step.ranks import BareModel
-from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
+from lightning_sparse.engine.requirements import missing_capabilities, refuse
+from lightning_sparse.engine.step.topology import UnwrappedModule
+from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_device, check_epoch, check_facts
-from lightning_sparse.loop.loop import Given
-from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.loop.sparsify import Sparsifier
+from lightning_sparse.loop.loop import RuntimeOptions
+from lightning_sparse.loop.optimizers import optimizer_parameters
+from lightning_sparse.loop.sparsify import GradientSparsifier
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike
 from lightning_sparse.strategy.lightning import FabricDDPStrategy
@@ -35,9 +35,9 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     """Fabric's data-parallel training that sends only the part of each gradient that matters most.
 
     Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
-    has an exchange of its own, as of :func:`~lightning_sparse.sparsify`. ``fabric.save`` writes what each rank keeps of
-    a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not listed are as of
-    :class:`~lightning_sparse.SparseDDPStrategy`.
+    has an exchange of its own, as of :func:`~lightning_sparse.sparsify_gradients`. ``fabric.save`` writes what each
+    rank keeps of a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not
+    listed are as of :class:`~lightning_sparse.SparseDDPStrategy`.
 
     Args:
         compressor: as there, but not one whose replicas diverge.
@@ -59,7 +59,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
     _timeout: Optional[timedelta]
 
-    @spelt_out()
+    @with_settings_signature()
     def __init__(
         self,
         compressor: Union[str, Compressor] = "topk",
@@ -71,15 +71,15 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         **given: Unpack[DDPArguments],
     ) -> None:
         bases = (FabricDDPStrategy, DistributedDataParallel)
-        settings = taken_settings(SparseFabricStrategy, compressor, density, given, *bases)
+        settings = pop_settings(SparseFabricStrategy, compressor, density, given, *bases)
         self.settings = settings
-        refuse(lacking("in a loop of one's own", settings))
+        refuse(missing_capabilities("in a loop of one's own", settings))
         check_facts(None, total_steps)
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
         self._optimizers: list[Optimizer] = []
         self._waiting: dict[Module, Any] = {}  # models without an optimizer so far, and what tells of their use
-        self._handles: dict[Module, Sparsifier] = {}
+        self._handles: dict[Module, GradientSparsifier] = {}
         self._are_closed = False  # those that there are
         self._epoch: Optional[int] = None
         self._told: set[str] = set()
@@ -93,27 +93,27 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         super().setup_environment()
 
     @override
-    def setup_module(self, module: Module) -> BareModel:  # type: ignore[override]
+    def setup_module(self, module: Module) -> UnwrappedModule:  # type: ignore[override]
         model = self._bare_model(module)
         self._expect(model)
         return model
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Have gradients of a model stay this rank's own inside, if ``enabled``."""
-        assert isinstance(module, BareModel)
+        assert isinstance(module, UnwrappedModule)
         return module.no_sync() if enabled else nullcontext()
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        return super().get_module_state_dict(module.module if isinstance(module, BareModel) else module)
+        return super().get_module_state_dict(module.module if isinstance(module, UnwrappedModule) else module)
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        inside = module.module if isinstance(module, BareModel) else module
+        inside = module.module if isinstance(module, UnwrappedModule) else module
         super().load_module_state_dict(inside, state_dict, strict)
 
-    def handle(self, model: Optional[Module] = None) -> Optional[Sparsifier]:
-        """Return what :func:`~lightning_sparse.sparsify` would have for a model; ``None`` where none is trained yet.
+    def handle(self, model: Optional[Module] = None) -> Optional[GradientSparsifier]:
+        """Return the :class:`~lightning_sparse.GradientSparsifier` of a model; ``None`` before it is trained.
 
         Args:
             model: that ``fabric.setup`` was given or has returned; needed where several are trained.
@@ -140,7 +140,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         The model is that of :meth:`handle`, names are as of :class:`~lightning_sparse.SparseDDPStrategy`.
         """
         handle = self.handle(model)
-        return {} if handle is None else handle.stats()
+        return {} if handle is None else handle.compression_stats()
 
     def exchange_plan(self, model: Optional[Module] = None) -> Optional[Plan]:
         """Return what the schedule follows for a model on this rank; ``None`` if it follows no plan, or none yet."""
@@ -149,7 +149,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Have all models be those of all ranks inside, as :meth:`~lightning_sparse.Sparsifier.shared_model` has one.
+        """Swap in the shared model of each trained model inside, as ``GradientSparsifier.shared_model`` does.
 
         ``fabric.save`` does so by itself.
         """
@@ -209,7 +209,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        parameters = set(handled(optimizer))
+        parameters = set(optimizer_parameters(optimizer))
         if any(not parameters.isdisjoint(model.parameters()) for model in self._handles):
             raise RuntimeError(
                 f"{type(optimizer).__name__} trains a model whose exchange has begun without it: set all optimizers of"
@@ -233,8 +233,10 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward;"
                 " or, where it is not trained, model.eval() or torch.no_grad()"
             )
-        facts = Given(self._timeout, getattr(self.precision, "scaler", None), node=self.node_rank)
-        handle = Sparsifier(model, optimizers, copy.deepcopy(self.settings), facts, self._total_steps, self._log)
+        facts = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None), node=self.node_rank)
+        handle = GradientSparsifier(
+            model, optimizers, copy.deepcopy(self.settings), facts, self._total_steps, self._log
+        )
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
         self._waiting.pop(model).remove()
@@ -245,9 +247,9 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
     def _optimizers_of(self, model: Module) -> list[Optimizer]:
         parameters = set(model.parameters())
-        return [each for each in self._optimizers if not parameters.isdisjoint(handled(each))]
+        return [each for each in self._optimizers if not parameters.isdisjoint(optimizer_parameters(each))]
 
-    def _clipping(self, module: Module, optimizer: Optimizer) -> Optional[Sparsifier]:
+    def _clipping(self, module: Module, optimizer: Optimizer) -> Optional[GradientSparsifier]:
         """Return what hides all updates of an optimizer: the exchange of the module, or of another that it trains."""
         others = (each for each in self._handles.values() if any(one is optimizer for one in each.optimizers))
         return self._handles.get(module) or next(others, None)
@@ -270,16 +272,16 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 f"norm_type={norm_type} cannot be taken where Adam's updates are made before selection: use 2, or"
                 " optimizer_correction=None"
             )
-        gradients = [each.grad for each in handled(optimizer) if each.grad is not None]
+        gradients = [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-        with handle.clipped_before(Clipping(norm=float(max_norm)), handled(optimizer)):
+        with handle.clipped_before(Clipping(norm=float(max_norm)), optimizer_parameters(optimizer)):
             clip()
         return norm
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         handle = self._clipping(module, optimizer)
-        clipping, trained = Clipping(value=float(clip_val)), handled(optimizer)
+        clipping, trained = Clipping(value=float(clip_val)), optimizer_parameters(optimizer)
         with nullcontext() if handle is None else handle.clipped_before(clipping, trained):
             if any(each.grad is not None for each in trained):  # torch clips no list without a member
                 super().clip_gradients_value(module, optimizer, clip_val)
@@ -303,7 +305,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             self._checkpointer.save(states, state, path, write_file)
         self._tell_of_others(handles, state, "saved")
 
-    def _trained_in(self, state: Mapping[str, Any]) -> dict[str, Sparsifier]:
+    def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
         """Return, by key, the exchanges of models that come with an optimizer."""
         models = {key: each for key, each in state.items() if isinstance(each, Module)}
         for model in models.values():
@@ -335,7 +337,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                     self._checkpointer.restore(key, handle.engine, partial(self._load, handle))
         return rest
 
-    def _tell_of_others(self, handles: Mapping[str, Sparsifier], state: Mapping[str, Any], done: str) -> None:
+    def _tell_of_others(self, handles: Mapping[str, GradientSparsifier], state: Mapping[str, Any], done: str) -> None:
         """Tell once of models of which only the weights are saved, or restored, though they are trained."""
         models = {key: each for key, each in state.items() if isinstance(each, Module) and key not in handles}
         others = [key for key, each in models.items() if each in self._handles]
@@ -346,7 +348,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " it is at the top level of the state: to go on with training, give the optimizer beside the model."
             )
 
-    def _load(self, handle: Sparsifier, state: dict[str, Any]) -> Sequence[str]:
+    def _load(self, handle: GradientSparsifier, state: dict[str, Any]) -> Sequence[str]:
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         return handle.load(state)

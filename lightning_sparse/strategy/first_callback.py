@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from typing_extensions import override
 
-from lightning_sparse.engine.step.ranks import reshard
+from lightning_sparse.engine.step.topology import reshard
 from lightning_sparse.loop.loop import Training
 from lightning_sparse.strategy.lightning import Callback, LightningModule, ModelPruning, Trainer
 

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.collectives import copy_from_first
-from lightning_sparse.engine.refusals import refuse
+from lightning_sparse.engine.collectives import broadcast_tensors
+from lightning_sparse.engine.requirements import refuse
 from lightning_sparse.engine.settings import AUTO, Settings
-from lightning_sparse.engine.step.ranks import ShardedModel
+from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_settings
+from lightning_sparse.loop.arguments import ShardArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_model, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
@@ -59,7 +59,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     holds_shards: ClassVar[bool] = True
 
-    @spelt_out("schedule", "overlaps_backward", "levels")
+    @with_settings_signature("schedule", "overlaps_backward", "levels")
     def __init__(
         self,
         compressor: Union[str, Compressor] = "lags",
@@ -71,7 +71,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         **given: Unpack[ShardArguments],
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
-        settings = taken_settings(SparseModelParallelStrategy, compressor, density, given, ModelParallelStrategy)
+        settings = pop_settings(SparseModelParallelStrategy, compressor, density, given, ModelParallelStrategy)
         refuse(_of_shards(settings, given, self._sizes))
         self._loop = Loop(replace(settings, schedule=FixedSize()), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -101,7 +101,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             )
         refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
         same_shards = self._whole_mesh.get_group(_MESH[0])
-        copy_from_first([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
+        broadcast_tensors([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
         self._bare = ShardedModel(module, same_shards)
         replicas, self._node_ranks, _ = self._whole_mesh.shape
         if replicas == 1:

@@ -16,21 +16,21 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import align, post_error
-from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.collectives import post_error, sync_module_states
+from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.ranks import BareModel
-from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
+from lightning_sparse.engine.step.topology import UnwrappedModule
+from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_bare, check_device, check_rounds
 from lightning_sparse.loop.levels import agreed_ranks_of_node
-from lightning_sparse.loop.loop import Given, Loop, Training
-from lightning_sparse.loop.optimizers import handled
+from lightning_sparse.loop.loop import Loop, RuntimeOptions, Training
+from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.loop.summary import OWN_MODELS, describe
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
-    CURE,
+    HINT,
     DDPStrategy,
     GradClipAlgorithmType,
     LightningModule,
@@ -52,15 +52,15 @@ class SparseBase:
 
     def __repr__(self) -> str:
         # A Trainer or a Fabric of the other Lightning refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {CURE}: {describe(self.settings)}>"
+        return f"<{type(self).__name__} {HINT}: {describe(self.settings)}>"
 
-    def _bare_model(self, module: Module) -> BareModel:
+    def _bare_model(self, module: Module) -> UnwrappedModule:
         """Return a model in place of a DDP wrapper, one on all ranks from now on."""
         check_rounds(self.settings.local_steps, module)
         if self._given.get("init_sync", True):
-            align(module)
+            sync_module_states(module)
         flags = [self._given.get(name) for name in ("broadcast_buffers", "forward_sync_buffers")]
-        return BareModel(module, broadcast_buffers=False not in flags)
+        return UnwrappedModule(module, broadcast_buffers=False not in flags)
 
     def _log(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
@@ -71,7 +71,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     holds_shards: ClassVar[bool]  # of the model, no rank all of it
     _loop: Loop
-    _bare: BareModel  # the model, which nothing wraps
+    _bare: UnwrappedModule  # the model, which nothing wraps
     _timeout: Optional[timedelta]
     _node_ranks = 1  # that average their gradients first, or hold a replica in shards
     _has_failed = False
@@ -99,10 +99,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         Returns:
             ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank),
             ``dense_bytes`` (of DDP's all-reduce of fp32 gradients, or HSDP's of this rank's shards),
-            ``compression_ratio`` (the quotient); with two levels ``link_bytes`` (those for other nodes);
-            ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_link_bytes`` (of all
-            steps of this ``fit``), ``total_steps`` (of optimizers), ``exposed_share`` (exposed part of the time of all
-            steps but plain DDP's), ``select_seconds`` (residual, selection, encoding), ``exchange_seconds``
+            ``compression_ratio`` (the quotient); with two levels ``inter_node_bytes`` (those for other nodes);
+            ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_inter_node_bytes``
+            (of all steps of this ``fit``), ``total_steps`` (of optimizers), ``exposed_share`` (exposed part of the
+            time of all steps but plain DDP's), ``select_seconds`` (residual, selection, encoding), ``exchange_seconds``
             (collectives), ``exposed_seconds`` (from the end of backward until gradients can be used; seconds are NaN in
             steps of plain DDP), and where replicas drift apart ``replica_divergence`` (see
             :class:`~lightning_sparse.compressors.A2SGD`).
@@ -149,7 +149,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             check_ranks_apart(trainer)
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        given = Given(self._timeout, scaler, clipping, self._node_ranks)
+        given = RuntimeOptions(self._timeout, scaler, clipping, self._node_ranks)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
         self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
@@ -163,7 +163,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             self._replaced.callback(vars(self.precision_plugin).pop, "clip_gradients", None)
 
     @property
-    def rounds(self) -> Optional[Rounds]:
+    def rounds(self) -> Optional[LocalStepsController]:
         """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
         return None if self.engine is None else self.engine.rounds
 
@@ -222,7 +222,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if (training := self._loop.training) is not None:
             training.begin(self._module.automatic_optimization)
             if closure_loss.grad_fn is not None:
-                closure_loss.register_hook(training.engine.source.hear)  # a LightningModule's backward may have several
+                closure_loss.register_hook(
+                    training.engine.reducer.on_backward_start
+                )  # a LightningModule's backward may have several
         super().pre_backward(closure_loss)
 
     @override
@@ -231,7 +233,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if (training := self._loop.training) is not None:
             training.end_backward(self._is_in_manual_step)
             if not self._module.automatic_optimization:
-                training.engine.source.hear()  # the next one may be torch's own, of which nobody tells
+                training.engine.reducer.on_backward_start()  # the next one may be torch's own, of which nobody tells
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +269,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._loop.replicas.adopt()  # what callbacks have averaged is each rank's own
+        self._loop.replicas.reset_shared_model()  # what callbacks have averaged is each rank's own
         super().on_train_end()
 
     @override
@@ -306,7 +308,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def teardown(self) -> None:
         if self.rounds is not None and not (self.rounds.is_shared or self._has_failed):
             self.rounds.synchronize()  # a resume with nothing left to train has had no end
-            self.rounds.adopt()
+            self.rounds.reset_shared_model()
         self._replaced.close()
         if self._has_failed and self.engine is not None and self.settings.replicas_diverge:
             self._log(OWN_MODELS)
@@ -347,7 +349,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     holds_shards: ClassVar[bool] = False
 
-    @spelt_out()
+    @with_settings_signature()
     def __init__(
         self,
         compressor: Union[str, Compressor] = "topk",
@@ -358,7 +360,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         **given: Unpack[DDPArguments],
     ) -> None:
         bases = (DDPStrategy, DistributedDataParallel)
-        self._loop = Loop(taken_settings(SparseDDPStrategy, compressor, density, given, *bases), self._log)
+        self._loop = Loop(pop_settings(SparseDDPStrategy, compressor, density, given, *bases), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._replaced = ExitStack()
         self._given = given
@@ -436,8 +438,10 @@ def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., 
 
     def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
-        with training.view.clipped_before(clipping, handled(optimizer)):
-            if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
+        with training.view.clipped_before(clipping, optimizer_parameters(optimizer)):
+            if any(
+                parameter.grad is not None for parameter in optimizer_parameters(optimizer)
+            ):  # torch clips no empty list
                 clip(optimizer, clip_val, *algorithm, **named_algorithm)
 
     return clip_gradients

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse.engine.engine as engine_module
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.refusals import takes_wire
-from lightning_sparse.engine.step.selecting import GroupSelector
+from lightning_sparse.engine.requirements import takes_wire
+from lightning_sparse.engine.step.selecting import BucketSelector
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.pool import Pool
@@ -27,8 +27,8 @@ from lightning_sparse.testing.subjects import (
     Subject,
     agrees,
     density_for,
+    is_bucketing_free,
     is_exact,
-    is_grouping_free,
     keeps,
     settings_of,
     subject_of,
@@ -144,7 +144,7 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
     """Train, and write down for every step gradients, what was applied, and the residuals before and after."""
     torch.manual_seed(0)
     book = []
-    checked = mock.patch.object(GroupSelector, "checks_on_device", True)
+    checked = mock.patch.object(BucketSelector, "checks_on_device", True)
     with checked, sparse_ddp(Edges(), **settings) as (ddp, engine):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         gradients = watch_gradients(ddp.module)
@@ -172,7 +172,7 @@ def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
             torch.testing.assert_close(arrived, owed, rtol=2e-6, atol=rounding, msg=partial("{}: {}".format, name))
 
 
-class Given(nn.Module):
+class RuntimeOptions(nn.Module):
     """Parameters with the gradients that :meth:`forward` is given; those that it is not given are unused."""
 
     def __init__(self, gradients: Tensors) -> None:
@@ -189,7 +189,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
     """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere; note what :func:`balance` does."""
     book = []
     names = ("shared", "sometimes", "never")
-    with sparse_ddp(Given(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
+    with sparse_ddp(RuntimeOptions(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
         gradients = watch_gradients(ddp.module)
         for step, uses in enumerate([3, 2 if rank == user else 1, 2 if rank == user else 1]):
             inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
@@ -289,12 +289,12 @@ def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observe
 def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> None:
     """Replicas are bitwise identical after every step whatever the timing, and no schedule changes a bit."""
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
-    grouping_free = is_grouping_free(subject_of(compressor))
-    if not grouping_free:
+    bucketing_free = is_bucketing_free(subject_of(compressor))
+    if not bucketing_free:
         schedules *= 2  # each of the four is then to agree with itself
     one_model = agrees(subject_of(compressor))
     outcomes = outcomes_of(pool, settings_of(compressor, wire=wire), schedules, one_model=one_model)
-    for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if grouping_free else outcomes[4:]):
+    for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if bucketing_free else outcomes[4:]):
         assert_same(outcome, expected)
 
 
@@ -383,7 +383,7 @@ def edges_of(dtype: torch.dtype) -> Tensors:
 def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """Exchange the same gradients from all ranks; return what was applied of each, and its residual here."""
     gradients = moved(gradients, DEVICE)
-    with sparse_ddp(Given(gradients), **settings) as (ddp, engine):
+    with sparse_ddp(RuntimeOptions(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
         residuals = residuals_like(engine, {f"weights.{name}": gradient for name, gradient in gradients.items()})
         applied = {name: weight.grad.clone() for name, weight in ddp.module.weights.items()}

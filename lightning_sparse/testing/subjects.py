@@ -49,6 +49,6 @@ def agrees(compressor: Compressor) -> bool:
     return not compressor.replicas_diverge
 
 
-def is_grouping_free(compressor: Compressor) -> bool:
+def is_bucketing_free(compressor: Compressor) -> bool:
     """Tell whether it does not matter which parameters travel together."""
-    return not compressor.selects_across_group
+    return not compressor.selects_across_bucket

@@ -28,7 +28,7 @@ def sparse_ddp(
     log: Callable[[str], None] = print,
     correction: Optional[AdamCorrection] = None,
     local_steps: Optional[LocalSteps] = None,
-    node_ranks: int = 1,
+    local_world_size: int = 1,
     **given: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
@@ -39,7 +39,7 @@ def sparse_ddp(
     settings = replace(settings, local_steps=local_steps)  # rounds of one step, too, which nobody can ask for
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
-    engine = Engine(ddp, settings, log=log, node_ranks=node_ranks)
+    engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)
     if engine.rounds is not None and not engine.rounds.is_synchronous:
         engine.rounds.begin_round()
     try:
@@ -51,7 +51,7 @@ def sparse_ddp(
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
     """Replace the gradients of a wrapped model by those of ``loss``, exchanged; raise what the worker has raised."""
     ddp.zero_grad()
-    engine.arrived.forget(ddp.parameters())  # the step before is over, whether or not an optimizer has stepped
+    engine.reduced.forget(ddp.parameters())  # the step before is over, whether or not an optimizer has stepped
     loss.backward()
     engine.worker.raise_error()
 
@@ -102,7 +102,7 @@ def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
     """Copy the residuals; they are zero where nothing was allocated, and flat where a node's ranks share them."""
     state = engine.memory.state_dict().get("residual", {})
     kept = {name: state.get(name, torch.zeros_like(gradient)).clone() for name, gradient in gradients.items()}
-    is_shared = engine.levels.node_ranks > 1
+    is_shared = engine.levels.local_world_size > 1
     return {name: each.flatten() if is_shared else each.view_as(gradients[name]) for name, each in kept.items()}
 
 

@@ -9,7 +9,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget, Rule, Warmup
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, DensityRule, ErrorBudget, Warmup
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.loggers import events_of, rows_of
@@ -17,10 +17,10 @@ from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import Adversaries, Small, WithAdam, make_trainer, run_fit, weights
 
 WEIGHT, SLOW = "network.0.weight", "network.0.bias"
-SOON = AdamCorrection(dense_steps=4, fall_steps=8)
+SOON = AdamCorrection(warmup_steps=4, density_decay_steps=8)
 
 
-class ByEpoch(Rule):
+class ByEpoch(DensityRule):
     """Wish for one density of every parameter in each of the first epochs."""
 
     def __init__(self, *densities):
@@ -134,7 +134,7 @@ class Planned(Densities):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_density", [1.0, 0.3])
 def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair, max_density):
-    settings = {"compressor": LAGS(adapts_density=True)}
+    settings = {"compressor": LAGS(adaptive_density=True)}
     run = partial(fit, rules=[ByEpoch(0.05)], max_density=max_density, watch=Planned, settings=settings, max_epochs=6)
     (first, *_), (second, *_) = pair.run(run)
     assert first.densities == second.densities

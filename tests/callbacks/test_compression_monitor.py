@@ -171,7 +171,7 @@ def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(
 
 
 def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
-    strategy = {"density": 0.01, "optimizer_correction": AdamCorrection(dense_steps=6, fall_steps=0)}
+    strategy = {"density": 0.01, "optimizer_correction": AdamCorrection(warmup_steps=6, density_decay_steps=0)}
     noted, _ = pair.run(fit_noted, str(tmp_path), strategy, WithAdam, EVERYTHING)
     first, second, *_ = rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert [int(row["step"]) for row in rows] == STEPS
@@ -199,7 +199,7 @@ class Alike(Small):
 def test_norms_are_those_of_whole_parameters_whoever_has_a_part_of_them(pools, tmp_path, levels):
     model, batch = Alike(), next(iter(Alike().train_dataloader()))
     (model.network(batch) - batch).square().mean().backward()
-    arguments = {"monitor": EVERYTHING, "module": Alike, "use_distributed_sampler": False, "node_ranks": 2}
+    arguments = {"monitor": EVERYTHING, "module": Alike, "use_distributed_sampler": False, "local_world_size": 2}
     strategy = {"density": 0.05, "levels": levels}
     pools[4].run(partial(fit_monitored, directory=str(tmp_path), strategy=strategy, log_every_n_steps=1, **arguments))
     row = rows_of(tmp_path / "rows", "sparse/wire_bytes")[0]
@@ -220,7 +220,7 @@ class Freezing(Adversaries):
 
 
 def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch_without_frozen_layers(fitted, tmp_path):
-    correction = AdamCorrection(dense_steps=2, fall_steps=0)
+    correction = AdamCorrection(warmup_steps=2, density_decay_steps=0)
     fitted(monitor=EVERYTHING, strategy={"density": 0.05, "optimizer_correction": correction}, module=Freezing)
     rows = rows_of(tmp_path / "rows", "sparse/update_error")
     assert [int(row["step"]) for row in rows] == STEPS

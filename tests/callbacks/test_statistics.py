@@ -66,7 +66,7 @@ def fit_noted(rank, directory, strategy, module, arguments):
     return notes.stats
 
 
-TWICE, DENSE_FIRST = partial(Often, 2), AdamCorrection(dense_steps=6, fall_steps=0)
+TWICE, DENSE_FIRST = partial(Often, 2), AdamCorrection(warmup_steps=6, density_decay_steps=0)
 ALL = ("topk", "lags", "omgs", "exdyna", "dgc", "sdagc", "a2sgd", "qsgd", "micro", "dense")
 STRATEGIES = {
     **{name: ({"compressor": name}, Often, {}) for name in ALL},

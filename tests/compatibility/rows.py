@@ -7,7 +7,7 @@ from tests.compatibility import checks, modules
 from tests.compatibility.running import Feature
 
 # Of the eight steps two are sent whole, in two the density falls, and four send little, one of them a mean gradient.
-_SOON = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=5)}
+_SOON = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=2, second_moment_interval=5)}
 
 ROWS = (
     Feature(

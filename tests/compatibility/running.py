@@ -139,7 +139,7 @@ class TakingTurns:
 @contextmanager
 def changing_hands():
     """Let ``sparse_auto`` change wrappers now and then, whatever is faster."""
-    with patch("lightning_sparse.loop.loop.BackendChoice", TakingTurns):
+    with patch("lightning_sparse.loop.loop.AutoBackend", TakingTurns):
         yield
 
 

@@ -56,7 +56,7 @@ def test_it_trains_as_its_formula_says(pools, ranks):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-class Given(nn.Module):
+class RuntimeOptions(nn.Module):
     """Two parameters whose gradients are whatever they are multiplied by."""
 
     def __init__(self, dtype=torch.float32):
@@ -71,7 +71,7 @@ class Given(nn.Module):
 def exchange(rank, gradients, dtype=torch.float32):
     """Exchange five numbers, cut into two parameters; return what is applied on this rank."""
     left, right = torch.tensor(gradients[rank], dtype=dtype, device=DEVICE).split([3, 2])
-    with sparse_ddp(Given(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
+    with sparse_ddp(RuntimeOptions(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
         backpropagate(ddp, engine, ddp(left, right))
         return [*ddp.module.left.grad.tolist(), *ddp.module.right.grad.tolist()]
 

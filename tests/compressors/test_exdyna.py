@@ -248,7 +248,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(method):
 
 def test_cuts_leave_a_block_for_everyone_wherever_the_load_is():
     for loads in ([1.0, 0, 0, 0, 0], [0, 0, 0, 0, 1.0], [0, 1.0, 0, 0, 1.0]):
-        cuts = balanced_cuts(torch.tensor(loads, dtype=torch.float64), ranks=4)
+        cuts = balanced_cuts(torch.tensor(loads, dtype=torch.float64), world_size=4)
         assert all(first < last for first, last in pairwise(cuts))
         assert (cuts[0], cuts[-1]) == (0, 5)
 

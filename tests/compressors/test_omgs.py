@@ -24,7 +24,7 @@ LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
 class LayerByLayer(Schedule):
     """Close a group where the layers of the virtual workers' network end, in whatever order parameters come."""
 
-    def closes_group(self, newest, numel):
+    def closes_bucket(self, newest, numel):
         return numel in (64 * 48 + 48, 48 * 20 + 20)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.compressors.selection import FlatSelection
 from lightning_sparse.engine.adam import memory as memory_module
 from lightning_sparse.engine.adam.memory import AdamMemory
@@ -48,9 +48,9 @@ def trained(change, dtype=torch.float32):
         step = torch.tensor(float(STEPS))
         optimizer.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
     names = {parameter: str(place) for place, parameter in enumerate(parameters)}
-    memory = AdamMemory(2, AdamCorrection(dense_steps=2, fall_steps=0))
+    memory = AdamMemory(2, AdamCorrection(warmup_steps=2, density_decay_steps=0))
     steps = AdamSteps([optimizer], names, lambda name: 0.01, memory)
-    context = steps.coming(is_dense=False)
+    context = steps.next_step(is_dense=False)
     own = [torch.randn(numel, generator=random) for numel in NUMELS]
     accumulated = memory.compensate(list(names.values()), own, context.hyperparameters)
     sent = [tensor.clone() for tensor in accumulated]
@@ -97,8 +97,8 @@ def trained_on(device):
     batches = torch.randn(5, 4, 64)
     net, batches = net.to(device), batches.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
-    correction = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=100)
-    with sparsify(
+    correction = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=100)
+    with sparsify_gradients(
         net, optimizer, compressor="topk", density=0.01, schedule="single", levels=1, optimizer_correction=correction
     ):
         for step, batch in enumerate(batches):

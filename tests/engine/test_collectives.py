@@ -18,11 +18,11 @@ def gathered(rank, nbytes, dtype, has_out):
     collectives = Communicator(list(range(dist.get_world_size())), torch.device("cpu"))
     torch.manual_seed(rank)
     mine = torch.randint(-128, 128, (nbytes,), dtype=torch.int8).view(dtype)
-    expected = [torch.empty_like(mine) for _ in range(collectives.ranks)]
+    expected = [torch.empty_like(mine) for _ in range(collectives.world_size)]
     ring = "lightning_sparse.engine.collectives._all_gather_into"
     try:
         dist.all_gather(expected, mine)
-        out = torch.empty(collectives.ranks, mine.numel(), dtype=dtype) if has_out else None
+        out = torch.empty(collectives.world_size, mine.numel(), dtype=dtype) if has_out else None
         with patch(ring, wraps=_all_gather_into) as rings:
             received = collectives.all_gather(mine, out)
         assert out is None or received is out
@@ -52,7 +52,7 @@ def added_up(rank, shape, dtype):
     collectives = Communicator(list(range(dist.get_world_size())), torch.device("cpu"))
     theirs = [
         torch.randn(shape, generator=torch.Generator().manual_seed(each)).mul(8).to(dtype)
-        for each in range(collectives.ranks)
+        for each in range(collectives.world_size)
     ]
     mine = theirs[rank]
     expected = torch.stack(theirs).double().sum(dim=0)

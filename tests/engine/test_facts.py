@@ -57,7 +57,7 @@ class Event:
 
 def step(backward_end, end):
     """Return a step that was exposed between two moments."""
-    record = StepRecord(ranks=4)
+    record = StepRecord(world_size=4)
     record.elements, record.wire_bytes = 100, 60.0
     record.exposed = [(backward_end, end)]
     return record
@@ -93,7 +93,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
     record = step(2.0, 2.25)
     record.covered_steps = 3
     totals.add(record)
-    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=2))
+    totals.add(StepRecord.of_dense(100, 400, world_size=4, local_world_size=2))
     plain, stats = 2 * 3 / 4 * 400, totals.as_stats(has_levels=False)
     dense = plain * (1 + 3 + 1)
     assert stats == {
@@ -101,7 +101,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
         "total_dense_bytes": dense,
         "total_compression_ratio": dense / (120 + plain),
     }
-    assert totals.as_stats(has_levels=True)["total_link_bytes"] == 120 + plain / 2
+    assert totals.as_stats(has_levels=True)["total_inter_node_bytes"] == 120 + plain / 2
 
 
 def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
@@ -112,7 +112,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     totals.resume()
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 2 s
-    totals.add(StepRecord.of_dense(100, 400, ranks=4, node_ranks=1))
+    totals.add(StepRecord.of_dense(100, 400, world_size=4, local_world_size=1))
     totals.end_step()  # 3 s, left to DDP
     totals.resume()  # after 85 s of validation
     totals.add(step(2.0, 2.5))
@@ -125,7 +125,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
 @pytest.mark.usefixtures("ten_seconds")
 @pytest.mark.parametrize("has_passed", [False, True])
 def test_a_wait_after_a_step_counts_once_whether_or_not_the_device_has_come_to_the_end_of_the_step(has_passed):
-    recorder = Recorder(torch.device("cpu"), ranks=4)
+    recorder = Recorder(torch.device("cpu"), world_size=4)
     marks = [Event(each) for each in (1.0, 1.5, 2.0, 2.25)]
     for mark in marks:
         mark.has_passed = has_passed
@@ -160,7 +160,7 @@ def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_n
 
 
 def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
-    plain, ours = StepRecord.of_dense(100, 400, ranks=4, node_ranks=1), step(1.0, 1.5)
+    plain, ours = StepRecord.of_dense(100, 400, world_size=4, local_world_size=1), step(1.0, 1.5)
     stats = mean_stats([plain], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0
     assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0

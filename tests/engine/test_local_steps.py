@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors.base import trained_in
-from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers.devices import DEVICE
@@ -371,7 +371,7 @@ class Numbers:
     def nothing(self, *arguments, **named):
         return ()
 
-    adopt = check_followed = unify_rest = resting = take_back = nothing
+    reset_shared_model = check_followed = unify_rest = inactive = swap_out = nothing
 
 
 class Alone:
@@ -384,7 +384,7 @@ class Alone:
 def count(local, steps, ends=(), optimizers=1):
     """Count steps, and end rounds after some; return after which changes are exchanged."""
     shared, worker = Numbers(), ExchangeWorker(torch.device("cpu"))
-    rounds = Rounds(local, shared, Alone(), worker)
+    rounds = LocalStepsController(local, shared, Alone(), worker)
     for step in range(1, steps + 1):
         shared.now = step
         if not rounds.is_synchronous:
@@ -429,7 +429,7 @@ def test_ranks_with_different_numbers_of_steps_are_refused(pair, where):
 
 
 def test_nodes_of_several_ranks_go_the_same_way(pools):
-    one_level, two_levels = (pools[4].run(train, 8, OUTER, {"node_ranks": ranks}, True) for ranks in (1, 2))
+    one_level, two_levels = (pools[4].run(train, 8, OUTER, {"local_world_size": ranks}, True) for ranks in (1, 2))
     for one, two in zip(one_level, two_levels):
         for ours, theirs in zip(two["shared"], one["shared"]):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -82,7 +82,7 @@ def test_a_tensor_that_may_be_replaced_is_kept_itself_and_shares_no_memory_with_
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_residuals_follow_the_rate_to_a_tenth_of_the_largest_and_a_rate_of_zero_changes_none(momentum):
-    memory = MomentumMemory(Hyperparameters(0.1), masks_momentum=False, follows_learning_rate=True)
+    memory = MomentumMemory(Hyperparameters(0.1), masks_momentum=False, rescale_on_lr_change=True)
     velocity, residual, last = dict.fromkeys(SIZES, 0.0), dict.fromkeys(SIZES, 0.0), 0.1
     for step, (rate, unit) in enumerate(
         [(0.0, 0.1), (0.1, 0.1), (0.05, 0.05), (0.0, 0.05), (1e-4, 0.01), (0.5, 0.5), (1e-9, 0.05), (0.04, 0.05)]
@@ -97,6 +97,6 @@ def test_residuals_follow_the_rate_to_a_tenth_of_the_largest_and_a_rate_of_zero_
                 residual[name][0] = 0.0
         last = unit
         state = memory.state_dict()
-        memory = MomentumMemory(Hyperparameters(0.1), masks_momentum=False, follows_learning_rate=True)
+        memory = MomentumMemory(Hyperparameters(0.1), masks_momentum=False, rescale_on_lr_change=True)
         memory.load_state_dict(state)
     assert all(torch.allclose(state["residual"][name], residual[name]) for name in SIZES)

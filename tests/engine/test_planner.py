@@ -70,26 +70,26 @@ def losses_of(rank, ddp, engine, steps):
 def train(rank, schedule, network, steps):
     """Train over a network; return the parameters, the groups after every step, what was said, and the plan."""
     torch.manual_seed(0)
-    groups, lines = [], []
+    buckets, lines = [], []
     with sparse_ddp(Slow(), density=0.05, schedule=schedule, log=lines.append) as (ddp, engine):
         if network is not None:
             slow_down(engine, network)
-        groups += [
-            () if engine.planner.plan is None else engine.planner.plan.groups
+        buckets += [
+            () if engine.planner.plan is None else engine.planner.plan.buckets
             for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01)
         ]
-        return parameters_of(ddp), groups, lines, engine.planner.plan
+        return parameters_of(ddp), buckets, lines, engine.planner.plan
 
 
 def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair):
     (single, *_), _ = pair.run(train, "single", None, STEPS)
-    (first, groups, lines, plan), (second, other_groups, other_lines, _) = pair.run(train, "merged", None, STEPS)
+    (first, buckets, lines, plan), (second, other_buckets, other_lines, _) = pair.run(train, "merged", None, STEPS)
     for name, parameter in single.items():
         assert torch.equal(first[name], parameter)
         assert torch.equal(second[name], parameter)
-    assert groups == other_groups
-    assert groups[-1] != ()
-    assert sorted(name for group in groups[-1] for name in group) == sorted(single)
+    assert buckets == other_buckets
+    assert buckets[-1] != ()
+    assert sorted(name for bucket in buckets[-1] for name in bucket) == sorted(single)
     assert lines
     assert not other_lines
     counts = [count for count, _ in plan.tried]
@@ -101,14 +101,14 @@ def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair):
 @pytest.mark.clock
 @pytest.mark.parametrize(("network", "is_single"), [(costly_message, True), (costly_bytes, False)])
 def test_the_plan_suits_the_network(pair, network, is_single):
-    for _, groups, _, _ in pair.run(train, "merged", network, STEPS):
-        assert (len(groups[-1]) == 1) == is_single
+    for _, buckets, _, _ in pair.run(train, "merged", network, STEPS):
+        assert (len(buckets[-1]) == 1) == is_single
 
 
 def train_adaptively(rank, network, steps):
     """Train with densities that adapt; return parameters, the plan and the last step's statistics."""
     torch.manual_seed(0)
-    compressor = LAGS(adapts_density=True)
+    compressor = LAGS(adaptive_density=True)
     with sparse_ddp(Slow(), compressor, density=0.02, log=lambda line: None) as (ddp, engine):
         slow_down(engine, network)
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):

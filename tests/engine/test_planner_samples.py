@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine.observe import GroupRecord, Span, StepRecord
+from lightning_sparse.engine.observe import BucketRecord, Span, StepRecord
 from lightning_sparse.engine.planner import Densities, StepPlanner, averaged
-from lightning_sparse.schedule import Merged, plan_groups
+from lightning_sparse.schedule import Merged, plan_buckets
 from lightning_sparse.schedule.merging import predict
 from tests.helpers.examples import load
 
@@ -32,15 +32,15 @@ def step(ready, tensors=2):
     record = StepRecord()
     record.backward_start, record.backward_end, record.end = 0.0, 2.0, 3.0
     record.ready = {f"weight {number}": ready for number in range(tensors)}
-    group = GroupRecord(tuple(record.ready))
-    group.spans = [Span("select", 2.0, 2.1), Span("exchange", 2.1, 2.5)]
-    record.groups = [group]
+    bucket = BucketRecord(tuple(record.ready))
+    bucket.spans = [Span("select", 2.0, 2.1), Span("exchange", 2.1, 2.5)]
+    record.buckets = [bucket]
     return record
 
 
 def times_of(sample):
-    groups = [seconds for group in sample.groups for seconds in (group.select_seconds, group.exchange_seconds)]
-    return [*sample.ready, *groups, sample.exposed_seconds, sample.total_seconds]
+    buckets = [seconds for bucket in sample.buckets for seconds in (bucket.select_seconds, bucket.exchange_seconds)]
+    return [*sample.ready, *buckets, sample.exposed_seconds, sample.total_seconds]
 
 
 @pytest.mark.clock
@@ -48,9 +48,9 @@ def test_the_numbers_of_many_ranks_are_averaged_in_little_memory_and_time():
     ranks, tensors, steps = 512, 1000, 30
     told, seen = Told(ranks), [step(1.0, tensors)] * steps
     start = time.perf_counter()
-    samples = averaged(told, seen, holds_groups=False)
+    samples = averaged(told, seen, holds_plan=False)
     assert time.perf_counter() - start < 1.0
-    for sample, alone in zip(samples, averaged(Told(), seen, holds_groups=False), strict=True):
+    for sample, alone in zip(samples, averaged(Told(), seen, holds_plan=False), strict=True):
         assert times_of(sample) == pytest.approx(times_of(alone))
     assert sum(told.counts) > steps * tensors
     assert 8 * ranks * max(told.counts) < 100e6
@@ -76,15 +76,15 @@ def step_of(schedule, numels, density):
     names, free = [], 0.0
     for name in numels:
         names.append(name)
-        if schedule.closes_group(name, sum(numels[each] for each in names)) or name == list(numels)[-1]:
-            group = GroupRecord(tuple(names))
-            group.elements = sum(numels[each] for each in names)
-            group.counts = int(density * group.elements)
-            selected = max(free, record.ready[name]) + select(group.elements)
-            free = selected + exchange(group.counts)
-            begun = selected - select(group.elements)
-            group.spans = [Span("select", begun, selected), Span("exchange", selected, free)]
-            record.groups.append(group)
+        if schedule.closes_bucket(name, sum(numels[each] for each in names)) or name == list(numels)[-1]:
+            bucket = BucketRecord(tuple(names))
+            bucket.elements = sum(numels[each] for each in names)
+            bucket.counts = int(density * bucket.elements)
+            selected = max(free, record.ready[name]) + select(bucket.elements)
+            free = selected + exchange(bucket.counts)
+            begun = selected - select(bucket.elements)
+            bucket.spans = [Span("select", begun, selected), Span("exchange", selected, free)]
+            record.buckets.append(bucket)
             names = []
     record.end = free
     return record
@@ -98,8 +98,8 @@ def test_the_plan_is_the_optimum_by_the_costs_that_were_seen():
     for _ in range(100):
         planner.see_exchange(step_of(schedule, numels, density))
     problem = (SIZES, [BACKWARD] * len(SIZES), select, lambda elements: exchange(density * elements))
-    groups = plan_groups(*problem)
-    assert planner.plan.groups == tuple(tuple(f"weight {place}" for place in group) for group in groups)
-    assert planner.plan.seconds == pytest.approx(predict(groups, *problem))
+    buckets = plan_buckets(*problem)
+    assert planner.plan.buckets == tuple(tuple(f"weight {place}" for place in bucket) for bucket in buckets)
+    assert planner.plan.seconds == pytest.approx(predict(buckets, *problem))
     assert dict(planner.plan.tried)[1] == pytest.approx(predict([range(len(SIZES))], *problem))
     assert len(lines) == 1

@@ -13,7 +13,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import SparseDDPStrategy, SparseFabricStrategy, sparsify
+from lightning_sparse import SparseDDPStrategy, SparseFabricStrategy, sparsify_gradients
 from tests.helpers.devices import DEVICE
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import accelerator, expect
@@ -107,7 +107,7 @@ def through_the_trainer(rank, settings, folder, resumes):
     path = str(folder / "trainer.ckpt")
     module = Module(settings) if resumes else Module(settings, SAVED, path)
     more = {"max_epochs": 1, "limit_train_batches": STEPS, "gradient_clip_val": NORM}
-    more |= {"val_check_interval": 4, "limit_val_batches": 1, "node_ranks": node_ranks_of(settings)}
+    more |= {"val_check_interval": 4, "limit_val_batches": 1, "local_world_size": node_ranks_of(settings)}
     fit_numbered(rank, SparseDDPStrategy(**settings), module, path if resumes else None, **more)
     return tensors_of(module.network)
 
@@ -150,7 +150,7 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wra
     net = Net().to(DEVICE)
     model = wrap(net)
     optimizer, schedule = optimizer_of(net, settings)
-    with sparsify(model, optimizer, **settings, total_steps=STEPS) as handle:
+    with sparsify_gradients(model, optimizer, **settings, total_steps=STEPS) as handle:
         parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
         if resumes:
             if handle_first:

@@ -19,7 +19,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import Communicator
-from lightning_sparse.engine.step.exchange import Backward
+from lightning_sparse.engine.step.reducer import Backward
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.resuming import Numbered, fit_numbered
@@ -47,7 +47,7 @@ _ANYWHERE = r"waited in vain in \w+.*: another rank has died.*longer timeout=.*c
 _SAVING = r"waited in vain in all_gather of errors \(.* was not written\).*: another rank has died.*ckpt_path"
 POINTS = {
     "forward": Point(Numbered, "training_step"),
-    "hook": Point(Backward, "_hand_over", 1),
+    "hook": Point(Backward, "_enqueue", 1),
     "selection": Point(TopK, "select"),
     "between two collectives": Point(
         Communicator, "issue", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
@@ -98,7 +98,7 @@ def impatient():
         for module, values in (
             (plan_module, {"_PARTS": (1, 2)}),
             (planner_module, {"_ROUNDS": 1, "_STEPS": 1}),
-            (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1, "_MOST_TURNS": 1}),
+            (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1, "_MAX_TURNS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
         yield

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import lightning_sparse
-from lightning_sparse import sparsify
+from lightning_sparse import sparsify_gradients
 from lightning_sparse.engine import Engine, collectives
 from lightning_sparse.loop import loop
 
@@ -397,7 +397,7 @@ class Way(NamedTuple):
 
     given: Mapping[str, Any] = {}  # settings of the exchange
     build: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1)
-    node_ranks: int = 1
+    local_world_size: int = 1
     dtype: torch.dtype = torch.float32
     backwards: int = 1  # of a step
     clips: bool = False
@@ -424,13 +424,13 @@ def train(way, steps):
     optimizer = way.build(net.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if way.scales else None
 
-    def engine(ddp, settings, timeout, say, node_ranks, *around):
-        return Engine(ddp, settings, timeout, say, way.node_ranks, *around)
+    def engine(ddp, settings, timeout, say, local_world_size, *around):
+        return Engine(ddp, settings, timeout, say, way.local_world_size, *around)
 
     given = {"density": 0.05, "schedule": "layerwise", "warmup_epochs": 0, **way.given}
     with (
         mock.patch.object(loop, "Engine", engine),
-        sparsify(net, optimizer, scaler=scaler, levels=1, **given) as handle,
+        sparsify_gradients(net, optimizer, scaler=scaler, levels=1, **given) as handle,
     ):
         for step in range(steps):
             for _ in range(way.backwards):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import SparseFabricStrategy, Sparsifier, sparsify
-from lightning_sparse.loop.optimizers import handled
+from lightning_sparse import GradientSparsifier, SparseFabricStrategy, sparsify_gradients
+from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.testing.subjects import agrees
 from tests.compatibility.running import changing_hands
 from tests.helpers.devices import DEVICE
@@ -46,7 +46,7 @@ def in_a_loop(training):
         **{name: Training.__dataclass_fields__[name].default for name in _OF_THE_TRAINER},
     )
     # What is frozen is sent as zeros until the end, where the Trainer sends it no more. It competes with nothing.
-    competes = found.subject.selects_across_group or found.subject.wire_format == "union"
+    competes = found.subject.selects_across_bucket or found.subject.wire_format == "union"
     left_out = ("thawing",) if competes or found.local else ()
     left_out += _OWN_BUFFERS if by_hand or found.validates or found.local else ()
     found = found.but(parts=tuple(part for part in found.parts if part not in left_out))
@@ -83,7 +83,7 @@ class PlainLoop:
         self.model.to(DEVICE, *([torch.bfloat16] if self.training.precision == "bf16-true" else []))
         self.configure_optimizers()
         self.outer = self.wrap(self.model)
-        self.handle = sparsify(self.outer, self.optimizers, **settings)
+        self.handle = sparsify_gradients(self.outer, self.optimizers, **settings)
 
     def configure_optimizers(self):
         given = self.model.configure_optimizers()
@@ -108,7 +108,7 @@ class PlainLoop:
         return Outcome(model.batches_seen, model.validated, {}, {}, model.state(), [], 0)
 
     def train_batch(self, index, is_last):
-        with nullcontext() if is_last else self.accumulating():
+        with nullcontext() if is_last else self.no_sync():
             with self.computing():
                 loss = self.model._loss(index, 0, 1)
             self.backward(loss if self.training.by_hand else loss / self.training.accumulates)
@@ -121,7 +121,7 @@ class PlainLoop:
             optimizer.zero_grad()
 
     def clip(self, number):
-        trained = handled(self.optimizers[number])
+        trained = optimizer_parameters(self.optimizers[number])
         if (norm := self.model._norm(number)) is not None and any(each.grad is not None for each in trained):
             self.clip_gradients(self.optimizers[number], norm)
 
@@ -134,11 +134,11 @@ class PlainLoop:
 
     def look(self):
         """Look at what there is, which changes no bit: some of it on one rank alone."""
-        handle = self.handle if isinstance(self.handle, Sparsifier) else self.handle.handle(self.outer)
+        handle = self.handle if isinstance(self.handle, GradientSparsifier) else self.handle.handle(self.outer)
         handle.check_replicas()
         handle.state()
         if self.rank == 0:
-            handle.stats(), handle.plan()
+            handle.compression_stats(), handle.plan()
             self.model.eval()
             with handle.shared_model(), torch.no_grad(), self.computing():
                 self.model(self.model.rows(0), 0)
@@ -153,8 +153,8 @@ class PlainLoop:
     def backward(self, loss):
         loss.backward()
 
-    def accumulating(self):
-        return self.handle.accumulating()
+    def no_sync(self):
+        return self.handle.no_sync()
 
     def clip_gradients(self, optimizer, norm):
         self.handle.clip(norm=norm, optimizer=optimizer)
@@ -212,7 +212,7 @@ class FabricLoop(PlainLoop):
     def backward(self, loss):
         self.fabric.backward(loss)
 
-    def accumulating(self):
+    def no_sync(self):
         return self.fabric.no_backward_sync(self.outer)
 
     def clip_gradients(self, optimizer, norm):

@@ -34,11 +34,11 @@ from lightning_sparse.callbacks import (
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
 from lightning_sparse.compressors.registry import build_by_name
-from lightning_sparse.engine.refusals import takes_wire
+from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.loop.backend_choice import BackendChoice
+from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.testing.invariants import Sluggish
-from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
+from lightning_sparse.testing.subjects import agrees, is_bucketing_free, is_exact, keeps
 from tests.compatibility.running import changing_hands
 from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer
 
@@ -384,8 +384,10 @@ def dawdle(trainer, pl_module, batch, batch_idx):
 
 def go_backward_before(trainer, *batch):
     """Have gradients that Lightning sets to zero before its own backward."""
-    handled = [each for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]]
-    if trained := [each for each in handled if each.requires_grad]:
+    optimizer_parameters = [
+        each for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]
+    ]
+    if trained := [each for each in optimizer_parameters if each.requires_grad]:
         sum((1 + trainer.global_rank) * each.sum() for each in trained).backward()
 
 
@@ -753,7 +755,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
     trainer = make_trainer(
         rank,
         build_strategy(training, is_ddp),
-        node_ranks=training.ranks // training.nodes,
+        local_world_size=training.ranks // training.nodes,
         callbacks=[*callbacks, *observers, saver],
         max_epochs=training.epochs,
         limit_val_batches=len(validates),
@@ -776,7 +778,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
         if "exchanges dawdle" in training.may_not_matter:
             patched.enter_context(mock.patch.object(engine_module, "ExchangeWorker", Sluggish))
         if training.strategy == "switching":
-            patched.enter_context(mock.patch.object(BackendChoice, "_run", switch))
+            patched.enter_context(mock.patch.object(AutoBackend, "_run", switch))
         trainer.fit(model, *loaders, ckpt_path=goes_on_from)
     failures = sum(getattr(each, "failures", 0) for each in observers)
     states = [
@@ -1044,7 +1046,7 @@ def _can(training, name):
     if not training.but(may_not_matter=(name,)).is_possible:
         return False
     if name in ("layerwise", "single", "merged"):
-        return training.strategy not in MEASURED and is_grouping_free(training.subject)
+        return training.strategy not in MEASURED and is_bucketing_free(training.subject)
     if name == "gradients of their own":
         # DDP itself, in synchronous and dense steps, rounds otherwise where it exchanges a gradient several times.
         return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)

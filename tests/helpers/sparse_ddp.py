@@ -8,8 +8,8 @@ from lightning_sparse.testing.subjects import (
     WIRES,
     agrees,
     density_for,
+    is_bucketing_free,
     is_exact,
-    is_grouping_free,
     keeps,
     subject_of,
 )
@@ -35,4 +35,4 @@ DENSITY = {name: density_for(name) for name in COMPRESSOR_NAMES}
 KEEPING_NAMES = declaring(keeps)
 EXACT_NAMES = declaring(is_exact)
 AGREEING_NAMES = declaring(agrees)
-GROUPING_FREE_NAMES = declaring(is_grouping_free)
+GROUPING_FREE_NAMES = declaring(is_bucketing_free)

@@ -179,7 +179,7 @@ class WithAdam(Small):
 
 def learning_in_turns(learns=True):
     """Have second moments of small models be learned in turns, as those of large ones are; or leave that as it is."""
-    return mock.patch.object(memory, "_LEAST_ELEMENTS", 1 if learns else memory._LEAST_ELEMENTS)
+    return mock.patch.object(memory, "_MIN_ELEMENTS", 1 if learns else memory._MIN_ELEMENTS)
 
 
 def expect(*more):
@@ -188,9 +188,9 @@ def expect(*more):
         warnings.filterwarnings("ignore", message=message)
 
 
-def make_trainer(rank, strategy, node_ranks=None, **arguments):
+def make_trainer(rank, strategy, local_world_size=None, **arguments):
     """Build a Trainer that uses the pool's processes as its ranks, so many on a node, and is quiet."""
-    devices = dist.get_world_size() if node_ranks is None else node_ranks
+    devices = dist.get_world_size() if local_world_size is None else local_world_size
     os.environ.update(LOCAL_RANK=str(rank % devices), NODE_RANK=str(rank // devices))
     expect()
     quiet = {

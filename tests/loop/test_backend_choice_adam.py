@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.loop import backend_choice
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import Line
@@ -16,10 +16,12 @@ def losses_of_auto(rank):
     """Train with a made-up clock, by which compression is slower; return losses, and which steps were plain."""
     model, losses, were_plain, seconds = Line().to(DEVICE), [], [], [0.0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    correction = AdamCorrection(dense_steps=10, fall_steps=10)
+    correction = AdamCorrection(warmup_steps=10, density_decay_steps=10)
     with (
         mock.patch.object(backend_choice, "perf_counter", side_effect=lambda: seconds[0]),
-        sparsify(model, optimizer, "lags", schedule="auto", warmup_epochs=0, optimizer_correction=correction) as handle,
+        sparsify_gradients(
+            model, optimizer, "lags", schedule="auto", warmup_epochs=0, optimizer_correction=correction
+        ) as handle,
     ):
         for step in range(STEPS):
             optimizer.zero_grad()

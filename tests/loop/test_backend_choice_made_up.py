@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_sparse.loop import backend_choice
-from lightning_sparse.loop.backend_choice import BackendChoice, compare
+from lightning_sparse.loop.backend_choice import AutoBackend, compare
 
 _PLANNING_STEPS = 80
 Cost = Callable[[int], float]
@@ -46,7 +46,7 @@ def live(theirs, ours, steps, density=0.01, exposed=0.0, device="cpu"):
     """Live through steps that take so many seconds; return which were plain, and what was said."""
     engine, said, were_plain = MadeUpEngine(density, exposed), list[str](), list[bool]()
     with mock.patch.object(backend_choice, "perf_counter", return_value=0.0) as clock:
-        choice = BackendChoice(engine, torch.device(device), said.append)
+        choice = AutoBackend(engine, torch.device(device), said.append)
         for step in range(steps):
             were_plain.append(choice.wants_dense)
             clock.return_value += (theirs if choice.wants_dense else ours)(step)

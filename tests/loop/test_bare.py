@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sparse import AdamCorrection, LocalSteps, sparsify
+from lightning_sparse import AdamCorrection, LocalSteps, sparsify_gradients
 from lightning_sparse.compressors import DGC
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
@@ -30,7 +30,7 @@ from tests.helpers.fits import refuse
 from tests.helpers.trainers import weights
 
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
-CORRECTED = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)}
+CORRECTED = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)}
 SPARSE = {"density": 0.05, "warmup_epochs": 0}
 
 
@@ -83,8 +83,8 @@ def train_in_a_form(rank, form, kind, settings):
     if form == "plain":
         train(rank, model, optimizer, range(6), model.no_sync, note)
     else:
-        with sparsify(model, optimizer, **settings) as handle:
-            train(rank, model, optimizer, range(6), handle.accumulating if form == "bare" else model.no_sync, note)
+        with sparsify_gradients(model, optimizer, **settings) as handle:
+            train(rank, model, optimizer, range(6), handle.no_sync if form == "bare" else model.no_sync, note)
     return notes
 
 
@@ -105,7 +105,7 @@ def train_through_a_call(rank, form, settings, way):
     module = Edges().to(DEVICE)
     model = module if form == "bare" else DistributedDataParallel(module)
     optimizer = OPTIMIZERS["SGD"](model.parameters())
-    with sparsify(model, optimizer, **settings):
+    with sparsify_gradients(model, optimizer, **settings):
         for step in range(6):
             module.matrix.requires_grad_(step not in (2, 3))
             named = {name: each * 1.0 for name, each in model.named_parameters()}
@@ -134,7 +134,7 @@ def overflow_beside_what_nobody_owns(rank):
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
     optimizer = OPTIMIZERS["SGD"](model[2].parameters())
     residuals, sent = [], []
-    with sparsify(model, optimizer, **SPARSE) as handle:
+    with sparsify_gradients(model, optimizer, **SPARSE) as handle:
         for step in range(6):
             scale = float("inf") if (rank, step) == (1, 2) else 1.0
             (model(batch(rank, step)).square().mean() * scale).backward()
@@ -142,7 +142,7 @@ def overflow_beside_what_nobody_owns(rank):
                 optimizer.step()
             optimizer.zero_grad()
             residuals.append(handle.engine.state_dict()["memory"]["residual"]["2.weight"].clone())
-            sent.append(handle.stats()["wire_bytes"])
+            sent.append(handle.compression_stats()["wire_bytes"])
     return residuals, sent, weights(model)
 
 
@@ -160,7 +160,7 @@ def renew_the_optimizer(rank, kind):
     settings = {"SGD": {"compressor": DGC()}, "AdamW": CORRECTED, "plain": {}}[kind]
     build = OPTIMIZERS.get(kind, partial(torch.optim.SGD, lr=0.01))
     optimizer = build(model.parameters())
-    with warnings.catch_warnings(record=True) as told, sparsify(model, optimizer, **SPARSE, **settings):
+    with warnings.catch_warnings(record=True) as told, sparsify_gradients(model, optimizer, **SPARSE, **settings):
         warnings.simplefilter("always")
         train(rank, model, optimizer, range(10))
         train(rank, model, build(model.parameters()), range(10, 22))
@@ -179,11 +179,11 @@ def train_summed(rank, form, kind, is_apart):
     module = Edges().to(DEVICE)
     model = module if form == "bare" else DistributedDataParallel(module)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    with sparsify(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
+    with sparsify_gradients(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
         for step in range(6):
             inputs = [batch(rank, 100 * step + number) for number in range(2)]
             if is_apart:
-                with handle.accumulating():
+                with handle.no_sync():
                     model(inputs[0]).backward()
                     assert any(each.grad.any() for each in model.parameters())
                 model(inputs[1]).backward()
@@ -191,7 +191,7 @@ def train_summed(rank, form, kind, is_apart):
                 (model(inputs[0]) + model(inputs[1])).backward()
             optimizer.step()
             optimizer.zero_grad()
-        sent = handle.stats()["total_wire_bytes"]
+        sent = handle.compression_stats()["total_wire_bytes"]
     return tensors_of(module), sent
 
 
@@ -209,17 +209,17 @@ def step_by_own_gradients(rank, form, kind, is_inside):
     """Step where gradients accumulate, or after that, without a backward that exchanges them; drop them and go on."""
     model, module = built(rank, form)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    with sparsify(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
-        train(rank, model, optimizer, range(4), handle.accumulating)
+    with sparsify_gradients(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
+        train(rank, model, optimizer, range(4), handle.no_sync)
         before = copy.deepcopy(list(model.parameters()))
-        with handle.accumulating():
+        with handle.no_sync():
             model(batch(rank, 10)).backward()
-        around = handle.accumulating() if is_inside else nullcontext()
-        with around, pytest.raises(RuntimeError, match="outside of accumulating"):
+        around = handle.no_sync() if is_inside else nullcontext()
+        with around, pytest.raises(RuntimeError, match="outside of no_sync"):
             optimizer.step()
         assert all(map(torch.equal, before, model.parameters()))
         optimizer.zero_grad()
-        train(rank, model, optimizer, range(4, 6), handle.accumulating)
+        train(rank, model, optimizer, range(4, 6), handle.no_sync)
     return list(module.parameters())
 
 
@@ -235,7 +235,7 @@ def test_a_step_by_a_ranks_own_gradients_is_refused(pair, form, kind, is_inside)
 def train_a_copy(rank, again):
     """Train copies of a model that is trained, and of one that is closed; return them, and the model before and after.
 
-    A model that is closed is refused, until sparsify or DDP has it ``again``.
+    A model that is closed is refused, until sparsify_gradients or DDP has it ``again``.
     """
     model, module = built(rank, "bare")
     optimizer = OPTIMIZERS["SGD"](model.parameters())
@@ -248,7 +248,7 @@ def train_a_copy(rank, again):
             assert_same(tensors_of(model), before)
             copies.append(tensors_of(each))
 
-    handle = sparsify(model, optimizer, **SPARSE)
+    handle = sparsify_gradients(model, optimizer, **SPARSE)
     train(rank, model, optimizer, range(2))
     train_copy()
     handle.close()
@@ -256,12 +256,12 @@ def train_a_copy(rank, again):
     train_copy()
     with pytest.raises(RuntimeError, match="closed"):
         handle.save_state("closed")
-    with pytest.raises(RuntimeError, match="sparsify the model anew"):
+    with pytest.raises(RuntimeError, match="call sparsify_gradients on the model again"):
         model(batch(rank, 0))
     with torch.no_grad():
         model(batch(rank, 0))
-    if again == "sparsify":
-        with sparsify(model, optimizer, **SPARSE):
+    if again == "sparsify_gradients":
+        with sparsify_gradients(model, optimizer, **SPARSE):
             train(rank, model, optimizer, range(2, 4))
     else:
         train(rank, DistributedDataParallel(model), optimizer, range(2, 4))
@@ -275,7 +275,7 @@ def pickled(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("again", ["sparsify", "DDP"])
+@pytest.mark.parametrize("again", ["sparsify_gradients", "DDP"])
 def test_a_copy_trains_alone_and_a_closed_model_once_it_is_attended_to_again(pair, again):
     (copies, ends), (others, other_ends) = pair.run(train_a_copy, again)
     assert all(differences(one, other) for one, other in zip(copies, others))
@@ -292,8 +292,8 @@ def give_twice(rank, first, second):
         "with others": lambda: nn.Sequential(nn.Linear(4, 4), model).to(DEVICE),
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sparsify(forms[first](), optimizer, **SPARSE):
-        sparsify(forms[second](), optimizer, **SPARSE)
+    with sparsify_gradients(forms[first](), optimizer, **SPARSE):
+        sparsify_gradients(forms[second](), optimizer, **SPARSE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -318,7 +318,7 @@ def cut_otherwise(module):
 
 def give_a_wrapper_inside(rank, wrap):
     model = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4))).to(DEVICE)
-    sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), **SPARSE)
+    sparsify_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), **SPARSE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -346,7 +346,7 @@ class Checkpointed(nn.Module):
 def train_checkpointed(rank, use_reentrant):
     model = Checkpointed(use_reentrant).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sparsify(model, optimizer, **SPARSE):
+    with sparsify_gradients(model, optimizer, **SPARSE):
         for step in range(3):
             model(torch.full((2, 4), 1.0 + rank + step, device=DEVICE)).square().mean().backward()
             optimizer.step()
@@ -383,7 +383,7 @@ def train_dense_steps(rank, is_ours):
     wrapped = model if is_ours else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if is_ours:
-        sparsify(model, optimizer, "topk", density=0.05, optimizer_correction=AdamCorrection(dense_steps=9))
+        sparsify_gradients(model, optimizer, "topk", density=0.05, optimizer_correction=AdamCorrection(warmup_steps=9))
     gradients = []
     for step in range(4):
         wrapped(batch(rank, step)).backward()
@@ -403,8 +403,8 @@ def close(rank, optimizer, settings):
     model = Edges().to(DEVICE)
     optimizer = optimizer(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
-    handle = sparsify(model, optimizer, **{"schedule": "single", "scaler": scaler, **SPARSE, **settings})
-    train(rank, model, optimizer, range(3), handle.accumulating)
+    handle = sparsify_gradients(model, optimizer, **{"schedule": "single", "scaler": scaler, **SPARSE, **settings})
+    train(rank, model, optimizer, range(3), handle.no_sync)
     memory = weakref.ref(handle.engine.memory)
     gc.collect()
     gc.disable()
@@ -444,7 +444,7 @@ def train_by_remembered_gradients(rank):
     model = Edges().to(DEVICE)
     optimizer = Remembering(model.parameters(), lr=0.01)
     rounds = LocalSteps(50, synchronous_steps=20)
-    with sparsify(model, optimizer, **SPARSE, local_steps=rounds):
+    with sparsify_gradients(model, optimizer, **SPARSE, local_steps=rounds):
         for step in range(4):
             optimizer.zero_grad(set_to_none=False)
             model(batch(rank, step)).backward()
@@ -463,7 +463,7 @@ def train_large(rank, compressor, is_zeroed_in_place):
     model = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 64)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     gradients = []
-    with sparsify(model, optimizer, compressor, **SPARSE):
+    with sparsify_gradients(model, optimizer, compressor, **SPARSE):
         for step in range(4):
             model(batch(rank, step)).square().mean().backward()
             gradients += [each.grad.detach().clone() for each in model.parameters()]
@@ -505,7 +505,7 @@ def train_factors(rank, compressor, shares, creates_graph=False, backwards=1, lo
     model = Factors(shares).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     gradients = []
-    with sparsify(model, optimizer, compressor, **SPARSE) as handle, warnings.catch_warnings():
+    with sparsify_gradients(model, optimizer, compressor, **SPARSE) as handle, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's, of graphs that are created
         model.first.register_post_accumulate_grad_hook(look)
         for step in range(4):

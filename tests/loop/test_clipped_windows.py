@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from tests.helpers.devices import DEVICE
 
 WINDOWS, STEPS = 8, 40
-CORRECTION = AdamCorrection(dense_steps=10, fall_steps=0)
+CORRECTION = AdamCorrection(warmup_steps=10, density_decay_steps=0)
 
 
 def mean_length(rank, norm):
@@ -17,7 +17,7 @@ def mean_length(rank, norm):
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     lengths = []
-    with sparsify(model, optimizer, "lags", 0.05, warmup_epochs=0, optimizer_correction=CORRECTION) as handle:
+    with sparsify_gradients(model, optimizer, "lags", 0.05, warmup_epochs=0, optimizer_correction=CORRECTION) as handle:
         for step in range(STEPS):
             before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
             for window in range(WINDOWS):

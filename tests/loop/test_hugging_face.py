@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify``."""
+"""Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify_gradients``."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import SAVED, as_hugging_face_wants, through_hugging_face
 from tests.helpers.examples import load
 
-CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
+CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)
 each_example = pytest.mark.parametrize("example", ["train_accelerate", "train_hugging_face"])
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="several ranks share no GPU with Accelerate"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import LocalSteps, sparsify
+from lightning_sparse import LocalSteps, sparsify_gradients
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
@@ -40,7 +40,7 @@ def train_accumulating(rank, through_ddp):
     """Train over two batches a step in the midst of a round and to the end; return what there is then."""
     ddp, optimizer = wrapped()
     model = ddp if through_ddp else ddp.module
-    with sparsify(ddp, optimizer, **SPARSE) as handle:
+    with sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
         for step in range(6):
             for micro in range(2):
                 with nullcontext() if micro else ddp.no_sync():
@@ -48,7 +48,7 @@ def train_accumulating(rank, through_ddp):
             optimizer.step()
             optimizer.zero_grad()
         middle = tensors_of(ddp.module)
-    return middle, tensors_of(ddp.module), handle.stats()
+    return middle, tensors_of(ddp.module), handle.compression_stats()
 
 
 @pytest.mark.parametrize("through_ddp", [True, False], ids=["wrapped", "past the wrapper"])
@@ -66,7 +66,7 @@ def train_parts(rank):
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
     rounds = LocalSteps(8, synchronous_steps=2)
     seen = []
-    with sparsify(model, optimizers, density=0.1, local_steps=rounds) as handle:
+    with sparsify_gradients(model, optimizers, density=0.1, local_steps=rounds) as handle:
         for _ in range(6):
             for part, optimizer in zip(model, optimizers):
                 (part(torch.ones(2, 4, device=DEVICE)) - rank).square().mean().backward()
@@ -87,7 +87,7 @@ def start_from_data(rank, settings, synchronizes=False):
     """Write a part of the model in its first forward, and learn nothing; return what was written, and what there is."""
     model = torch.nn.Linear(4, 4).to(DEVICE)
     written = torch.full((4,), 1.0 + rank, device=DEVICE)
-    with sparsify(model, torch.optim.SGD(model.parameters(), lr=0.0), **settings) as handle:
+    with sparsify_gradients(model, torch.optim.SGD(model.parameters(), lr=0.0), **settings) as handle:
         for step in range(12):
             outputs = model(torch.ones(2, 4, device=DEVICE))
             if step == 0:
@@ -124,7 +124,7 @@ def forget(rank, folder):
         return loss
 
     ddp, optimizer = wrapped()
-    with sparsify(ddp, optimizer, **SPARSE) as handle:
+    with sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
         evaluate(ddp)  # before the first step the model is one
         ddp.state_dict()
         train(rank, ddp, optimizer, range(EVERY))
@@ -147,10 +147,10 @@ def forget(rank, folder):
     evaluate(ddp)
     refused(lambda: ddp(rows_of(0, 0).to(DEVICE)))
     other, its_optimizer = wrapped()
-    with sparsify(other, its_optimizer, **SPARSE) as handle:
+    with sparsify_gradients(other, its_optimizer, **SPARSE) as handle:
         handle.load_state(folder)
         refused(lambda: train(rank, other, its_optimizer, range(1)))
-    with sparsify(*wrapped(), density=0.1) as handle:
+    with sparsify_gradients(*wrapped(), density=0.1) as handle:
         refused(lambda: handle.load_state(folder))
     return said
 
@@ -172,13 +172,13 @@ def test_what_is_forgotten_is_refused_with_its_cure(pair, tmp_path):
 def adopt(rank):
     """Load other weights in the midst of a round, and share them; return them, and what is shared then."""
     ddp, optimizer = wrapped()
-    with sparsify(ddp, optimizer, **SPARSE) as handle:
+    with sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
         train(rank, ddp, optimizer, range(EVERY + 2))
         torch.manual_seed(1)
         for parameter in ddp.parameters():
             torch.nn.init.uniform_(parameter)
         loaded = parameters_of(ddp)
-        handle.adopt()
+        handle.reset_shared_model()
         with handle.shared_model():
             shared = parameters_of(ddp)
     return loaded, shared
@@ -193,7 +193,7 @@ def end_inside(rank, settings, ends, inside):
     """End a round early, in the midst of it, maybe while the shared model is shown; return models then and later."""
     net = Net().to(DEVICE)
     optimizer = optimizer_of(net)[0]
-    with sparsify(net, optimizer, **settings) as handle:
+    with sparsify_gradients(net, optimizer, **settings) as handle:
         train(rank, net, optimizer, range(EVERY + 3))
         with handle.shared_model() if inside else nullcontext():
             getattr(handle, ends)()
@@ -215,7 +215,7 @@ def skip(rank):
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
     ddp, optimizer = wrapped()
     scales = []
-    with sparsify(ddp, optimizer, **SPARSE, scaler=scaler):
+    with sparsify_gradients(ddp, optimizer, **SPARSE, scaler=scaler):
         for step in range(10):
             loss = ddp(rows_of(rank, step).to(DEVICE))["loss"] * (float("inf") if (rank, step) == (1, 2) else 1.0)
             scaler.scale(loss).backward()
@@ -262,7 +262,7 @@ def train_oddly(rank, in_halves):
     """Train 10 steps that no optimizer's own ``step`` makes; return the model, statistics and what is warned of."""
     ddp = DistributedDataParallel(Net().to(DEVICE))
     optimizer = SAM(ddp.parameters())
-    with warnings.catch_warnings(record=True) as caught, sparsify(ddp, optimizer, **SPARSE) as handle:
+    with warnings.catch_warnings(record=True) as caught, sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
         warnings.simplefilter("always")
         for step in range(10):
             ddp(rows_of(rank, step).to(DEVICE))["loss"].backward()
@@ -274,7 +274,7 @@ def train_oddly(rank, in_halves):
             else:
                 step_by_hand(ddp.parameters())
             optimizer.zero_grad()
-    return tensors_of(ddp.module), handle.stats(), [str(each.message) for each in caught]
+    return tensors_of(ddp.module), handle.compression_stats(), [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize(("in_halves", "steps"), [(True, 10), (False, 0)], ids=["in halves", "by hand"])
@@ -292,7 +292,7 @@ def thaw(rank):
     ddp, optimizer = wrapped()
     ddp.module.network[0].requires_grad_(False)
     before = tensors_of(ddp.module)
-    with sparsify(ddp, optimizer, **SPARSE):
+    with sparsify_gradients(ddp, optimizer, **SPARSE):
         train(rank, ddp, optimizer, range(2), lambda step: ddp.module.network[0].requires_grad_(True))
         train(rank, ddp, optimizer, range(2, 3 * EVERY))
     return before, tensors_of(ddp.module)
@@ -308,7 +308,7 @@ def freeze(rank, kind, first):
     """Freeze a layer at a step; return what it is where that round has ended, and the model after more of them."""
     ddp, optimizer = wrapped()
     layer = ddp.module.network[0]
-    with sparsify(ddp, optimizer, **ROUNDS[kind]) as handle:
+    with sparsify_gradients(ddp, optimizer, **ROUNDS[kind]) as handle:
         train(rank, ddp, optimizer, range(first))
         layer.requires_grad_(False)
         train(rank, ddp, optimizer, range(first, 3 * EVERY))
@@ -331,7 +331,7 @@ def step_frozen(rank):
     """Have an optimizer step with what is frozen between backward and step, and trained again then; return both."""
     ddp, optimizer = wrapped()
     before = tensors_of(ddp.module)
-    with sparsify(ddp, optimizer, "dense", local_steps=EVERY):
+    with sparsify_gradients(ddp, optimizer, "dense", local_steps=EVERY):
         for step in range(2 * EVERY):
             ddp(rows_of(rank, step).to(DEVICE))["loss"].backward()
             ddp.requires_grad_(False)
@@ -374,7 +374,7 @@ def go_on(rank, folder, kind, save_at, is_anew, inside=False):
     torch.manual_seed(0)
     net = Growing().to(DEVICE)
     optimizer = optimizer_of(net)[0]
-    handle = sparsify(net, optimizer, **ROUNDS[kind])
+    handle = sparsify_gradients(net, optimizer, **ROUNDS[kind])
 
     def step(number):
         net.change(number, optimizer)
@@ -393,7 +393,7 @@ def go_on(rank, folder, kind, save_at, is_anew, inside=False):
         handle.close()
         net = Growing().to(DEVICE)
         optimizer = optimizer_of(net)[0]
-        handle = sparsify(net, optimizer, **ROUNDS[kind])
+        handle = sparsify_gradients(net, optimizer, **ROUNDS[kind])
         for number in range(save_at):
             net.change(number, optimizer)
     else:
@@ -431,7 +431,7 @@ def close_around(rank, folder, save_at):
     for first in (0, save_at):
         ddp, _ = wrapped()
         optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=3)
-        with sparsify(ddp, optimizer, **SPARSE) as handle:
+        with sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
             if first:
                 with handle.shared_model():
                     ddp.module.load_state_dict(saved["model"])
@@ -461,7 +461,7 @@ def evaluate_at_once(rank, folder, settings, steps, ends_round):
     for _ in range(2):
         net = Net().to(DEVICE)
         optimizer = optimizer_of(net)[0]
-        with sparsify(net, optimizer, **settings) as handle:
+        with sparsify_gradients(net, optimizer, **settings) as handle:
             if saved is None:
                 train(rank, net, optimizer, range(steps))
                 if ends_round:
@@ -497,7 +497,7 @@ def fail(rank):
         if step == 1:
             raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk"), sparsify(ddp, optimizer, **SPARSE):
+    with pytest.raises(OSError, match="disk"), sparsify_gradients(ddp, optimizer, **SPARSE):
         train(rank, ddp, optimizer, range(2 if rank else 5), break_off)
     return True
 
@@ -516,7 +516,7 @@ class Unhooked(torch.optim.SGD):
 
 def give(rank, arguments, kind):
     ddp = DistributedDataParallel(Net().to(DEVICE), **arguments)
-    sparsify(ddp, kind(ddp.parameters()), local_steps=EVERY, optimizer_correction=None)
+    sparsify_gradients(ddp, kind(ddp.parameters()), local_steps=EVERY, optimizer_correction=None)
 
 
 def test_local_steps_need_an_optimizer_with_hooks(pair):

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fit
 from tests.helpers.resuming import Numbered
 
 DENSE = 2
-CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
+CORRECTION = AdamCorrection(warmup_steps=DENSE, density_decay_steps=0, second_moment_interval=2)
 SETTINGS = {"compressor": "topk", "density": 0.05, "optimizer_correction": CORRECTION}
 
 
@@ -84,7 +84,7 @@ def train(rank, change, has_scaler=False, **ddp_arguments):
     ddp = DistributedDataParallel(Edges().to(DEVICE), bucket_cap_mb=100, **ddp_arguments)  # one bucket for all
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0, enabled=has_scaler)
-    with noting_warnings() as told, sparsify(ddp, optimizer, scaler=scaler, **SETTINGS) as handle:
+    with noting_warnings() as told, sparsify_gradients(ddp, optimizer, scaler=scaler, **SETTINGS) as handle:
         for step in range(DENSE + 4):
             ddp.zero_grad(set_to_none=False)
             with nullcontext() if ddp.static_graph else ddp.no_sync():  # which DDP has no way for there
@@ -140,7 +140,7 @@ def clip_factors(rank, turns):
     """Clip to a norm of one, in steps that use other parameters; return factors by what was used last."""
     model, found = Two(), {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    with sparsify(model, optimizer, **SETTINGS) as handle:
+    with sparsify_gradients(model, optimizer, **SETTINGS) as handle:
         for step in range(24):
             optimizer.zero_grad()
             model(rank, names := turns[step * len(turns) // 24] if step < 23 else turns[-1]).backward()

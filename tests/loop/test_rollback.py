@@ -10,7 +10,7 @@ from pytorch_lightning import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify
+from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify_gradients
 from tests.helpers.devices import DEVICE
 from tests.helpers.tiers import exhaustive
 from tests.helpers.trainers import Line, Rows, Small, run_fit
@@ -58,7 +58,9 @@ class Recipe:
 def settings_of(system, kind):
     settings = SETTINGS.get(system, {"compressor": system})
     is_corrected = kind == "AdamW" and "local_steps" not in settings
-    corrected = {"optimizer_correction": AdamCorrection(dense_steps=10, fall_steps=10)} if is_corrected else {}
+    corrected = (
+        {"optimizer_correction": AdamCorrection(warmup_steps=10, density_decay_steps=10)} if is_corrected else {}
+    )
     return {"warmup_epochs": 0, **settings, **corrected}
 
 
@@ -72,7 +74,7 @@ def train_loop(rank, system, kind, is_poisoned, copies=False):
     if system == "ddp":
         wrapped, handle = nn.parallel.DistributedDataParallel(model), None
     else:
-        wrapped, handle = model, sparsify(model, optimizer, **settings_of(system, kind))
+        wrapped, handle = model, sparsify_gradients(model, optimizer, **settings_of(system, kind))
     recipe = Recipe(model, optimizer, handle.reset_residuals if copies else None)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -143,7 +145,7 @@ def test_weights_that_are_copied_need_a_call(pair):
 def residual_norms(rank, act):
     model = Line().to(DEVICE)
     optimizer = OPTIMIZERS["SGD"](model.parameters())
-    with sparsify(model, optimizer, "lags", warmup_epochs=0) as handle:
+    with sparsify_gradients(model, optimizer, "lags", warmup_epochs=0) as handle:
         for step in range(3):
             optimizer.zero_grad()
             if step == 2:

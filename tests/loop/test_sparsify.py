@@ -15,7 +15,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.callbacks.replica_sentinel import ReplicaError
 from lightning_sparse.compressors import DGC, TopK
 from lightning_sparse.loop.state import CheckpointError
@@ -26,7 +26,7 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
 
 DENSE = 2
-CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
+CORRECTION = AdamCorrection(warmup_steps=DENSE, density_decay_steps=0, second_moment_interval=2)
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -46,7 +46,7 @@ def sparsified(kind, ddp=None, **settings):
     optimizer = OPTIMIZERS[kind](ddp.parameters())
     if kind == "AdamW":
         settings = {"optimizer_correction": CORRECTION, **settings}
-    with sparsify(ddp, optimizer, **{"warmup_epochs": 0, **settings}) as handle:
+    with sparsify_gradients(ddp, optimizer, **{"warmup_epochs": 0, **settings}) as handle:
         yield ddp, optimizer, handle
 
 
@@ -98,7 +98,7 @@ def count_backwards(rank, backwards):
                 ddp(batch(rank, 10 * step + each)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            stats.append(handle.stats())
+            stats.append(handle.compression_stats())
         return stats
 
 
@@ -112,7 +112,7 @@ def test_statistics_of_a_step_have_the_exchanges_of_all_its_backwards(pair, back
 
 
 def buckets_left(rank):
-    """Return whether the buckets of DDP, of which gradients are views, are there before sparsify has it, and after."""
+    """Return whether the buckets of DDP, of which gradients are views, exist before the call, and after."""
     ddp = wrapped(gradient_as_bucket_view=True)
     ddp(batch(rank, 0)).backward()
     buckets = [StorageWeakRef(each.grad.untyped_storage()) for each in ddp.parameters()]
@@ -130,7 +130,10 @@ def test_buckets_of_a_wrapper_are_let_go(pair):
 
 def join(rank, way, settings):
     ddp = wrapped()
-    with sparsify(ddp, OPTIMIZERS["SGD"](ddp.parameters()), **settings), ddp.join() if way == "join" else Join([ddp]):
+    with (
+        sparsify_gradients(ddp, OPTIMIZERS["SGD"](ddp.parameters()), **settings),
+        ddp.join() if way == "join" else Join([ddp]),
+    ):
         train(rank, ddp, [], range(2 + rank))
 
 
@@ -155,7 +158,7 @@ def train_with(rank, kind, settings):
     optimizer = optimizer_of(kind, ddp.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with sparsify(ddp, optimizer, **settings):
+        with sparsify_gradients(ddp, optimizer, **settings):
             train(rank, ddp, [optimizer], range(2))
     return [str(each.message) for each in caught if "from what arrives" in str(each.message)]
 
@@ -177,7 +180,7 @@ def train_scaled(rank, kind, is_scaled, overflow_at=None):
     with sparsified(kind, density=0.05, scaler=scaler) as (ddp, optimizer, handle):
 
         def note():
-            steps = handle.stats().get("total_steps", 0)
+            steps = handle.compression_stats().get("total_steps", 0)
             notes.append((parameters_of(ddp), copy.deepcopy(handle.engine.state_dict()), scaler.get_scale(), steps))
 
         note()
@@ -234,7 +237,7 @@ def train_adversaries(rank, kind, compressor, density, arguments):
     optimizers = [OPTIMIZERS[kind](part.parameters()) for part in parts]
     settings = {"optimizer_correction": CORRECTION if kind == "AdamW" else "auto", "warmup_epochs": 0}
     rows = torch.Generator().manual_seed(rank)
-    with nullcontext() if density is None else sparsify(ddp, optimizers, compressor, density, **settings):
+    with nullcontext() if density is None else sparsify_gradients(ddp, optimizers, compressor, density, **settings):
         for step in range(6):
             for micro in range(3):
                 for number in range(2):
@@ -272,7 +275,7 @@ def train_over_epochs(rank):
         for epoch in range(4):
             handle.set_epoch(epoch)
             train(rank, ddp, [optimizer], range(epoch, epoch + 1))
-            densities.append(handle.stats()["density"])
+            densities.append(handle.compression_stats()["density"])
     return str(refusal.value), densities
 
 
@@ -298,7 +301,7 @@ def fail(rank):
         train(rank, ddp, [optimizer], range(1))
     with pytest.raises(RuntimeError) as late:
         ddp(batch(rank, 0)).backward()
-    return True, str(refusal.value), str(late.value), handle.stats()
+    return True, str(refusal.value), str(late.value), handle.compression_stats()
 
 
 def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_closed(pair):
@@ -316,7 +319,7 @@ def train_alone(rank):
         handle.load_state("of one process")
         with pytest.raises(ValueError, match="start several"):
             handle.load_state(".")
-        facts = (handle.state(), handle.stats())
+        facts = (handle.state(), handle.compression_stats())
     twin = wrapped()
     clip = torch.nn.utils.clip_grad_norm_
     optimizers = [OPTIMIZERS["SGD"](twin.parameters())]
@@ -332,7 +335,7 @@ def test_on_one_process_it_does_nothing(pools):
 
 def give(rank, arguments):
     ddp = wrapped()
-    sparsify(**{"model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
+    sparsify_gradients(**{"model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
 
 
 class Layers(nn.Module):
@@ -358,7 +361,7 @@ def train_replaced(rank, wraps, change):
     called = DistributedDataParallel(model) if wraps else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(rank)  # new layers differ
-    with sparsify(called, optimizer, density=0.5, warmup_epochs=0):
+    with sparsify_gradients(called, optimizer, density=0.5, warmup_epochs=0):
         for step in range(6):
             if step == 3 and change == "added":
                 model.layers.append(nn.Linear(8, 8).to(DEVICE))
@@ -394,7 +397,7 @@ def step_after_an_error(rank):
     torch.manual_seed(0)
     model = Layers().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = sparsify(model, optimizer, density=0.5, warmup_epochs=0)
+    handle = sparsify_gradients(model, optimizer, density=0.5, warmup_epochs=0)
     first = model.layers[0](inputs(rank, 0))
     with suppress(MemoryError):
         model.layers[1](Stopping.apply(first)).sum().backward()
@@ -448,7 +451,7 @@ def test_what_is_refused(pools, ranks, arguments, message):
 
 def ranks_of_a_node(rank, hosts, **settings):
     with mock.patch("socket.gethostname", return_value=hosts[rank]), sparsified("SGD", **settings) as (_, _, handle):
-        return handle.engine.topology.node_ranks
+        return handle.engine.topology.local_world_size
 
 
 def test_nodes_are_told_apart_by_names_of_hosts(pools):
@@ -499,7 +502,7 @@ def refused_states(rank, folder):
         with pytest.raises(AttributeError, match=r"state_dict, which .* no longer has: use save_state\(folder\)"):
             handle.state_dict()
         with pytest.raises(RuntimeError, match="already exchanged"):
-            sparsify(ddp, optimizer)
+            sparsify_gradients(ddp, optimizer)
     with (
         sparsified("AdamW", compressor="lags") as (_, _, handle),
         pytest.raises(ValueError, match="keeps other things"),
@@ -551,7 +554,7 @@ def momenta_of(rank, case):
         if case == "warming up":
             optimizer.param_groups[0]["momentum"] = 0.1 * (step + 1)
 
-    with sparsify(model, optimizer, "dgc", density=0.05, warmup_epochs=0) as handle:
+    with sparsify_gradients(model, optimizer, "dgc", density=0.05, warmup_epochs=0) as handle:
         optimizer.register_step_pre_hook(disturb)
         for step in range(4):
             optimizer.zero_grad()

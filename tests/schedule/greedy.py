@@ -3,7 +3,7 @@
 Shi et al., "Communication-efficient distributed deep learning with merged gradient sparsification on GPUs", INFOCOM
 2020. It decides as the released code does (github.com/HKBU-HPML/OMGS-SGD), which is not optimal, for four reasons:
 
-1. The first tensor of backpropagation always joins the second one's group, and the clocks do not know that it did.
+1. The first tensor of backpropagation always joins the second one's bucket, and the clocks do not know that it did.
 2. The extra wait of a merge leaves out selecting from the next tensor alone, so too much is merged.
 3. Where the channel is idle before the next tensor is ready, merging cannot help; the rule does not ask.
 4. It looks one tensor ahead: it never accepts a merge that pays only together with the next one.
@@ -31,15 +31,15 @@ class Problem(NamedTuple):
         return self.exchange_cost(self.elements[stop] - self.elements[start])
 
 
-def greedy_groups(sizes, backward_seconds, select_cost, exchange_cost):
-    """Merge as the authors of OMGS-SGD do, with the arguments of :func:`~lightning_sparse.schedule.plan_groups`."""
+def greedy_buckets(sizes, backward_seconds, select_cost, exchange_cost):
+    """Merge as the authors of OMGS-SGD do, with the arguments of :func:`~lightning_sparse.schedule.plan_buckets`."""
     elements, ready = list(accumulate(sizes, initial=0)), list(accumulate(backward_seconds, initial=0.0))
     stops = greedy_stops(Problem(elements, ready, select_cost, exchange_cost))
     return [list(range(*edges)) for edges in pairwise((0, *stops))]
 
 
 def greedy_stops(problem):
-    """Return where groups stop that are merged as in the released code; selecting stops backward, as in its problem."""
+    """Return where buckets stop merged as in the released code; selection stops backward, as in its problem."""
     tensors = len(problem.ready) - 1
     if tensors <= 2:
         return [tensors]
@@ -57,7 +57,7 @@ def greedy_stops(problem):
 
 
 def _extra_wait(problem, start, stop, queued):
-    """Return how much later the group's message leaves if the next tensor joins, beyond what it would have queued."""
+    """Return how much later the bucket's message leaves if the next tensor joins, beyond what it would have queued."""
     selects_more = problem.select_seconds(start, stop + 1) - problem.select_seconds(start, stop)
     alone = problem.select_seconds(stop, stop + 1)
     return problem.ready[stop + 1] - problem.ready[stop] + selects_more - alone - queued

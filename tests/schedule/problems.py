@@ -11,7 +11,7 @@ Cost = Callable[[int], float]
 
 
 class Problem(NamedTuple):
-    """The arguments of ``plan_groups``, in their order."""
+    """The arguments of ``plan_buckets``, in their order."""
 
     sizes: list[int]
     backward_seconds: list[float]
@@ -27,7 +27,7 @@ DENSITY = 0.001
 
 
 def published(workers):
-    """ResNet-50 as the authors of OMGS-SGD ran it: one all-gather for the values and one for the indices of a group.
+    """ResNet-50 as the authors of OMGS-SGD ran it: one all-gather for the values and one for the indices of a bucket.
 
     ``resnet50_backprop.csv`` holds the tensors of ResNet-50 in the order of backpropagation, and its 0.12 seconds of
     backward on that card (scripts/infocom20/plot_loss2.py in github.com/trl730109/DreamDDP) shared out by operations.

@@ -4,51 +4,59 @@ import random
 
 import pytest
 
-from lightning_sparse.schedule.costs import GroupCosts, GroupSample, GroupShape, Line, costs_of, fit, hidden_densities
+from lightning_sparse.schedule.costs import (
+    BucketCosts,
+    BucketSample,
+    BucketShape,
+    Line,
+    costs_of,
+    fit,
+    hidden_densities,
+)
 
 
 def made_up(seed):
     chance = random.Random(seed)
-    groups, ready = [], 0.0
+    buckets, ready = [], 0.0
     for _ in range(chance.randint(1, 6)):
         elements = chance.choice([10, 100, 1000, 5000])
         ready += chance.choice([0.0, 1e-3, 5e-3, 2e-2])
-        groups.append(GroupShape(elements, max(1, elements // 100), ready))
+        buckets.append(BucketShape(elements, max(1, elements // 100), ready))
     select = Line(chance.choice([0.0, 1e-4]), chance.choice([0.0, 1e-7]))
     exchange = Line(chance.choice([1e-4, 2e-3]), chance.choice([1e-7, 1e-5, 1e-4]))
-    return GroupCosts(select, exchange), groups
+    return BucketCosts(select, exchange), buckets
 
 
-def seconds_of(costs, group, count):
-    return costs.select(group.elements) + costs.exchange(count)
+def seconds_of(costs, bucket, count):
+    return costs.select(bucket.elements) + costs.exchange(count)
 
 
 def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready():
     raised = whole = 0
     for seed in range(300):
-        costs, groups = made_up(seed)
+        costs, buckets = made_up(seed)
         free = 0.0
-        for place, (group, density) in enumerate(zip(groups, hidden_densities(costs, groups))):
-            begin = max(free, group.ready)
-            room = 0.8 * (groups[place + 1].ready - begin) if place + 1 < len(groups) else 0.0
-            counts = range(group.counts, group.elements + 1)
-            hiding = [count for count in counts if seconds_of(costs, group, count) <= room + 1e-12]
-            expected = max(hiding, default=group.counts)
-            assert abs(round(density * group.elements) - expected) <= 1, (seed, place)
-            raised += group.counts < expected < group.elements
-            whole += expected == group.elements
-            free = begin + seconds_of(costs, group, round(density * group.elements))
+        for place, (bucket, density) in enumerate(zip(buckets, hidden_densities(costs, buckets))):
+            begin = max(free, bucket.ready)
+            room = 0.8 * (buckets[place + 1].ready - begin) if place + 1 < len(buckets) else 0.0
+            counts = range(bucket.counts, bucket.elements + 1)
+            hiding = [count for count in counts if seconds_of(costs, bucket, count) <= room + 1e-12]
+            expected = max(hiding, default=bucket.counts)
+            assert abs(round(density * bucket.elements) - expected) <= 1, (seed, place)
+            raised += bucket.counts < expected < bucket.elements
+            whole += expected == bucket.elements
+            free = begin + seconds_of(costs, bucket, round(density * bucket.elements))
     assert raised > 20
     assert whole > 20
 
 
 def test_nothing_that_is_sent_for_nothing_makes_the_step_longer():
     for seed in range(300):
-        costs, groups = made_up(seed)
+        costs, buckets = made_up(seed)
         free = least = 0.0
-        for group, density in zip(groups, hidden_densities(costs, groups)):
-            free = max(free, group.ready) + seconds_of(costs, group, round(density * group.elements))
-            least = max(least, group.ready) + seconds_of(costs, group, group.counts)
+        for bucket, density in zip(buckets, hidden_densities(costs, buckets)):
+            free = max(free, bucket.ready) + seconds_of(costs, bucket, round(density * bucket.elements))
+            least = max(least, bucket.ready) + seconds_of(costs, bucket, bucket.counts)
         assert free <= least + 1e-9
 
 
@@ -75,8 +83,8 @@ def test_what_does_not_rise_is_flat_and_sizes_alike_tell_nothing():
 
 
 def test_costs_are_lines_through_groups():
-    groups = [GroupSample(size, size // 10, 1e-8 * size, 1e-3 + 1e-6 * (size // 10)) for size in (100, 500, 1000)]
-    costs = costs_of(groups)
+    buckets = [BucketSample(size, size // 10, 1e-8 * size, 1e-3 + 1e-6 * (size // 10)) for size in (100, 500, 1000)]
+    costs = costs_of(buckets)
     assert costs.select(400) == pytest.approx(4e-6)
     assert costs.exchange(40) == pytest.approx(1.04e-3)
-    assert costs_of(groups[:1]) is None
+    assert costs_of(buckets[:1]) is None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify
+from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify_gradients
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.engine.adam.memory import AdamMoments, AdamSettings, AdamTensors, Refreshes
 from lightning_sparse.loop.optimizers import OptimizerView
@@ -22,7 +22,7 @@ from tests.helpers.resuming import Numbered
 from tests.helpers.trainers import WithOptimizer, learning_in_turns
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
-CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=REFRESH)
+CORRECTION = AdamCorrection(warmup_steps=DENSE, density_decay_steps=0, second_moment_interval=REFRESH)
 CORRECTED = ["topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc"]
 
 
@@ -40,7 +40,7 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
         gradients = watch_gradients(ddp.module)
         yield ddp, engine, optimizer, gradients
         for step in range(steps):
-            engine.begin_backward(view.coming_step())
+            engine.begin_backward(view.next_step())
             is_poisoned = step == poisoned
             factor = float("nan") if is_poisoned and rank == 1 else 1.0
             inputs = batch(rank, step).to(torch.get_default_dtype())
@@ -144,21 +144,21 @@ ON_LEVELS = ("AdamW", "decay in the gradient", "maximized", "amsgrad")
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
-    ("name", "node_ranks"), [*((name, 1) for name in CASES), *((name, 2) for name in ON_LEVELS)], ids=str
+    ("name", "local_world_size"), [*((name, 1) for name in CASES), *((name, 2) for name in ON_LEVELS)], ids=str
 )
-def test_against_a_slow_reference(pools, name, node_ranks):
+def test_against_a_slow_reference(pools, name, local_world_size):
     kind, arguments, density = CASES[name]
-    settings = {"density": density} if node_ranks == 1 else {"density": 0.1, "node_ranks": node_ranks}
-    outcomes = pools[2 * node_ranks].run(train, kind, settings, arguments, STEPS)
+    settings = {"density": density} if local_world_size == 1 else {"density": 0.1, "local_world_size": local_world_size}
+    outcomes = pools[2 * local_world_size].run(train, kind, settings, arguments, STEPS)
     is_decoupled = kind is torch.optim.AdamW
     told = {"decoupled_weight_decay": is_decoupled, "weight_decay": 0.01 if is_decoupled else 0.0, **arguments}
     seen = [gradients for _, gradients, _ in outcomes]
-    if node_ranks == 2:  # nodes are the ranks of the reference
+    if local_world_size == 2:  # nodes are the ranks of the reference
         pairs = (zip(*seen[first : first + 2]) for first in (0, 2))
         seen = [[{each: (one[each] + other[each]) / 2 for each in one} for one, other in steps] for steps in pairs]
         for history, _, _ in outcomes:
             assert_same(history, outcomes[0][0])
-    expected = reference(outcomes[0][2], seen, settings["density"], told, shares=node_ranks)
+    expected = reference(outcomes[0][2], seen, settings["density"], told, shares=local_world_size)
     assert_close_to(expected, [history for history, _, _ in outcomes])
 
 
@@ -315,7 +315,7 @@ def test_what_is_not_finite_moves_nothing_that_is_kept(pair, compressor, poisone
 SOON = {
     "compressor": "topk",
     "density": 0.05,
-    "optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=2),
+    "optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=2, second_moment_interval=2),
 }
 
 
@@ -443,7 +443,13 @@ def test_a_method_that_cannot_be_corrected_refuses_to_be(compressor):
 
 @pytest.mark.parametrize(
     "given",
-    [{"dense_steps": 1}, {"fall_steps": -1}, {"refresh_steps": 0}, {"dense_steps": 0.5}, {"refresh_steps": True}],
+    [
+        {"warmup_steps": 1},
+        {"density_decay_steps": -1},
+        {"second_moment_interval": 0},
+        {"warmup_steps": 0.5},
+        {"second_moment_interval": True},
+    ],
 )
 def test_numbers_out_of_range_are_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):
@@ -574,7 +580,7 @@ def train_clipped(rank):
     }
     history, seen, gradients = [], [], watch_gradients(ddp.module)
     settings = {"compressor": "topk", "density": 0.05, "schedule": "layerwise", "optimizer_correction": CORRECTION}
-    with sparsify(ddp, list(optimizers.values()), **settings) as handle:
+    with sparsify_gradients(ddp, list(optimizers.values()), **settings) as handle:
         for step in range(1, STEPS + 1):
             ddp.zero_grad()
             ddp(batch(rank, step)).backward()

@@ -65,7 +65,11 @@ def test_in_few_bits_adam_still_learns_from_sixteen(pair):
     module = partial(Watched, stop_after=12)
     by_wire = {}
     for wire in ("bfloat16", "4bit"):
-        settings = {**SPARSE, "wire": wire, "optimizer_correction": AdamCorrection(dense_steps=5, fall_steps=100)}
+        settings = {
+            **SPARSE,
+            "wire": wire,
+            "optimizer_correction": AdamCorrection(warmup_steps=5, density_decay_steps=100),
+        }
         by_wire[wire] = one_model(fits(pair, module, settings, **LONG))
     sixteen, four = by_wire["bfloat16"], by_wire["4bit"]
     assert_same(sixteen.batches[:5], four.batches[:5])

@@ -176,7 +176,7 @@ def corrected(settings):
 
 LAYERS = {"compressor": "lags", "density": 0.1, "schedule": "layerwise"}
 LARGEST = {"compressor": "topk", "density": 0.1}
-NODES = {"node_ranks": 2}
+NODES = {"local_world_size": 2}
 ADAMW = partial(Partly, "AdamW")
 IN_ONE_ORDER = {
     "LAGS": Case(LAYERS),
@@ -271,6 +271,6 @@ def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overla
     kept, said = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend)
     is_nccl, meets = backend == "nccl", isinstance(layer, (nn.SyncBatchNorm, Cut))
     assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and meets))
-    is_told = kept.overlaps_backward != overlaps_backward and not isinstance(layer, Cut)  # of shards a page tells
-    assert len(said) == is_told
+    is_explicit = kept.overlaps_backward != overlaps_backward and not isinstance(layer, Cut)  # of shards a page tells
+    assert len(said) == is_explicit
     assert given.overlaps_backward == overlaps_backward

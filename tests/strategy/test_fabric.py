@@ -20,7 +20,7 @@ from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import accelerator, expect, weights
 
-CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
+CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),

@@ -66,7 +66,7 @@ class Trained(Small):
         return self.kind(self.parameters(), lr=1e-2 if self.kind is torch.optim.AdamW else 0.1)
 
 
-CORRECTION = AdamCorrection(dense_steps=4, fall_steps=4, refresh_steps=2)
+CORRECTION = AdamCorrection(warmup_steps=4, density_decay_steps=4, second_moment_interval=2)
 FITS = {
     "AdamW": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {}),
     "AdamW, clipped": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {"gradient_clip_val": 0.1}),
@@ -80,7 +80,7 @@ FITS = {
 
 
 SPARSE = {"compressor": "topk", "density": 0.05}
-NODES = {"node_ranks": 2, "max_epochs": 4, "limit_train_batches": 8}
+NODES = {"local_world_size": 2, "max_epochs": 4, "limit_train_batches": 8}
 
 
 @pytest.mark.sampled(2)
@@ -90,15 +90,15 @@ def test_a_fit_on_two_nodes(pools, settings, kind, trainer):
     one_model(answers)
     for each in answers:
         assert sum(each.notes[-8:]) < sum(each.notes[:8])  # of an epoch each
-        assert each.total["link_bytes"] < each.total["wire_bytes"] or math.isnan(each.total["select_seconds"])
-        assert 0 < each.total["total_link_bytes"] < each.total["total_wire_bytes"]
+        assert each.total["inter_node_bytes"] < each.total["wire_bytes"] or math.isnan(each.total["select_seconds"])
+        assert 0 < each.total["total_inter_node_bytes"] < each.total["total_wire_bytes"]
     assert any("two levels, the 2 ranks of each of 2 nodes" in line for line in answers[0].said)
     assert "to other nodes) where DDP sends" in answers[0].said[-1]
 
 
 def test_one_level_on_two_nodes_if_it_is_asked_for(pools):
-    for each in fits(pools[4], Trained, {**SPARSE, "levels": 1}, node_ranks=2):
-        assert "link_bytes" not in each.total
+    for each in fits(pools[4], Trained, {**SPARSE, "levels": 1}, local_world_size=2):
+        assert "inter_node_bytes" not in each.total
         assert not any("two levels" in line for line in each.said)
 
 
@@ -115,9 +115,9 @@ def test_whoever_looks_on_sees_shares(pools, compressor):
         AdaptiveDensity([ErrorBudget(budget=2.0)], every_n_steps=1),
         ReplicaSentinel(every_n_steps=1),
     ]
-    more = {"node_ranks": 2, "callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
+    more = {"local_world_size": 2, "callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
     answers = fits(pools[4], Logged, {**SPARSE, "compressor": compressor}, **more)
     one_model(answers)
     logged = {tag: number for told in answers[0].notes for tag, number in told.items()}  # the latest
-    assert 0 < logged["sparse/link_bytes"] < logged["sparse/wire_bytes"]
+    assert 0 < logged["sparse/inter_node_bytes"] < logged["sparse/wire_bytes"]
     assert 0.04 <= logged["sparse/density"] <= 1

@@ -628,7 +628,7 @@ def test_what_would_drive_ranks_apart_is_refused(pair, module, arguments, named)
     ("arguments", "named"),
     [
         ({"compressor": DGC(momentum=None, clip_norm=1.0)}, "clip_norm="),
-        ({"compressor": LAGS(adapts_density=True)}, "adapts_density="),
+        ({"compressor": LAGS(adaptive_density=True)}, "adaptive_density="),
         ({"local_steps": 0}, "local_steps="),
         ({"compressor": SDAGC(momentum=None), "wire": "2bit"}, "wire="),
         ({"compressor": "exdyna", "wire": "4bit"}, "wire="),

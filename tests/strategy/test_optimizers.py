@@ -210,7 +210,7 @@ def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_wa
 
 
 def test_adam_is_corrected_wherever_a_density_is_below_1(pair):
-    early = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0), "warmup_epochs": 0}
+    early = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0), "warmup_epochs": 0}
     by_name = LAGS(densities={f"network.{layer}.{kind}": 0.05 for layer in (0, 2) for kind in ("weight", "bias")})
     choices = {"compressor": by_name, "density": 1.0}, {"compressor": "lags", "density": 0.05}
     named, of_all = (fits(pair, partial(WithAdam, lr=0.01), {**each, **early})[0] for each in choices)

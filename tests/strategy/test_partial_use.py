@@ -104,12 +104,14 @@ def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, with_ddp, 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("compressor", "node_ranks"),
+    ("compressor", "local_world_size"),
     [*((name, 1) for name in DIFFERENT_NAMES if name in AGREEING_NAMES), ("topk", 2)],
 )
-def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pools, compressor, node_ranks):
-    settings, ranks = settings_of(compressor, wire="bfloat16"), 2 * node_ranks  # so that all that can keep do
-    answers = fits(pools[ranks], Freezing, settings, node_ranks=ranks if node_ranks == 1 else node_ranks)
+def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pools, compressor, local_world_size):
+    settings, ranks = settings_of(compressor, wire="bfloat16"), 2 * local_world_size  # so that all that can keep do
+    answers = fits(
+        pools[ranks], Freezing, settings, local_world_size=ranks if local_world_size == 1 else local_world_size
+    )
     history = [weights["backbone.weight"] for weights in one_model(answers).batches]
     for kept in (history, *([each["backbone.weight"] for each in answer.notes] for answer in answers)):
         assert kept[FROZEN.start - 1].any()
@@ -227,7 +229,7 @@ class Succeeding(Numbered):
 
 WITH_MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 WITHOUT_DECAY = partial(torch.optim.AdamW, weight_decay=0.0)
-EARLY = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=1)
+EARLY = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=1)
 SUCCESSIONS = {
     "residual": ({"density": 0.05}, torch.optim.SGD),
     "rates": ({"compressor": LAGS(error_feedback="update"), "density": 0.05}, torch.optim.SGD),

@@ -29,7 +29,8 @@ REPRODUCIBLE = [
 def test_resumed_in_the_middle_of_an_epoch_it_goes_on_to_the_bit(pair, tmp_path, compressor, schedule):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
     assert_goes_on(pair, tmp_path, settings, limit_val_batches=1)
-    assert [torch.load(path, weights_only=True)["header"]["ranks"] for path in tmp_path.rglob("rank_*.pt")] == [2, 2]
+    headers = [torch.load(path, weights_only=True)["header"] for path in tmp_path.rglob("rank_*.pt")]
+    assert [each["world_size"] for each in headers] == [2, 2]
 
 
 class OneCycle(Numbered):

@@ -12,7 +12,10 @@ from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.resuming import Numbered, Starting
 
 TOPK = {"compressor": "topk", "density": 0.05}
-CORRECTED = {**TOPK, "optimizer_correction": AdamCorrection(dense_steps=3, fall_steps=2, refresh_steps=2)}
+CORRECTED = {
+    **TOPK,
+    "optimizer_correction": AdamCorrection(warmup_steps=3, density_decay_steps=2, second_moment_interval=2),
+}
 
 
 class WithAdamW(Starting):
@@ -37,21 +40,21 @@ EXACT = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("settings", "arguments"), EXACT.values(), ids=EXACT)
 def test_on_the_same_nodes_it_goes_on_to_the_bit(pools, tmp_path, settings, arguments):
-    assert_goes_on(pools[4], tmp_path, settings, module_for(settings), 8, node_ranks=2, **arguments)
+    assert_goes_on(pools[4], tmp_path, settings, module_for(settings), 8, local_world_size=2, **arguments)
     headers = [torch.load(path, weights_only=True)["header"] for path in tmp_path.rglob("rank_*.pt")]
-    assert [each["node_ranks"] for each in headers] == [2] * 4
+    assert [each["local_world_size"] for each in headers] == [2] * 4
 
 
 class Stage(NamedTuple):
     """Where a fit goes on: so many ranks on each of some nodes, and the levels that are asked for."""
 
     ranks: int
-    node_ranks: int
+    local_world_size: int
     levels: Any = "auto"
 
     @property
     def shared_by(self):
-        return self.node_ranks if self.levels != 1 and 1 < self.node_ranks < self.ranks else 1
+        return self.local_world_size if self.levels != 1 and 1 < self.local_world_size < self.ranks else 1
 
 
 def owed(states, shared_by):
@@ -79,7 +82,7 @@ def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, settings
         path, limits = str(tmp_path / f"{number}.ckpt"), {"max_steps": 7 * (number + 1), "max_epochs": -1}
         module = partial(module_for(settings), None, path)
         strategy = {**settings, "levels": stage.levels, "warmup_epochs": 0}
-        answers = fits(pools[stage.ranks], module, strategy, source, node_ranks=stage.node_ranks, **limits)
+        answers = fits(pools[stage.ranks], module, strategy, source, local_world_size=stage.local_world_size, **limits)
         if before is not None:
             present = owed([each.notes["memory"] for each in answers], stage.shared_by)
             torch.testing.assert_close(present, expected, rtol=1e-6, atol=1e-9)
@@ -103,7 +106,7 @@ class Laid(Numbered):
 
 
 def test_in_another_order_of_memory_one_level_goes_on(pools, tmp_path):
-    path, limits = str(tmp_path / "two.ckpt"), {"node_ranks": 2, "max_epochs": 1}
+    path, limits = str(tmp_path / "two.ckpt"), {"local_world_size": 2, "max_epochs": 1}
     fits(pools[4], partial(Laid, torch.contiguous_format, 4, path), TOPK, **limits)
     relaid = partial(Laid, torch.channels_last)
     for refusal in refusals(pools[4], relaid, TOPK, path, **limits):

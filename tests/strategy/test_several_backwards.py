@@ -13,7 +13,7 @@ from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 
 UNUSED = {"find_unused_parameters": True}
-CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=3)
+CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3)
 WITH = {
     "SGD": {"compressor": "topk"},
     "momentum": {"compressor": "dgc", "warmup_epochs": 0},

@@ -24,8 +24,8 @@ from lightning_sparse import (
     SparseModelParallelStrategy,
 )
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
-from lightning_sparse.engine.refusals import refuse as refuse_reasons
-from lightning_sparse.engine.step.ranks import shard_of
+from lightning_sparse.engine.requirements import refuse as refuse_reasons
+from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.checks import of_the_shards
 from lightning_sparse.testing.tensors import assert_same
@@ -174,9 +174,9 @@ class Booked(Sharded):
 
     def on_train_start(self):
         strategy = self.trainer.strategy
-        stream = strategy.engine.source
-        stream._route = stream._route._replace(overlaps_backward=False)  # else means may be there before the books
-        finish, memory = stream.finish, strategy.engine.memory
+        stream = strategy.engine.reducer
+        stream._context = stream._context._replace(overlaps_backward=False)  # else means may be there before the books
+        finish, memory = stream.finalize_backward, strategy.engine.memory
 
         def books():
             parameters = dict(self.named_parameters())
@@ -192,12 +192,15 @@ class Booked(Sharded):
             finish()
             self.notes.append({**before, **{f"{kind} after": each for kind, each in books().items()}})
 
-        stream.finish = book
+        stream.finalize_backward = book
 
 
 SPARSE = {"compressor": "topk", "density": 0.05}
 # Of nine steps two are sent whole, in two the density falls, and the second moment learns now and then.
-ADAMW = {"sgd": {}, "adamw": {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=2)}}
+ADAMW = {
+    "sgd": {},
+    "adamw": {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=2, second_moment_interval=2)},
+}
 
 
 @pytest.mark.sampled(2)
@@ -320,7 +323,7 @@ def test_shards_that_cannot_be_taken_up_are_refused(pools, tmp_path, before, aft
         assert words in failure
 
 
-def put_together(kept, shards):
+def all_gather_shares(kept, shards):
     """Return what each replica keeps of whole parameters."""
     replicas = [kept[first : first + shards] for first in range(0, len(kept), shards)]
     return [{name: torch.cat([each[name] for each in of if name in each]) for name in kept[0]} for of in replicas]
@@ -346,8 +349,8 @@ def test_on_other_numbers_of_replicas_and_shards_the_mean_stays(pools, tmp_path,
     third = here.run(resumed, "adamw", settings, later)
     for before, after, sizes in ((first, second, (one, other)), (second, third, (other, one))):
         had, has = (ranks // replicas for ranks, replicas in sizes)  # shards
-        kept = put_together([each["saved"][waits] for each in before], had)
-        for replica in put_together([each["first"][waits] for each in after], has):
+        kept = all_gather_shares([each["saved"][waits] for each in before], had)
+        for replica in all_gather_shares([each["first"][waits] for each in after], has):
             for name, each in replica.items():
                 torch.testing.assert_close(each, torch.stack([every[name] for every in kept]).mean(dim=0))
             assert any(each.any() for each in replica.values())

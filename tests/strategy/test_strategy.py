@@ -394,7 +394,7 @@ def test_numbers_of_numpy_are_numbers():
     assert settings.density == 0.25
     first, second, *_ = densities_of(settings)
     assert second < first
-    assert AdamCorrection(dense_steps=numpy.int64(3)) == AdamCorrection(dense_steps=3)
+    assert AdamCorrection(warmup_steps=numpy.int64(3)) == AdamCorrection(warmup_steps=3)
     assert settings.local_steps == LocalSteps(5)
     with pytest.raises(ValueError, match="every"):
         LocalSteps(every=0)

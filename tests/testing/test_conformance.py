@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_sparse.engine.step.selecting import GroupSelector
+from lightning_sparse.engine.step.selecting import BucketSelector
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.testing import InvariantError, check_compressor, checks_for
 from lightning_sparse.testing.invariants import balance
@@ -72,7 +72,7 @@ def test_all_checks_run_by_one_call_that_has_a_time_limit():
 )
 def test_indices_that_break_the_contract_are_named_with_the_class_and_the_rule(change, rule):
     compressor = lawless.Returns(change)
-    selector = GroupSelector(compressor, build_wires("gather", "reduce", torch.float32, 0, 2))
+    selector = BucketSelector(compressor, build_wires("gather", "reduce", torch.float32, 0, 2))
     with pytest.raises(ValueError, match=f"^Returns.select returned .*'weight'.*{rule}"):
         selector.select(["weight"], [torch.randn(100)], [0.1], [True])
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from lightning_sparse.compressors.base import is_whole
+from lightning_sparse.removed import refusing
 
-LEAST_DENSE_STEPS, MOST_DENSE_STEPS = 10, 100
+MIN_DENSE_STEPS, MAX_DENSE_STEPS = 10, 100
 _FALL = 5  # steps of the fall for each dense one
 
 
+@refusing
 @dataclass(frozen=True)
 class AdamCorrection:
     """Divide by the root of Adam's second moment before selection: what is sent and kept are updates, not gradients.
@@ -26,33 +28,33 @@ class AdamCorrection:
     the first moment, send all of it as signs, and divide after the exchange. Here updates compete, not gradients.
 
     Args:
-        dense_steps: first steps of a parameter in which its whole gradient is sent and the optimizer acts as ever, at
+        warmup_steps: first steps of a parameter in which its whole gradient is sent and the optimizer acts as ever, at
             least 2; ``None`` for as many as the second moment takes to be known: from 10 to 100, and no more than a
             hundredth of a training whose length is known, if that is more than 10. It is known when its mean over a
             parameter's elements has changed by less than a factor of 1.65 since half as many steps, on average over
             elements.
-        fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for five
-            times the dense steps, and no more than a tenth of a training whose length is known.
-        refresh_steps: least steps between two mean gradients that a parameter's second moment learns from; the interval
-            grows to a tenth of the steps made. Parameters take turns, so that of a model of 5 million or more a step
-            sends a tenth of half of what DDP sends, or less; smaller ones take fewer turns.
+        density_decay_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for
+            five times the dense steps, and no more than a tenth of a training whose length is known.
+        second_moment_interval: least steps between two mean gradients that a parameter's second moment learns from;
+            the interval grows to a tenth of the steps made. Parameters take turns, so that of a model of 5 million or
+            more a step sends a tenth of half of what DDP sends, or less; smaller ones take fewer turns.
 
     Raises:
         ValueError: for a number out of range.
 
     Example::
 
-        >>> AdamCorrection(dense_steps=100, fall_steps=200).refresh_steps
+        >>> AdamCorrection(warmup_steps=100, density_decay_steps=200).second_moment_interval
         10
     """
 
-    dense_steps: Optional[int] = None
-    fall_steps: Optional[int] = None
-    refresh_steps: int = 10
+    warmup_steps: Optional[int] = None
+    density_decay_steps: Optional[int] = None
+    second_moment_interval: int = 10
 
     def __post_init__(self) -> None:
         """Check."""
-        for name, least in (("dense_steps", 2), ("fall_steps", 0), ("refresh_steps", 1)):
+        for name, least in (("warmup_steps", 2), ("density_decay_steps", 0), ("second_moment_interval", 1)):
             given = getattr(self, name)
             if given is None:
                 continue
@@ -62,27 +64,27 @@ class AdamCorrection:
 
     def most_dense_steps(self, total_steps: Optional[int]) -> int:
         """Return how many steps are dense at most, of the whole training's (``None`` where they are not known)."""
-        if self.dense_steps is not None:
-            return self.dense_steps
-        known = MOST_DENSE_STEPS if total_steps is None else total_steps // 100
-        return max(LEAST_DENSE_STEPS, min(MOST_DENSE_STEPS, known))
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        known = MAX_DENSE_STEPS if total_steps is None else total_steps // 100
+        return max(MIN_DENSE_STEPS, min(MAX_DENSE_STEPS, known))
 
-    def warm_up(self, dense_steps: int, total_steps: Optional[int] = None) -> "WarmUp":
+    def warm_up(self, warmup_steps: int, total_steps: Optional[int] = None) -> "WarmUp":
         """Return the warm-up of a training with so many dense steps.
 
         Example::
 
             >>> AdamCorrection().warm_up(10), AdamCorrection().warm_up(10, total_steps=400)
-            (WarmUp(dense_steps=10, fall_steps=50), WarmUp(dense_steps=10, fall_steps=40))
+            (WarmUp(warmup_steps=10, density_decay_steps=50), WarmUp(warmup_steps=10, density_decay_steps=40))
         """
-        if self.fall_steps is not None:
-            return WarmUp(dense_steps, self.fall_steps)
-        fall = _FALL * dense_steps
-        return WarmUp(dense_steps, fall if total_steps is None else min(fall, total_steps // 10))
+        if self.density_decay_steps is not None:
+            return WarmUp(warmup_steps, self.density_decay_steps)
+        fall = _FALL * warmup_steps
+        return WarmUp(warmup_steps, fall if total_steps is None else min(fall, total_steps // 10))
 
 
 class WarmUp(NamedTuple):
     """Steps in which everything is sent, and steps after them over which the density falls, of a corrected Adam."""
 
-    dense_steps: int
-    fall_steps: int
+    warmup_steps: int
+    density_decay_steps: int

@@ -39,10 +39,10 @@ from lightning_sparse.functional.adam import (
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples spread any run of parameters evenly over the steps of an interval
-_LEAST_ELEMENTS = 1 << 19  # of a turn, a message of 1 MiB: small models have fewer turns, as each costs round trips
+_MIN_ELEMENTS = 1 << 19  # of a turn, a message of 1 MiB: small models have fewer turns, as each costs round trips
 _LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
-_LEAST_EPS = torch.finfo(torch.float32).tiny  # with which zeros, such as padding of shares, have updates of zero
-_LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
+_MIN_EPS = torch.finfo(torch.float32).tiny  # with which zeros, such as padding of shares, have updates of zero
+_MIN_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
 
 
 class AdamSettings(NamedTuple):
@@ -72,7 +72,7 @@ class AdamTensors(NamedTuple):
 class AdamMoments(NamedTuple):
     """Adam's state of a parameter."""
 
-    step: int  # the coming one, from 1
+    step: int  # the next_step one, from 1
     settings: AdamSettings
     tensors: AdamTensors
     numel: int  # of the whole parameter, where a rank holds a shard
@@ -110,14 +110,14 @@ class AdamState:
     def scalars(self) -> AdamScalars:
         """The numbers of the coming step, where the second moment may be that of an earlier one."""
         settings = self.known.settings
-        return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, max(settings.eps, _LEAST_EPS))
+        return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, max(settings.eps, _MIN_EPS))
 
 
 @dataclass
 class OwnClips:
     """Clip a rank's own gradients, which are longer than the mean by a measured factor, so that the mean is clipped."""
 
-    ranks: int
+    world_size: int
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # by clip that has a norm, in this step
@@ -147,7 +147,7 @@ class OwnClips:
         total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
         own, mean = self.total_of(total).unbind()
         # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
-        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.ranks))
+        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
 
     def clip(self, gradients: Mapping[str, Tensor]) -> None:
         """Clip gradients, in place."""
@@ -177,11 +177,11 @@ class Refreshes:
     due: dict[str, int] = field(default_factory=dict)  # from which step on a parameter's is to learn again
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)  # of those that are due, when they have come
 
-    def ask(self, coming: Mapping[str, AdamMoments]) -> None:
+    def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
         """Ask for the gradients of those that are due in the coming step; the first time each has a turn of its own."""
-        numel = sum(each.numel for each in coming.values())
-        turns = min(self.least_steps, max(1, numel // _LEAST_ELEMENTS))
-        for number, (name, moments) in enumerate(coming.items()):
+        numel = sum(each.numel for each in next_step.values())
+        turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
+        for number, (name, moments) in enumerate(next_step.items()):
             turn = int(number * _GOLDEN % 1 * turns) * (self.least_steps // turns)
             if moments.step >= self.due.setdefault(name, moments.step + turn):
                 self.gradients.setdefault(name, None)
@@ -198,17 +198,17 @@ class Refreshes:
             earlier = self.gradients[name]
             self.gradients[name] = earlier.add_(each) if earlier is not None and name in continued else each
 
-    def see_finite(self, finite: Tensor) -> None:
+    def on_finite(self, finite: Tensor) -> None:
         """Have what is held be no numbers if a step was not finite."""
         held = [each for each in self.gradients.values() if each is not None]
         if held and not (finite.device.type == "cpu" and finite):  # else the device decides, for which nobody waits
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
             torch._foreach_mul_(held, flag.reciprocal())  # 1, or infinity: zeros are then no number
 
-    def taken(self, coming: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
+    def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
         """Return those of a step that is over, in an order that no resume changes; each is due again in some steps."""
         taken = {}
-        for name, moments in coming.items():
+        for name, moments in next_step.items():
             if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
                 step, taken[name] = moments.step - 1, gradient
                 self.due[name] = step + max(self.least_steps, int(_GROWTH * step))
@@ -224,7 +224,7 @@ class Refreshes:
 class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
-    The moments are the optimizer's own, whole tensors; where a rank sees to a share of each gradient, ``share_of``
+    The moments are the optimizer's own, whole tensors; where a rank sees to a share of each gradient, ``local_share``
     returns that of a flat tensor. Where ranks hold shards, moments included, ``total_of`` adds up numbers of a replica.
     """
 
@@ -232,21 +232,21 @@ class AdamMemory(ResidualMemory):
 
     def __init__(
         self,
-        ranks: int,
+        world_size: int,
         correction: AdamCorrection,
-        follows_learning_rate: bool = False,
-        share_of: Optional[Callable[[Tensor], Tensor]] = None,
+        rescale_on_lr_change: bool = False,
+        local_share: Optional[Callable[[Tensor], Tensor]] = None,
         total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> None:
-        super().__init__(None, follows_learning_rate)
-        self._clips = OwnClips(ranks, total_of)
+        super().__init__(None, rescale_on_lr_change)
+        self._clips = OwnClips(world_size, total_of)
         self.warm_up: Optional[WarmUp] = None  # ``None`` while the second moment is not known
         self.second_means: dict[str, tuple[float, int]] = {}  # that later ones are compared with, and their step
         self.correction = correction
-        self._ranks = ranks
-        self._share_of = share_of
+        self._world_size = world_size
+        self._share_of = local_share
         self.states: dict[str, AdamState] = {}
-        self.refreshes = Refreshes(correction.refresh_steps)
+        self.refreshes = Refreshes(correction.second_moment_interval)
 
     @override
     def clip_to(self, clips: Sequence[Clip]) -> None:
@@ -349,7 +349,8 @@ class AdamMemory(ResidualMemory):
         self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
-        accumulate_updates(gradients, waiting, self._preconditioners(each), [one.scalars for one in each], self._ranks)
+        scalars = [one.scalars for one in each]
+        accumulate_updates(gradients, waiting, self._preconditioners(each), scalars, self._world_size)
         if self.is_watched:
             for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
                 state.update_norm = norm
@@ -380,7 +381,7 @@ class AdamMemory(ResidualMemory):
             state.arrived = None if is_all else found.get(each)
 
     @override
-    def see_unused(self, names: Iterable[str]) -> None:
+    def on_unused(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self.states:
                 self.states[name].arrived = None
@@ -388,39 +389,39 @@ class AdamMemory(ResidualMemory):
                     self.refreshes.gradients.pop(name, None)  # and it stays due
 
     @override
-    def see_finite(self, finite: Tensor) -> None:
-        self.refreshes.see_finite(finite)
+    def on_finite(self, finite: Tensor) -> None:
+        self.refreshes.on_finite(finite)
 
     @override
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], ranks: Averages) -> None:
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
         """Have second moments learn from mean gradients, without residuals, of the step before, a few in each step.
 
         The coming step's own are known when most of its backward is over: to average them would take time of its own.
         """
-        coming = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        gradients = self.refreshes.taken(coming)
-        for together in _messages(gradients, coming):
-            self._learn({name: gradients.pop(name) for name in together}, coming, ranks)
-        self.refreshes.ask(coming)
+        next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
+        gradients = self.refreshes.taken(next_step)
+        for together in _messages(gradients, next_step):
+            self._learn({name: gradients.pop(name) for name in together}, next_step, averages)
+        self.refreshes.ask(next_step)
 
-    def _learn(self, gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments], ranks: Averages) -> None:
+    def _learn(self, gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments], averages: Averages) -> None:
         """Learn from gradients that travel in one message; those of a step that was not finite teach nothing."""
-        seconds = {name: coming[name].tensors.second for name in gradients}
+        seconds = {name: next_step[name].tensors.second for name in gradients}
         numels = [each.numel() for each in seconds.values()]
-        flat = ranks.mean_gradients(gradients, numels)
+        flat = averages.mean_gradients(gradients, numels)
         is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
         if self.clips_gradients:
             of_own, of_means = (
                 torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
                 for each in (gradients.values(), flat.split(numels))
             )
-            self._clips.measure(list(gradients), of_means, ranks.mean_squares(of_own), is_finite)
+            self._clips.measure(list(gradients), of_means, averages.mean_squares(of_own), is_finite)
         flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
         alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
         for name, mean in zip(seconds, flat.split(numels)):
-            alike[self.states[name].second_step, coming[name].step - 1, coming[name].settings.beta2][name] = mean
+            alike[self.states[name].second_step, next_step[name].step - 1, next_step[name].settings.beta2][name] = mean
         for (known, step, beta2), some in alike.items():
-            _teach([coming[name].tensors for name in some], list(some.values()), is_finite, beta2, known, step)
+            _teach([next_step[name].tensors for name in some], list(some.values()), is_finite, beta2, known, step)
             for name in some:
                 self.states[name].second_step = step
 
@@ -471,7 +472,7 @@ class AdamMemory(ResidualMemory):
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
         due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
         held = {name: each.to(torch.bfloat16, copy=True) for name, each in state.get("refresh_gradient", {}).items()}
-        self.refreshes = Refreshes(self.correction.refresh_steps, due, {**held})
+        self.refreshes = Refreshes(self.correction.second_moment_interval, due, {**held})
         means = state.get("second_moment_mean", {})
         self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
         self.warm_up = next(
@@ -483,7 +484,7 @@ def _teach(
     tensors: Sequence[AdamTensors], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
     """Move second moments on from a step, by mean gradients of a later one if they are finite."""
-    share = max(_LEAST_KEPT, beta2 ** (step - known))
+    share = max(_MIN_KEPT, beta2 ** (step - known))
     # Both as torch keeps them: with the bias of their step.
     old, new = 1 - beta2**known, 1 - beta2**step
     taught, kept = (
@@ -498,10 +499,12 @@ def _teach(
             torch.maximum(each.largest, each.second, out=each.largest)
 
 
-def _messages(gradients: Mapping[str, Tensor], coming: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
+def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
     """Yield the names whose gradients travel in one message: few messages, little memory, and moments of one type."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
-    places = [(start // _LEARNED_TOGETHER, coming[name].tensors.second.dtype) for start, name in zip(starts, gradients)]
+    places = [
+        (start // _LEARNED_TOGETHER, next_step[name].tensors.second.dtype) for start, name in zip(starts, gradients)
+    ]
     for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
         yield [name for _, name in together]
 

@@ -16,13 +16,13 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
-from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
+from lightning_sparse.engine.adam.correction import MIN_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened
-from lightning_sparse.engine.step.exchange import after_closure
+from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
-from lightning_sparse.functional.elements import laid_flat, local_tensor
+from lightning_sparse.functional.elements import flatten_as, local_tensor
 
 # Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
 # ends with 10 dense steps where it does with 20.
@@ -79,7 +79,7 @@ class AskedClips:
             self._coming[optimizer] = _Asked()
         self._asking.discard(optimizer)
 
-    def coming(self, names: Mapping[Parameter, str]) -> list[Clip]:
+    def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
         """Return the clips of coming gradients, of those parameters that have a name."""
         clipped: dict[_Asked, set[str]] = {}
         for optimizer, ((norm, value), together) in self._coming.items():
@@ -179,14 +179,14 @@ class AdamWarmUp:
     @property
     def known(self) -> Optional[WarmUp]:
         """How long that is; ``None`` while the second moment is not known."""
-        chosen = (correction := self.memory.correction).dense_steps
+        chosen = (correction := self.memory.correction).warmup_steps
         return self.memory.warm_up if chosen is None else correction.warm_up(chosen)
 
     @property
     def is_dense(self) -> bool:
         """Whether everything is sent in the coming step, of all parameters that have made the most steps."""
         warm_up, most = self.known, self.counts.most
-        return most >= 0 and (warm_up is None or most < warm_up.dense_steps)
+        return most >= 0 and (warm_up is None or most < warm_up.warmup_steps)
 
     @property
     def progress(self) -> float:
@@ -196,23 +196,23 @@ class AdamWarmUp:
     @property
     def is_resumed(self) -> bool:
         """Whether steps were made before that nobody has looked at, with DDP: what Adam has learned then is known."""
-        return self.known is None and not self.memory.second_means and self.counts.most > LEAST_DENSE_STEPS
+        return self.known is None and not self.memory.second_means and self.counts.most > MIN_DENSE_STEPS
 
-    def look(self, agree: Callable[[float], float]) -> None:
+    def poll(self, agree: Callable[[float], float]) -> None:
         """End the warm-up once its steps have made the second moment known; ``agree`` returns a mean over ranks."""
         if self.known is not None:
             return
         steps, last = self.counts.most, max((step for _, step in self.memory.second_means.values()), default=0)
         most = self.memory.correction.most_dense_steps(self.total_steps)
-        if steps < min(2 * last or LEAST_DENSE_STEPS // 2, most):
+        if steps < min(2 * last or MIN_DENSE_STEPS // 2, most):
             return
         means, is_resumed = self._second_means(), self.is_resumed
         if last:
             change = agree(self._change(means))
         self.memory.second_means = {name: (mean, steps) for name, mean in means.items()}
         if is_resumed or (last and change <= _KNOWN_CHANGE) or steps >= most:
-            dense_steps = LEAST_DENSE_STEPS if is_resumed else steps
-            self.memory.warm_up = self.memory.correction.warm_up(dense_steps, self.total_steps)
+            warmup_steps = MIN_DENSE_STEPS if is_resumed else steps
+            self.memory.warm_up = self.memory.correction.warm_up(warmup_steps, self.total_steps)
 
     def _change(self, means: Mapping[str, float]) -> float:
         """Return by how much second moments have changed: the mean over elements of a logarithm's magnitude."""
@@ -235,7 +235,7 @@ class AdamWarmUp:
                     means[name] = local_tensor(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias
         return dict(zip(means, torch.stack(list(means.values())).tolist()))
 
-    def go_on(self, before: "AdamWarmUp") -> None:
+    def resume_from(self, before: "AdamWarmUp") -> None:
         """Go on from that of other optimizers; learn how long more is sent once more, where these have made no step."""
         self.total_steps = before.total_steps
         if not self.counts.most:
@@ -280,7 +280,7 @@ class AdamSteps:
                 if count and second is not None and state is not None and state.take_other(local_tensor(second), count):
                     self._memory.refreshes.forget(name)
 
-    def coming(
+    def next_step(
         self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset(), begun: AbstractSet[Tensor] = frozenset()
     ) -> StepContext:
         """Return what is known of the coming step.
@@ -290,14 +290,14 @@ class AdamSteps:
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.known
-        dense_steps = math.inf if warm_up is None else warm_up.dense_steps
+        warmup_steps = math.inf if warm_up is None else warm_up.warmup_steps
         groups = [] if is_dense else list(self.counts.groups())
         # Of several optimizers with one parameter each has to know it: any may make the step.
         whole = {
             name
             for *_, members in groups
             for parameter, name, count in members
-            if count < dense_steps or not _fills_memory(parameter)
+            if count < warmup_steps or not _fills_memory(parameter)
         }
         for optimizer, group, members in groups:
             settings, rate = _settings(optimizer, group), group["lr"]
@@ -310,7 +310,7 @@ class AdamSteps:
                 moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        clips = () if is_dense else self.clips.coming(self.counts.names)
+        clips = () if is_dense else self.clips.next_step(self.counts.names)
         return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
@@ -355,10 +355,10 @@ class AdamSteps:
                 if tensor is not None and tensor.stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(tensor)
             kept = [state.get(kind) for kind in _KINDS]
-            first, second, largest = (None if tensor is None else laid_flat(local_tensor(tensor)) for tensor in kept)
+            first, second, largest = (None if tensor is None else flatten_as(local_tensor(tensor)) for tensor in kept)
             assert first is not None
             assert second is not None
-            tensors = AdamTensors(first, second, largest, laid_flat(local_tensor(parameter)))
+            tensors = AdamTensors(first, second, largest, flatten_as(local_tensor(parameter)))
             known = self._flats[parameter] = _Flat(kept, weight.data_ptr(), tensors)
         return known.tensors
 
@@ -396,7 +396,7 @@ class AdamSteps:
         wide = in_widened(weights)
         apply_updates(
             wide,
-            in_widened([laid_flat(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
+            in_widened([flatten_as(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
             [state.arrived for state in states],
             [self._present[parameter].tensors.preconditioner for parameter in held],
             [state.scalars for state in states],
@@ -440,9 +440,9 @@ def _progress(warm_up: Optional[WarmUp], steps: int) -> float:
     """
     if warm_up is None:
         return 0.0
-    fallen = max(0, steps - warm_up.dense_steps)
-    is_over = steps >= warm_up.dense_steps and fallen >= warm_up.fall_steps
-    return 1.0 if is_over else fallen / max(1, warm_up.fall_steps)
+    fallen = max(0, steps - warm_up.warmup_steps)
+    is_over = steps >= warm_up.warmup_steps and fallen >= warm_up.density_decay_steps
+    return 1.0 if is_over else fallen / max(1, warm_up.density_decay_steps)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

@@ -30,7 +30,7 @@ class MomentumMemory(ResidualMemory):
 
     Without momentum 4. With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With ``masks_momentum`` a sent element's
     ``u`` starts again from zero (momentum factor masking), unless its parameter is sent whole: that is dense momentum
-    SGD. Of several exchanges of one step the first that counts decays ``u``. ``follows_learning_rate`` rescales the
+    SGD. Of several exchanges of one step the first that counts decays ``u``. ``rescale_on_lr_change`` rescales the
     residual alone, as SGD would.
     """
 
@@ -39,9 +39,9 @@ class MomentumMemory(ResidualMemory):
         without_optimizer: Hyperparameters,
         masks_momentum: bool = True,
         local_clip_norm: Optional[float] = None,
-        follows_learning_rate: bool = False,
+        rescale_on_lr_change: bool = False,
     ) -> None:
-        super().__init__(local_clip_norm, follows_learning_rate)
+        super().__init__(local_clip_norm, rescale_on_lr_change)
         self._without_optimizer = without_optimizer
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}

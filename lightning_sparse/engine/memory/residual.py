@@ -112,13 +112,13 @@ class Memory:
         """Write means of what was accumulated into flat gradients, as gradients."""
         scatter(gradients, means)
 
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], ranks: Averages) -> None:
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], world_size: Averages) -> None:
         """Average what the memory has asked for, before a step with these settings compensates its first gradient."""
 
-    def see_finite(self, finite: Tensor) -> None:
+    def on_finite(self, finite: Tensor) -> None:
         """Know whether all that arrived in a step is finite, bool ``[]``, before anything is kept."""
 
-    def see_unused(self, names: Iterable[str]) -> None:
+    def on_unused(self, names: Iterable[str]) -> None:
         """Know that no mean was written to these: no rank has used them."""
 
     def clip_to(self, clips: Sequence[Clip]) -> None:
@@ -170,18 +170,18 @@ class ResidualMemory(Memory):
     """Error feedback: what was not sent is added to the next gradient, first multiplied by ``decay`` as in SparseLoCo.
 
     Takes 4 bytes an element, from a parameter's first gradient on. ``local_clip_norm`` is the largest norm of this
-    rank's whole gradient. With ``follows_learning_rate`` the residual acts with the rate under which it was gathered:
+    rank's whole gradient. With ``rescale_on_lr_change`` the residual acts with the rate under which it was gathered:
     it is multiplied by the last over the present one, of rates of at least a tenth of the largest so far. A step with
     a rate of zero does not change it.
     """
 
     def __init__(
-        self, local_clip_norm: Optional[float] = None, follows_learning_rate: bool = False, decay: float = 1.0
+        self, local_clip_norm: Optional[float] = None, rescale_on_lr_change: bool = False, decay: float = 1.0
     ) -> None:
         self.clips_gradients = local_clip_norm is not None
         self._local_clip_norm = local_clip_norm
         self._clip_factor: Optional[Tensor] = None
-        self._follows_learning_rate = follows_learning_rate
+        self._follows_learning_rate = rescale_on_lr_change
         self._decay = decay
         self._residuals: dict[str, Tensor] = {}
         self._rates: dict[str, Tensor] = {}  # the last, and the largest so far

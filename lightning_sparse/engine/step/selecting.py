@@ -1,4 +1,4 @@
-"""Ask a compressor what is sent of a group, and split the group into what travels by one way and by the other."""
+"""Ask a compressor what is sent of a bucket, and split the bucket into what travels by one way and by the other."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from lightning_sparse.functional.elements import counts_of
 
 
 class Part(NamedTuple):
-    """The parameters of a group that travel by one way: sent whole, or some elements of each."""
+    """The parameters of a bucket that travel by one way: sent whole, or some elements of each."""
 
     wire: WireFormat
-    positions: Sequence[int]  # in the group
+    positions: Sequence[int]  # in the bucket
     selection: Sequence[Selection]  # of each parameter, or one of all of them laid end to end
     counts: Sequence[float]  # by parameter, elements that its density asks for; its share of them where merged
     tensors: list[Tensor]  # one of each parameter: gradient plus residual
@@ -66,17 +66,17 @@ class Part(NamedTuple):
         return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
 
 
-class GroupSelector:
-    """Ask a compressor for its selections of a group; whole goes what has density 1, or takes far fewer bytes so."""
+class BucketSelector:
+    """Ask a compressor for its selections of a bucket; whole goes what has density 1, or takes far fewer bytes so."""
 
     checks_on_device = False  # the host would wait for it; the conformance kit does
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
         feedback = compressor.feedback
-        if compressor.selects_across_group and feedback.momentum is not None and feedback.masks_momentum:
+        if compressor.selects_across_bucket and feedback.momentum is not None and feedback.masks_momentum:
             raise ValueError(
                 f"{type(compressor).__name__}.feedback asks for masks_momentum=True, but a method that selects across a"
-                " group cannot mask the momentum of what it sent: set masks_momentum=False, or momentum=None"
+                " bucket cannot mask the momentum of what it sent: set masks_momentum=False, or momentum=None"
             )
         self._compressor = compressor
         self._wires = wires
@@ -110,7 +110,7 @@ class GroupSelector:
         few = [position for position, way in enumerate(ways) if way is None]
         parts: list[Part] = []
         chosen: Sequence[Selection] = []
-        if self._compressor.selects_across_group and len(few) > 1:
+        if self._compressor.selects_across_bucket and len(few) > 1:
             parts.append(self._select_across(few, names, accumulated, densities, are_used))
         elif few:
             asked = [names[each] for each in few], [accumulated[each] for each in few], [counts[each] for each in few]
@@ -155,7 +155,7 @@ class GroupSelector:
             return None
         if density >= 1:
             return self._wires.dense
-        is_alone = not self._compressor.selects_across_group
+        is_alone = not self._compressor.selects_across_bucket
         is_shorter = is_alone and self._format_for(numel, element_count(numel, density)) is self._wires.dense
         return self._wires.dense if is_shorter else None
 
@@ -204,7 +204,7 @@ class GroupSelector:
 
 
 class Workspace:
-    """Memory that groups take in turn, in each step the same: taking large blocks anew costs more than filling them."""
+    """Memory that all buckets of a step share: large blocks are allocated once."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []

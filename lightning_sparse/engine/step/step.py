@@ -8,7 +8,7 @@ The way of one parameter's gradient ``g`` on one rank, with a residual ``e``, at
 3. **Encode, exchange, decode**: a wire format writes them into payloads, and a collective carries each. Read from what
    arrives are the means over ranks, whether all of it is finite, whether any rank used the parameter, and the error
    that rounding to the wire's type left here.
-4. **Commit**, once all groups of the step have arrived: the new residual is ``v``, with the rounding error in the
+4. **Commit**, once all buckets of the step have arrived: the new residual is ``v``, with the rounding error in the
    places that were sent; the mean over ranks, zero where nobody sent, is written to the gradient.
 
 **Kept between steps**, and changed by commit alone: residuals, and with momentum correction velocities, each rank's
@@ -16,7 +16,7 @@ own; the second moments of Adam and a compressor's thresholds, the same on all r
 finite, on any rank, nothing that is kept changes, and the gradient says so to a gradient scaler, as with DDP. Where no
 rank used a parameter, its residual stays, and DDP leaves its gradient alone.
 
-**Sent whole**, as a part of their group by themselves and with their residual, are parameters whose density is 1, if
+**Sent whole**, as a part of their bucket by themselves and with their residual, are parameters whose density is 1, if
 the compressor has a ``dense_wire_format``, and those that take far fewer bytes so.
 
 **Momentum correction** puts a velocity in the place of ``g`` (1); with masking it starts anew where an element was
@@ -32,9 +32,9 @@ sent (4).
 - the mean update is written as the gradient that it stands for (4), for whoever looks at gradients before the step; in
   the optimizer's place this package applies the update and weight decay.
 
-With two levels (:class:`~lightning_sparse.engine.step.ranks.HierarchicalRanks`) ``g`` is this rank's share of the mean
-gradient of its node, the other ranks are those with the same share on the other nodes, and commit ends with handing the
-shares to the whole node.
+With two levels (:class:`~lightning_sparse.engine.step.topology.HierarchicalTopology`) ``g`` is this rank's share of the
+mean gradient of its node, the other ranks are those with the same share on the other nodes, and commit ends with
+handing the shares to the whole node.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,14 +50,14 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection, grouped
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.planner import Planner
-from lightning_sparse.engine.step.ranks import FlatRanks, LocalGradient
-from lightning_sparse.engine.step.selecting import GroupSelector, Part
+from lightning_sparse.engine.step.selecting import BucketSelector, Part
+from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, Payload
 from lightning_sparse.functional.elements import round_to, runs
 from lightning_sparse.functional.reductions import fingerprint, norms_of
 
-__all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepContext"]
+__all__ = ["EMPTY_CONTEXT", "BucketResult", "LocalGradient", "Pipeline", "StepContext"]
 
 
 _APART = (
@@ -79,28 +79,28 @@ class StepContext(NamedTuple):
     clips: Sequence[Clip] = ()  # of gradients that updates are made of; alike on all ranks
 
 
-NOTHING_KNOWN = StepContext()
+EMPTY_CONTEXT = StepContext()
 _NO_PLACES: Mapping[str, int] = {}
 
 
-class Exchanged(NamedTuple):
-    """Parameters of a group that travelled together, and their means over ranks; not yet written back."""
+class BucketResult(NamedTuple):
+    """Parameters of a bucket that travelled together, and their means over ranks; not yet written back."""
 
     names: list[str]
-    group: Sequence[LocalGradient]
+    bucket: Sequence[LocalGradient]
     accumulated: list[Tensor]  # gradients plus residuals, flat, where gradients were or wider copies; then means
     result: ExchangeResult
 
 
 class Pipeline:
-    """Run groups through compressor, memory, wire and collectives: a step in two halves, of which only commit keeps."""
+    """Run buckets through compressor, memory, wire and collectives: a step in two halves."""
 
     def __init__(
         self,
         compressor: Compressor,
         memory: Memory,
         wires: Wires,
-        levels: FlatRanks,
+        levels: FlatTopology,
         density_of: Callable[[str], float],
         planner: Optional[Planner] = None,
     ) -> None:
@@ -109,10 +109,10 @@ class Pipeline:
         self.levels = levels
         self.recorder = levels.inter.recorder
         self.density_of = density_of
-        self.context = NOTHING_KNOWN
+        self.context = EMPTY_CONTEXT
         self._planner = Planner() if planner is None else planner
-        self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any group is exchanged
-        self.selector = GroupSelector(compressor, wires)
+        self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any bucket is exchanged
+        self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # in this step, what the memory learns
 
     def begin_step(self, context: StepContext) -> None:
@@ -121,7 +121,7 @@ class Pipeline:
         self.memory.clip_to(context.clips)
 
     def refresh(self) -> None:
-        """Have the memory learn, once in a step, before its first group."""
+        """Have the memory learn, once in a step, before its first bucket."""
         if not self._has_refreshed:
             self._has_refreshed = True
             self.memory.refresh(self.context.hyperparameters, self.levels)
@@ -142,54 +142,56 @@ class Pipeline:
             return torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
         return norms_of([self._shares[name].gradient for name in names])
 
-    def exchange(self, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[Exchanged]:
-        """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
+    def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
+        """Add the residuals of a bucket, send what is selected of it, and receive what the other ranks selected.
 
-        The gradients are working memory until :meth:`commit`. With a step's last group travels which parameters of the
+        The gradients are working memory until :meth:`commit`. With a step's last bucket travels which parameters of the
         step this rank has ``used``, uint8.
         """
-        names = [local.name for local in group]
+        names = [local.name for local in bucket]
         self.refresh()
-        with self.recorder.group(names):
+        with self.recorder.bucket(names):
             are_known = names[0] in self._shares
-            group = [self._shares.pop(name) for name in names] if are_known else self.levels.shares(group)
-            gradients = [local.gradient for local in group]
+            bucket = [self._shares.pop(name) for name in names] if are_known else self.levels.shares(bucket)
+            gradients = [local.gradient for local in bucket]
             if (samples := self.recorder.samples) is not None:
                 samples.add_gradients(names, gradients, self.context.loss_scale)
             with self.recorder.span("select"):
-                are_used = self.levels.are_used(group) if self.compressor.selects_across_group else ()
+                are_used = self.levels.are_used(bucket) if self.compressor.selects_across_bucket else ()
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 densities = list(map(self.density_of, names))
                 *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.dense)
             used = None if used is None else self.levels.any_of(used)
-            exchanged = [self._exchange_part(part, group) for part in parts]
-            return [*exchanged, self._exchange_part(last, group, used)]
+            exchanged = [self._exchange_part(part, bucket) for part in parts]
+            return [*exchanged, self._exchange_part(last, bucket, used)]
 
-    def exchange_in_groups(
-        self, gradients: Sequence[LocalGradient], closes_group: Callable[[str, int], bool]
-    ) -> list[Exchanged]:
-        """Exchange gradients in groups as a schedule closes them."""
-        exchanged: list[Exchanged] = []
-        group: list[LocalGradient] = []
+    def exchange_in_buckets(
+        self, gradients: Sequence[LocalGradient], closes_bucket: Callable[[str, int], bool]
+    ) -> list[BucketResult]:
+        """Exchange gradients in buckets as a schedule closes them."""
+        exchanged: list[BucketResult] = []
+        bucket: list[LocalGradient] = []
         numel = 0
         for local in gradients:
-            if group and group[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one type
-                exchanged += self.exchange(group)
-                group, numel = [], 0
-            group.append(local)
+            if bucket and bucket[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one type
+                exchanged += self.exchange(bucket)
+                bucket, numel = [], 0
+            bucket.append(local)
             numel += local.gradient.numel()
-            if closes_group(local.name, numel):
-                exchanged += self.exchange(group)
-                group, numel = [], 0
-        return exchanged + (self.exchange(group) if group else [])
+            if closes_bucket(local.name, numel):
+                exchanged += self.exchange(bucket)
+                bucket, numel = [], 0
+        return exchanged + (self.exchange(bucket) if bucket else [])
 
-    def _exchange_part(self, part: Part, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> Exchanged:
-        members = [group[each] for each in part.positions]
+    def _exchange_part(
+        self, part: Part, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None
+    ) -> BucketResult:
+        members = [bucket[each] for each in part.positions]
         names = [local.name for local in members]
         result = part.exchange(self.levels.inter, names, used)
-        return Exchanged(names, members, part.tensors, result)
+        return BucketResult(names, members, part.tensors, result)
 
     def check_arrived(self, arrived: Sequence[Tensor]) -> None:
         """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
@@ -202,7 +204,7 @@ class Pipeline:
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
 
-    def commit(self, step: Sequence[Exchanged], places: Mapping[str, int] = _NO_PLACES) -> None:
+    def commit(self, step: Sequence[BucketResult], places: Mapping[str, int] = _NO_PLACES) -> None:
         """Keep what was not sent, if all is finite, and write the means over ranks into the gradients of the step.
 
         What travelled with the last message, whether any rank used a parameter, is at these ``places``, by name.
@@ -211,7 +213,7 @@ class Pipeline:
             return  # nothing is trained
         finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
         finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
-        self.memory.see_finite(finite)
+        self.memory.on_finite(finite)
         # Of a step that is not kept nothing may be applied, by an optimizer whose own gradients are finite, either.
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
@@ -235,22 +237,22 @@ class Pipeline:
             self.recorder.last_samples = samples
         self._planner.see_exchange(record)
 
-    def _keep(self, exchanged: Exchanged, accepted: Tensor) -> None:
+    def _keep(self, exchanged: BucketResult, accepted: Tensor) -> None:
         accumulated = exchanged.accumulated
         replaceable = [
             local.parameter is not None and tensor is local.gradient
-            for local, tensor in zip(exchanged.group, accumulated)
+            for local, tensor in zip(exchanged.bucket, accumulated)
         ]
         self.memory.keep(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
 
-    def _write_back(self, exchanged: Exchanged, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
+    def _write_back(self, exchanged: BucketResult, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
         """Write means into gradients, times the loss's scale, which is infinite where nothing was kept."""
         means = exchanged.accumulated  # in its memory from here on
         self.memory.write_means(exchanged.names, means, mean)
         if scale is not None:
             torch._foreach_mul_(means, scale)
         narrow: list[tuple[Tensor, Tensor]] = []  # gradients, and means that are wider
-        for local, tensor in zip(exchanged.group, means):
+        for local, tensor in zip(exchanged.bucket, means):
             if local.parameter is not None and tensor.dtype is local.gradient.dtype:
                 if tensor is not local.gradient:  # which is the residual now
                     assert local.parameter.grad is not None
@@ -259,7 +261,7 @@ class Pipeline:
                 narrow.append((local.gradient, tensor))
         _round_into(narrow)
 
-    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[Sequence[Selection]]:
+    def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> list[Sequence[Selection]]:
         """Have the compressor finish the step, for all parameters but those of ``context.dense``."""
         means = [exchanged.result.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
@@ -294,9 +296,9 @@ class Pipeline:
             return self.compressor.finish_step(names, means, finite, all_gather)
 
 
-def _used_anywhere(exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]) -> Optional[Tensor]:
+def _used_anywhere(exchanged: BucketResult, used: Optional[Tensor], places: Mapping[str, int]) -> Optional[Tensor]:
     """Return whether any rank used each of what travelled together, bool; ``None`` where this one used all."""
-    if used is None or all(local.is_used for local in exchanged.group):
+    if used is None or all(local.is_used for local in exchanged.bucket):
         return None
     return torch.stack([used[places[name]] for name in exchanged.names])
 

@@ -10,7 +10,7 @@ from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import LocalFormat, Transfer, WireFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
-from lightning_sparse.engine.wire.owners import LEAST_FOR_AN_OWNER, Owners, OwnersFormat
+from lightning_sparse.engine.wire.owners import MIN_OWNER_NUMEL, Owners, OwnersFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.engine.wire.union import UnionFormat
 
@@ -66,7 +66,7 @@ def exchange_of(exchange: Union[str, Owners]) -> ExchangeChoice:
 
 
 class Wires(NamedTuple):
-    """The wire formats of a group's tensors; a tensor's own depends on itself and the number of ranks alone."""
+    """The wire formats of a bucket's tensors; a tensor's own depends on itself and the number of ranks alone."""
 
     sparse: WireFormat  # for selections with indices
     dense: WireFormat  # for selections without, which stand for every element; may be the same object
@@ -87,11 +87,11 @@ class Wires(NamedTuple):
 
     def format_for(self, numel: int, count: int) -> WireFormat:
         """Return the format of a tensor of which so many elements are selected; ``dense`` where that is much less."""
-        if self.owners is None or numel < self.owners.ranks:  # not every rank would own an element
+        if self.owners is None or numel < self.owners.world_size:  # not every rank would own an element
             return self.sparse
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))
         if not self.chooses:
-            has_enough = count >= LEAST_FOR_AN_OWNER * self.owners.ranks
+            has_enough = count >= MIN_OWNER_NUMEL * self.owners.world_size
             return self.owners if has_enough or owned <= gathered else self.sparse
         whole = math.inf
         if self.dense is not self.sparse:
@@ -101,7 +101,7 @@ class Wires(NamedTuple):
         return self.dense if whole <= owned else self.owners
 
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the payloads of a group, see :meth:`WireFormat.transfers`."""
+        """Return the payloads of a bucket, see :meth:`WireFormat.transfers`."""
         ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
         for size in sizes:
             wire = self.dense if size.is_dense else self.format_for(size.numel, size.selected)
@@ -113,7 +113,7 @@ class Wires(NamedTuple):
 
     def _received(self, wire: WireFormat, size: SelectionSize) -> float:
         """Return the bytes that a rank receives from each other for a tensor that travels alone."""
-        shares = {"all_gather": 1.0, "all_to_all": 1 / wire.ranks}
+        shares = {"all_gather": 1.0, "all_to_all": 1 / wire.world_size}
         return sum(shares[transfer.collective] * transfer.nbytes for transfer in wire.transfers([size]))
 
 
@@ -122,15 +122,15 @@ def build_wires(
     dense_name: Optional[str],
     dtype: torch.dtype,
     rank: int,
-    ranks: int,
+    world_size: int,
     exchange: ExchangeChoice = EXCHANGES["gather"],
     bits: Optional[int] = None,
 ) -> Wires:
-    """Build the formats of a group: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
-    wire = WIRE_FORMATS[checked_name("wire_format", name, tuple(WIRE_FORMATS))](dtype, rank, ranks, bits)
-    whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks, bits)
-    refresh = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
+    """Build the formats of a bucket: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
+    wire = WIRE_FORMATS[checked_name("wire_format", name, tuple(WIRE_FORMATS))](dtype, rank, world_size, bits)
+    whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size, bits)
+    refresh = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size)
     if exchange.owners is None or not isinstance(wire, GatherFormat):
         return Wires(wire, whole, refresh)
-    owners = OwnersFormat(dtype, rank, ranks, exchange.owners.keep)
+    owners = OwnersFormat(dtype, rank, world_size, exchange.owners.keep)
     return Wires(wire, whole, refresh, owners, exchange.chooses)

@@ -43,10 +43,10 @@ class WireFormat(ABC):
 
     collectives: tuple[str, ...]
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         self.dtype = dtype
         self.rank = rank
-        self.ranks = ranks
+        self.world_size = world_size
         self._bits = bits
 
     @abstractmethod
@@ -58,12 +58,12 @@ class WireFormat(ABC):
         """
 
     def release(self) -> None:
-        """End a step: memory that none of its groups needed may be given back."""
+        """End a step: memory that none of its buckets needed may be given back."""
         return
 
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return what :meth:`exchange` hands to collectives for a group, with so many ``flags`` of what was used."""
+        """Return what :meth:`exchange` hands to collectives for a bucket, with so many ``flags`` of what was used."""
 
 
 class LocalFormat(WireFormat):

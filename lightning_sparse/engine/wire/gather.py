@@ -1,4 +1,4 @@
-"""Every rank's selection travels to every rank: one payload for the group, one all-gather."""
+"""Every rank's selection travels to every rank: one payload for the bucket, one all-gather."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -21,7 +21,7 @@ from lightning_sparse.functional.elements import aligned, all_finite, index_code
 
 
 class GatherFormat(WireFormat):
-    """Values and indices of a group, its tensors laid end to end so that one codec writes all positions, in a payload.
+    """Values and indices of a bucket, its tensors laid end to end so that one codec writes all positions, in a payload.
 
     All sizes follow from the number of elements selected, equal on all ranks::
 
@@ -43,7 +43,7 @@ class GatherFormat(WireFormat):
         wires = yield Payload("all_gather", message_of(sections if used is None else [*sections, used]))
         sizes = [section.numel() for section in sections]
         value_bytes, index_bytes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
-        received = self._read(value_bytes, selected.counts).to(values.dtype) / self.ranks
+        received = self._read(value_bytes, selected.counts).to(values.dtype) / self.world_size
         return ExchangeResult(
             finite=all_finite(received),
             used=None if used is None else rest[:, : used.numel()].bool().any(dim=0),
@@ -63,7 +63,7 @@ class GatherFormat(WireFormat):
         return written, values_of_bins(codes, means, selected.counts, self._bits)
 
     def _read(self, written: Tensor, counts: Sequence[int]) -> Tensor:
-        """Read values of several ranks, uint8 ``[ranks, nbytes]``, as ``[ranks, sum(counts)]``."""
+        """Read values of several ranks, uint8 ``[world_size, nbytes]``, as ``[world_size, sum(counts)]``."""
         if self._bits is None:
             return written.view(self.dtype)  # they stand first in each row, and so aligned
         packed = packed_nbytes(sum(counts), self._bits)

@@ -26,12 +26,12 @@ from lightning_sparse.functional.elements import (
     index_codec,
     message_of,
     read_as,
-    repeat_each,
+    repeat_interleave,
     round_to,
     starts_of,
 )
 
-LEAST_FOR_AN_OWNER = 32  # elements, on average; with fewer, the room for an uneven share weighs more than they do
+MIN_OWNER_NUMEL = 32  # elements, on average; with fewer, the room for an uneven share weighs more than they do
 _SIGMAS = 4.0  # room of a message for one owner above its average share, in standard deviations of a random map
 _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # of a multiplicative hash; products stay below 2 ** 63
 _PROPOSED = torch.bfloat16  # what only decides which sums are largest need not be exact
@@ -78,15 +78,15 @@ class OwnersFormat(WireFormat):
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, keep: float) -> None:
-        super().__init__(dtype, rank, ranks)
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, keep: float) -> None:
+        super().__init__(dtype, rank, world_size)
         self._keep = keep
-        self._values = ReduceFormat(dtype, rank, ranks)
+        self._values = ReduceFormat(dtype, rank, world_size)
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         selected = end_to_end(selection)
-        shares = _shares_of(selected.numels, selected.counts, self.ranks, self._keep)
+        shares = _shares_of(selected.numels, selected.counts, self.world_size, self._keep)
         proposals = yield Payload("all_to_all", _proposals(selected, shares))
         places = _largest(_sums(proposals, shares), shares, self.rank)
 
@@ -94,7 +94,7 @@ class OwnersFormat(WireFormat):
         section = codec.encode(places)
         wires = yield Payload("all_gather", message_of([section] if used is None else [section, used]))
         indices = _positions(codec.decode(wires), shares).flatten().sort().values
-        counts = tuple(self.ranks * final for final in shares.finals)
+        counts = tuple(self.world_size * final for final in shares.finals)
         result = yield from self._values.average_at(accumulated, indices, counts)
         if used is None:
             return result
@@ -107,22 +107,22 @@ class OwnersFormat(WireFormat):
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         numels, counts = tuple(size.numel for size in sizes), tuple(size.selected for size in sizes)
-        shares = _shares_of(numels, counts, self.ranks, self._keep)
+        shares = _shares_of(numels, counts, self.world_size, self._keep)
         message = shares.room * _PROPOSED.itemsize + index_codec(shares.universe, shares.room).nbytes
         return [
-            Transfer("all_to_all", self.ranks * aligned(message)),
+            Transfer("all_to_all", self.world_size * aligned(message)),
             Transfer("all_gather", aligned(index_codec(shares.extent, shares.final).nbytes + flags)),
-            *self._values.average_transfers([self.ranks * final for final in shares.finals]),
+            *self._values.average_transfers([self.world_size * final for final in shares.finals]),
         ]
 
 
 class _Shares(NamedTuple):
-    """Shares of a group's tensors among ranks, and the room of its messages.
+    """Shares of a bucket's tensors among ranks, and the room of its messages.
 
-    Of each block, ``ranks`` elements in a row, every rank owns one. An element's place is the number of its block.
+    Of each block, ``world_size`` elements in a row, every rank owns one. An element's place is the number of its block.
     """
 
-    ranks: int
+    world_size: int
     numels: tuple[int, ...]
     counts: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -137,51 +137,52 @@ class _Shares(NamedTuple):
         """Return in how many blocks of each tensor a rank owns an element: not always in the last."""
         owned = []
         for numel in self.numels:
-            block, rest = divmod(numel, self.ranks)
-            owned.append(block + ((rank - ((block & _MASK) * _MULTIPLIER >> _SHIFT)) % self.ranks < rest))
+            block, rest = divmod(numel, self.world_size)
+            owned.append(block + ((rank - ((block & _MASK) * _MULTIPLIER >> _SHIFT)) % self.world_size < rest))
         return owned
 
 
 @lru_cache(maxsize=512)
-def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], ranks: int, keep: float) -> _Shares:
-    """Share a group's tensors; of each the same, whichever others there are."""
-    blocks = tuple(-(-numel // ranks) for numel in numels)
+def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int, keep: float) -> _Shares:
+    """Share a bucket's tensors; of each the same, whichever others there are."""
+    blocks = tuple(-(-numel // world_size) for numel in numels)
     rooms, finals = [], []
     for numel, count in zip(numels, counts):
-        average = count / ranks
-        rooms.append(min(-(-numel // ranks), math.ceil(average + _SIGMAS * math.sqrt(average))))
+        average = count / world_size
+        rooms.append(min(-(-numel // world_size), math.ceil(average + _SIGMAS * math.sqrt(average))))
         # Not more than ranks have sent, nor more than an owner has elements of.
-        finals.append(max(1, min(numel // ranks, math.ceil(min(keep, ranks) * average))))
+        finals.append(max(1, min(numel // world_size, math.ceil(min(keep, world_size) * average))))
     extent, room = sum(blocks), sum(rooms)
     by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))
-    return _Shares(ranks, *by_tensor, extent, room, extent + room, sum(finals))
+    return _Shares(world_size, *by_tensor, extent, room, extent + room, sum(finals))
 
 
 def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
-    """Write to each owner what was selected of its share, in the order of places; uint8 ``[ranks, nbytes]``."""
-    index = selected.indices - repeat_each(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
-    block = index // shares.ranks
-    owner = index.add_(_skew(block)).remainder_(shares.ranks)
-    place = block.add_(repeat_each(starts_of(shares.blocks)[:-1], shares.counts, index.device))
+    """Write to each owner what was selected of its share, in the order of places; uint8 ``[world_size, nbytes]``."""
+    index = selected.indices - repeat_interleave(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
+    block = index // shares.world_size
+    owner = index.add_(_skew(block)).remainder_(shares.world_size)
+    place = block.add_(repeat_interleave(starts_of(shares.blocks)[:-1], shares.counts, index.device))
     fits = _fitting(selected, owner, shares)
 
-    ranks, room = shares.ranks, shares.room
-    owner, order = owner.where(fits, ranks).sort(stable=True)
-    first = torch.searchsorted(owner, torch.arange(ranks + 1, device=owner.device))
+    world_size, room = shares.world_size, shares.room
+    owner, order = owner.where(fits, world_size).sort(stable=True)
+    first = torch.searchsorted(owner, torch.arange(world_size + 1, device=owner.device))
     number = torch.arange(len(owner), device=owner.device).sub_(first[owner])
-    slot = number.add_(owner, alpha=room).clamp_(max=ranks * room)  # all that does not fit in one, which is not sent
+    none = world_size * room  # the slot of all that does not fit in one, which is not sent
+    slot = number.add_(owner, alpha=room).clamp_(max=none)
     sent = round_to(selected.values, _PROPOSED)
-    values = sent.new_zeros(ranks * room + 1).index_copy_(0, slot, sent[order])[:-1].view(ranks, room)
-    places = torch.arange(shares.extent, shares.universe, device=owner.device).repeat(ranks + 1)[: ranks * room + 1]
-    places = places.index_copy_(0, slot, place[order])[:-1].view(ranks, room)
+    values = sent.new_zeros(none + 1).index_copy_(0, slot, sent[order])[:-1].view(world_size, room)
+    places = torch.arange(shares.extent, shares.universe, device=owner.device).repeat(world_size + 1)[: none + 1]
+    places = places.index_copy_(0, slot, place[order])[:-1].view(world_size, room)
     return message_of([values.view(torch.uint8), index_codec(shares.universe, room).encode_rows(places)])
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
     """Tell which elements there is room for: of each tensor and each owner, the largest."""
     tensors = len(shares.numels)
-    message = repeat_each(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
-    rooms = copied_to(shares.rooms, owner.device).repeat(shares.ranks)
+    message = repeat_interleave(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
+    rooms = copied_to(shares.rooms, owner.device).repeat(shares.world_size)
     wanted = torch.zeros_like(rooms).scatter_add_(0, message, torch.ones_like(message))
     filled = torch.ones_like(owner, dtype=torch.bool) if selected.filled is None else selected.filled
     if owner.device.type == "cpu" and bool((wanted <= rooms).all()):
@@ -199,7 +200,7 @@ def _sums(proposals: Tensor, shares: _Shares) -> Tensor:
     """Return the mean over ranks of what was proposed to this one, ``[universe]``, zero where nothing was."""
     nbytes = shares.room * _PROPOSED.itemsize
     # Divided before they are added, so that a sum of large values stays finite.
-    values = read_as(proposals[:, :nbytes], _PROPOSED).float().div_(shares.ranks)
+    values = read_as(proposals[:, :nbytes], _PROPOSED).float().div_(shares.world_size)
     places = index_codec(shares.universe, shares.room).decode(proposals[:, nbytes:])
     return add_rows(values, places, values.new_zeros(shares.universe))
 
@@ -209,17 +210,17 @@ def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
     owned, starts = shares.owned_blocks(rank), starts_of(shares.blocks)
     largest = largest_of_each([sums[start : start + blocks] for start, blocks in zip(starts, owned)], shares.finals)
     shifts = tuple(start - laid for start, laid in zip(starts[:-1], starts_of(tuple(owned))))
-    return largest.indices.add_(repeat_each(shifts, shares.finals, sums.device))
+    return largest.indices.add_(repeat_interleave(shifts, shares.finals, sums.device))
 
 
 def _positions(places: Tensor, shares: _Shares) -> Tensor:
-    """Return which elements of the tensors laid end to end stand at places, ``[ranks, final]``, of each owner."""
-    block = places - repeat_each(starts_of(shares.blocks)[:-1], shares.finals, places.device)
-    owner = torch.arange(shares.ranks, device=places.device).unsqueeze(1)
-    index = (owner - _skew(block)).remainder_(shares.ranks).add_(block, alpha=shares.ranks)
-    return index.add_(repeat_each(starts_of(shares.numels)[:-1], shares.finals, places.device))
+    """Return which elements of the tensors laid end to end stand at places, ``[world_size, final]``, of each owner."""
+    block = places - repeat_interleave(starts_of(shares.blocks)[:-1], shares.finals, places.device)
+    owner = torch.arange(shares.world_size, device=places.device).unsqueeze(1)
+    index = (owner - _skew(block)).remainder_(shares.world_size).add_(block, alpha=shares.world_size)
+    return index.add_(repeat_interleave(starts_of(shares.numels)[:-1], shares.finals, places.device))
 
 
 def _skew(block: Tensor) -> Tensor:
-    """Return by how much owners are turned in a block; the same wherever the tensor lies in its group."""
+    """Return by how much owners are turned in a block; the same wherever the tensor lies in its bucket."""
     return block.bitwise_and(_MASK).mul_(_MULTIPLIER).bitwise_right_shift_(_SHIFT)

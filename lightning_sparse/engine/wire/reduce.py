@@ -37,7 +37,7 @@ class ReduceFormat(WireFormat):
     1. Every rank owns one shard of every tensor and is sent everybody's part of it (all-to-all).
     2. The owner averages them rank by rank, in the residual's type, and the means go to everybody (all-gather).
 
-    The sum's fixed order makes the result independent of where in a group a tensor lies. A narrow wire rounds twice
+    The sum's fixed order makes the result independent of where in a bucket a tensor lies. A narrow wire rounds twice
     instead of at every hop: what the first drops stays with the sender, the second with the owner (the "server error"
     of 1-bit Adam, arXiv 2102.02888). With ``bits``, values travel as codes of so many bits, in blocks that share a
     scale (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Which parameters were used travels
@@ -50,12 +50,12 @@ class ReduceFormat(WireFormat):
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
 
     def __init__(
-        self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None, gathers_short: bool = False
+        self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None, gathers_short: bool = False
     ) -> None:
-        super().__init__(dtype, rank, ranks, bits)
+        super().__init__(dtype, rank, world_size, bits)
         self._gathers_short = gathers_short
         self._multiple = 1 if bits is None else BLOCK
-        # Large blocks go back to the system when freed; taking them anew for every group costs more than filling them.
+        # Large blocks go back to the system when freed; taking them anew for every bucket costs more than filling them.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
 
@@ -68,7 +68,7 @@ class ReduceFormat(WireFormat):
         written, sent = self._write(values)
         if self._is_gathered(written.nbytes):
             everything = (yield Payload("all_gather", written.flatten())).view(-1, *written.shape[1:])
-            means = mean_of_rows(self._read(everything, values).view(self.ranks, *values.shape), values.dtype)
+            means = mean_of_rows(self._read(everything, values).view(self.world_size, *values.shape), values.dtype)
             received = self._write(means)[1].to(values.dtype)
             mean, returned = means[self.rank], received[self.rank]
         else:
@@ -100,13 +100,13 @@ class ReduceFormat(WireFormat):
             return [*self.transfers(sizes), Transfer("all_gather", flags)]
         shard = sum(self._shard_numel(numel) for numel in (*(size.numel for size in sizes), flags))
         nbytes = aligned(shard * self.dtype.itemsize if self._bits is None else quantized_nbytes(shard, self._bits))
-        if self._is_gathered(nbytes * self.ranks):
-            return [Transfer("all_gather", nbytes * self.ranks)]
-        return [Transfer("all_to_all", nbytes * self.ranks), Transfer("all_gather", nbytes)]
+        if self._is_gathered(nbytes * self.world_size):
+            return [Transfer("all_gather", nbytes * self.world_size)]
+        return [Transfer("all_to_all", nbytes * self.world_size), Transfer("all_gather", nbytes)]
 
     def _is_gathered(self, nbytes: int) -> bool:
         """Tell whether a message of all shards is so short that a round trip takes longer than its further bytes."""
-        return self._gathers_short and (self.ranks - 1) * (1 - 2 / self.ranks) * nbytes <= _WORTH_A_ROUND_TRIP
+        return self._gathers_short and (self.world_size - 1) * (1 - 2 / self.world_size) * nbytes <= _WORTH_A_ROUND_TRIP
 
     def average_at(self, accumulated: Sequence[Tensor], indices: Tensor, counts: Counts) -> Phases:
         """Average the values of all ranks at positions that all of them have, ascending, of tensors laid end to end.
@@ -145,14 +145,14 @@ class ReduceFormat(WireFormat):
     def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
         numels = list(map(Tensor.numel, tensors))
         columns = sum(map(self._shard_numel, numels)) + self._padding(numels)
-        rows = self._reused("values", self.ranks * columns, tensors[0].dtype, tensors[0].device)
+        rows = self._reused("values", self.world_size * columns, tensors[0].dtype, tensors[0].device)
         return cut_into(rows, tensors, self._multiple)
 
     def _shard_numel(self, numel: int) -> int:
-        return shard_numel(numel, self.ranks, self._multiple)
+        return shard_numel(numel, self.world_size, self._multiple)
 
     def _padding(self, numels: Sequence[int]) -> int:
-        """Return by how many elements the shards of a group are filled up; messages of codes are as bytes."""
+        """Return by how many elements the shards of a bucket are filled up; messages of codes are as bytes."""
         if self._bits is not None:
             return 0
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
@@ -162,7 +162,7 @@ class ReduceFormat(WireFormat):
         held = self._workspace.get(name)
         if held is None or held.numel() < numel or held.dtype is not dtype:
             held = self._workspace[name] = torch.empty(numel, dtype=dtype, device=device)
-        return held[:numel].view(self.ranks, -1)
+        return held[:numel].view(self.world_size, -1)
 
     def _split(self, shards: Tensor, numels: Sequence[int], are_zero: bool = False) -> CutSelection:
         return CutSelection(shards, tuple(map(self._shard_numel, numels)), tuple(numels), are_zero)
@@ -171,7 +171,7 @@ class ReduceFormat(WireFormat):
         if sent is values:
             return values.new_zeros(()).expand_as(values)
         left = values - sent.to(values.dtype)
-        left[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.ranks)
+        left[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.world_size)
         return left
 
 

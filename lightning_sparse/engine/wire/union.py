@@ -18,7 +18,7 @@ _COUNT_BYTES = 8
 class UnionFormat(WireFormat):
     """The mean over all ranks of the elements that any rank selected, in three phases.
 
-    1. How many elements each rank selected of the group, 8 bytes, with a step's last message which parameters it used,
+    1. How many elements each rank selected of the bucket, 8 bytes, with a step's last message which parameters it used,
        1 byte each (all-gather).
     2. Their positions in the tensors laid end to end (see :mod:`lightning_sparse.functional.elements`; all-gather), up
        to the largest of these counts filled with positions beyond the last element.
@@ -29,9 +29,9 @@ class UnionFormat(WireFormat):
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
-        super().__init__(dtype, rank, ranks, bits)
-        self._values = ReduceFormat(dtype, rank, ranks, gathers_short=True)
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
+        super().__init__(dtype, rank, world_size, bits)
+        self._values = ReduceFormat(dtype, rank, world_size, gathers_short=True)
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
@@ -60,7 +60,7 @@ class UnionFormat(WireFormat):
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return the transfers of a step in which all ranks select equally many elements, all of them different."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
-        first, most = Transfer("all_gather", aligned(_COUNT_BYTES + flags)), -(-selected // self.ranks)
+        first, most = Transfer("all_gather", aligned(_COUNT_BYTES + flags)), -(-selected // self.world_size)
         if not most:
             return [first]
         positions = Transfer("all_gather", aligned(index_codec(numel + most, most).nbytes))

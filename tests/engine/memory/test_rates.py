@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR
 
-from lightning_sparse import sparsify
+from lightning_sparse import sparsify_gradients
 from lightning_sparse.compressors import LAGS, SDAGC
 
 STEPS = 360
@@ -45,7 +45,7 @@ def train(rank, schedule, build, momentum):
     optimizer = torch.optim.SGD(groups, lr=0.02 if momentum else 0.1, momentum=momentum)
     scheduler = SCHEDULES[schedule](optimizer)
     generator = torch.Generator().manual_seed(rank)
-    with sparsify(model, optimizer, build(), density=0.01, warmup_epochs=0, schedule="single"):
+    with sparsify_gradients(model, optimizer, build(), density=0.01, warmup_epochs=0, schedule="single"):
         for _ in range(STEPS):
             batch = torch.randint(0, len(inputs), (16,), generator=generator)
             optimizer.zero_grad()

@@ -5,11 +5,11 @@ from unittest import mock
 import pytest
 import torch
 
-import lightning_sparse.engine.step.ranks as levels_module
+import lightning_sparse.engine.step.topology as levels_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.invariants import (
-    Given,
+    RuntimeOptions,
     assert_close,
     assert_nothing_moves,
     balance,
@@ -24,7 +24,7 @@ from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp
 from tests.helpers.devices import DEVICE, moved
 
-NODE = {"node_ranks": 2}
+NODE = {"local_world_size": 2}
 WAYS = [
     pytest.param("topk", "gather", id="topk-gather"),
     pytest.param("topk", "owners", id="topk-owners"),
@@ -120,7 +120,7 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(n
 def exchange_edges(rank, settings, gradients):
     """Exchange the same gradients from all ranks; return what was applied, and the residual here."""
     gradients = moved(gradients, DEVICE)
-    with sparse_ddp(model := Given(gradients), **settings) as (ddp, engine):
+    with sparse_ddp(model := RuntimeOptions(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
         waiting = residuals_like(engine, dict(model.named_parameters()))
         applied = gradients_of(ddp)
@@ -199,13 +199,13 @@ def count_bytes(rank, settings):
 @pytest.mark.parametrize("exchange", ["gather", "owners"])
 def test_bytes_between_nodes_and_memory_fall_by_the_ranks_of_a_node(nodes, exchange):
     two = {"compressor": "topk", "density": 0.05, "exchange": exchange, **NODE}
-    one = {**two, "node_ranks": 1}
+    one = {**two, "local_world_size": 1}
     (flat, flat_kept), (stats, kept_bytes) = nodes.run(count_bytes, one)[0], nodes.run(count_bytes, two)[0]
-    assert stats["link_bytes"] <= 1.1 / 2 * flat["wire_bytes"]
-    assert stats["link_bytes"] < stats["wire_bytes"]
+    assert stats["inter_node_bytes"] <= 1.1 / 2 * flat["wire_bytes"]
+    assert stats["inter_node_bytes"] < stats["wire_bytes"]
     assert stats["dense_bytes"] == flat["dense_bytes"]
     assert kept_bytes == flat_kept / 2
-    assert "link_bytes" not in flat
+    assert "inter_node_bytes" not in flat
 
 
 def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes):
@@ -229,7 +229,7 @@ def follow_a_plan(rank, settings, steps):
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             history.append(gradients_of(ddp))
         engine.worker.drain()
-        return None if engine.planner.plan is None else engine.planner.plan.groups, history[-3:]
+        return None if engine.planner.plan is None else engine.planner.plan.buckets, history[-3:]
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 
-from lightning_sparse import sparsify
+from lightning_sparse import sparsify_gradients
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits
@@ -49,7 +49,7 @@ def train_two(rank, overflow_at):
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in model.values()]
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=1000)
     generator, owed = torch.Generator().manual_seed(rank), torch.zeros(100)
-    with sparsify(model, optimizers, "topk", density=0.1, warmup_epochs=0, scaler=scaler) as handle:
+    with sparsify_gradients(model, optimizers, "topk", density=0.1, warmup_epochs=0, scaler=scaler) as handle:
         for step in range(12):
             inputs, overflows = torch.randn(100, generator=generator) + 1, step == overflow_at
             owed += 0 if overflows else inputs

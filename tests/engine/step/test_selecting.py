@@ -6,7 +6,7 @@ import torch
 from lightning_sparse import Selection
 from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.compressors.selection import FlatSelection
-from lightning_sparse.engine.step.selecting import GroupSelector
+from lightning_sparse.engine.step.selecting import BucketSelector
 from lightning_sparse.engine.wire import build_wires, exchange_of
 
 
@@ -26,7 +26,7 @@ class WholeMatrices(Compressor):
 def select(compressor, numels, exchange="gather", ranks=2):
     wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange_of(exchange))
     names, tensors = list(numels), [torch.randn(numel) for numel in numels.values()]
-    parts = GroupSelector(compressor, wires).select(names, tensors, [0.01] * len(names), [None] * len(names))
+    parts = BucketSelector(compressor, wires).select(names, tensors, [0.01] * len(names), [None] * len(names))
     return wires, parts
 
 

@@ -15,15 +15,15 @@ from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.exchange import Exchange
-from lightning_sparse.engine.step.ranks import BareModel, ShardedModel
+from lightning_sparse.engine.step.reducer import SparseReducer
+from lightning_sparse.engine.step.topology import ShardedModel, UnwrappedModule
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers import racing
 from tests.helpers.racing import CUDA, Skipping, Way, played, train
 
 STEPS = 5  # the first sends everything, and tells the order
 ADAM = {
-    "given": {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)},
+    "given": {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)},
     "build": partial(torch.optim.AdamW, lr=0.001),
 }
 WAYS = {
@@ -38,16 +38,16 @@ WAYS = {
     "momentum": Way({"compressor": "dgc"}, partial(torch.optim.SGD, lr=0.1, momentum=0.9), clips=True),
     "learning rate": Way({"compressor": "sdagc"}, lambda each: torch.optim.SGD(each, torch.full((), 0.1, device=CUDA))),
     "Adam": Way(**ADAM),
-    "Adam, clipped, of two levels": Way(**ADAM, node_ranks=2, clips=True),
+    "Adam, clipped, of two levels": Way(**ADAM, local_world_size=2, clips=True),
     "Adam, unused": Way(**ADAM, skips=True),
     "Adam, scaled, several backwards": Way(**ADAM, backwards=2, scales=True),
-    "two levels": Way(node_ranks=2),
-    "two levels, unused": Way(node_ranks=2, skips=True),
-    "narrow": Way(dtype=torch.bfloat16, node_ranks=2),
+    "two levels": Way(local_world_size=2),
+    "two levels, unused": Way(local_world_size=2, skips=True),
+    "narrow": Way(dtype=torch.bfloat16, local_world_size=2),
     "unused": Way(skips=True),
     "several backwards": Way(backwards=2, scales=True),
     "rounds": Way({"local_steps": LocalSteps(2, 0.7, 0.9, synchronous_steps=1)}),
-    "rounds, two levels": Way({"local_steps": LocalSteps(2)}, node_ranks=2),
+    "rounds, two levels": Way({"local_steps": LocalSteps(2)}, local_world_size=2),
 }
 
 
@@ -87,7 +87,7 @@ class OwnStreams:
     """Have each gradient written and taken on a stream of its own, as those of a graph that was kept may be."""
 
     def __init__(self, device):
-        self._device, self._entered, self._take = device, [], Exchange._ready
+        self._device, self._entered, self._take = device, [], SparseReducer._on_grad_ready
 
     def begin(self, parameter):
         stream = self._device.Stream()
@@ -117,12 +117,14 @@ def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(i
         for parameter in net.parameters():
             parameter.register_post_accumulate_grad_hook(streams.begin)
         settings = Settings.of(compressor, schedule="single", warmup_epochs=0)
-        with mock.patch.object(Exchange, "_ready", lambda *of_one: streams.take(*of_one)):
-            engine = Engine((ShardedModel if is_sharded else BareModel)(net), settings, node_ranks=1 + is_sharded)
+        with mock.patch.object(SparseReducer, "_on_grad_ready", lambda *of_one: streams.take(*of_one)):
+            engine = Engine(
+                (ShardedModel if is_sharded else UnwrappedModule)(net), settings, local_world_size=1 + is_sharded
+            )
         for _ in range(3):  # the first only tells the order
-            engine.source.expect()
+            engine.reducer.prepare_for_backward()
             net(torch.randn(4, 64, device=CUDA), False).backward()
-            engine.source.finish()
+            engine.reducer.finalize_backward()
             torch._foreach_add_([*map(torch.Tensor.detach, net.parameters())], [each.grad for each in net.parameters()])
             net.zero_grad()
             engine.end_step()

@@ -31,8 +31,8 @@ def adam_of_tensor(parameters):
     return FUSED(parameters, lr=torch.full((), 0.001, device=CUDA))
 
 
-def corrected(refresh_steps=100, **settings):
-    return {"optimizer_correction": AdamCorrection(2, 0, refresh_steps), **settings}
+def corrected(second_moment_interval=100, **settings):
+    return {"optimizer_correction": AdamCorrection(2, 0, second_moment_interval), **settings}
 
 
 OPTIMIZERS = {
@@ -50,14 +50,14 @@ SITUATIONS = {
     "clipped": {"clips": True},
     "scaled": {"scales": True},
     "unused": {"skips": True},
-    "two levels": {"node_ranks": 2},
+    "two levels": {"local_world_size": 2},
     "bfloat16": {"dtype": torch.bfloat16},
     "several backwards": {"backwards": 2},
 }
 # How often in a step, at most, and why.
 DECLARED = {
     # Whether any rank has used what this one has not decides whether there is a gradient.
-    "unused": {"engine/step/exchange.py:_unused_anywhere": 1},
+    "unused": {"engine/step/reducer.py:_unused_anywhere": 1},
     # Whether ranks hold the same of what has arrived, before more is added, is an error that must not be late.
     "several backwards": {"engine/step/step.py:check_arrived": 1},
     # torch's fused optimizer skips a step in its kernel; ours has to know.
@@ -145,7 +145,7 @@ def test_exdyna_waits_for_loads_where_it_cuts_anew_and_to_measure_a_threshold():
 
 
 def test_second_moments_learn_from_mean_gradients_without_a_wait():
-    seen = waits_of(Way(corrected(refresh_steps=2), ADAM, clips=True))
+    seen = waits_of(Way(corrected(second_moment_interval=2), ADAM, clips=True))
     assert set(map(len, seen)) == {0}
 
 

@@ -41,7 +41,7 @@ def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             engine.end_step()
         numels = {name: parameter.numel() for name, parameter in ddp.module.named_parameters()}
-        travelled = [name for group in engine.recorder.last.groups for name in group.names]
+        travelled = [name for group in engine.recorder.last.buckets for name in group.names]
         return engine.compression_stats()[kind], [numels[name] for name in travelled]
 
 
@@ -67,7 +67,7 @@ def transfers(settings, sizes, ranks, flags):
     compressor, wires = settings.compressor, settings.wires_for(0, ranks)
     if compressor.dense_wire_format is not None and settings.density >= 1:
         return wires.transfers([SelectionSize(size, size, is_dense=True) for size in sizes], flags)
-    sizes = [sum(sizes)] if compressor.selects_across_group else sizes
+    sizes = [sum(sizes)] if compressor.selects_across_bucket else sizes
     return wires.transfers(
         [compressor.selection_size(size, element_count(size, settings.density)) for size in sizes], flags
     )
@@ -99,9 +99,9 @@ def test_two_ranks_send_what_is_announced(pair, compressor, wire, model, schedul
 @pytest.mark.parametrize("schedule", ["single", "layerwise"])
 @pytest.mark.parametrize("compressor", ["topk", "omgs", "dense"])
 def test_nodes_send_each_other_what_is_announced(pools, compressor, schedule):
-    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "node_ranks": 2}
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "local_world_size": 2}
     choices = settings_of(compressor)
-    for sent, sizes in pools[4].run(sent_by_a_step, "edges", settings, "link_bytes"):
+    for sent, sizes in pools[4].run(sent_by_a_step, "edges", settings, "inter_node_bytes"):
         shares = [-(-size // 2) for size in sizes]
         groups = [shares] if schedule == "single" else [[size] for size in shares]
         assert sent == announced(choices, groups, 2)

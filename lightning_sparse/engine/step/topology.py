@@ -24,7 +24,7 @@ from lightning_sparse.functional.elements import (
 from lightning_sparse.functional.reductions import norm_of_all
 
 
-class BareModel(Module):
+class UnwrappedModule(Module):
     """A model without a DDP wrapper, which broadcasts its buffers, and may be called in its place."""
 
     process_group: Any = None  # of ranks whose buffers are one; all
@@ -58,7 +58,7 @@ class BareModel(Module):
         self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
 
 
-class ShardedModel(BareModel):
+class ShardedModel(UnwrappedModule):
     """A model of which every rank holds a shard: FSDP averages its gradients inside a replica, never between them.
 
     Args:
@@ -87,7 +87,7 @@ class ShardedModel(BareModel):
                 self._synchronize(True)
 
     def _synchronize(self, synchronizes: bool) -> None:
-        for each in cut_modules(self.module):
+        for each in fsdp_modules(self.module):
             each.set_requires_gradient_sync(synchronizes, recurse=False)
 
 
@@ -97,14 +97,14 @@ def named_module(wrapper: Any) -> Module:
     return module
 
 
-def cut_modules(module: Module) -> Iterator[Any]:
+def fsdp_modules(module: Module) -> Iterator[Any]:
     """Yield the modules that ``fully_shard`` was called on; to ask for torch's class would import all of FSDP."""
     return (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync"))
 
 
 def reshard(module: Module) -> None:
     """Have a model hold shards only: after a forward without a backward FSDP leaves the root's parameters whole."""
-    for each in cut_modules(module):
+    for each in fsdp_modules(module):
         each.reshard()
 
 
@@ -135,18 +135,18 @@ class LocalGradient(NamedTuple):
 class Topology(NamedTuple):
     """How many ranks there are, and how they divide between them what is kept."""
 
-    ranks: int
-    node_ranks: int = 1  # that share what is kept; 1 where each keeps all
+    world_size: int
+    local_world_size: int = 1  # that share what is kept; 1 where each keeps all
 
 
-class FlatRanks:
+class FlatTopology:
     """All ranks exchange with all, each the whole of every gradient.
 
     ``inter`` joins ranks that exchange selections, ``world`` all, and ``same_shard`` those that hold the same tensors
-    of a model, replica by replica. ``node_ranks`` share each gradient.
+    of a model, replica by replica. ``local_world_size`` share each gradient.
     """
 
-    node_ranks = 1
+    local_world_size = 1
 
     def __init__(self, inter: Communicator, world: Optional[Communicator] = None) -> None:
         self.inter = inter
@@ -156,13 +156,13 @@ class FlatRanks:
         """Return how many elements each rank's share of so many has."""
         return numel
 
-    def share_of(self, flat: Tensor) -> Tensor:
+    def local_share(self, flat: Tensor) -> Tensor:
         """Return this rank's share of a flat tensor: a view, or a copy where it has to be filled up."""
         return flat
 
-    def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
+    def shares(self, bucket: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         """Average gradients in the node, and return this rank's share of each, under the parameter's name."""
-        return group
+        return bucket
 
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
         """Tell of which gradients, or shares of a node's means, backward has given anything."""
@@ -190,11 +190,11 @@ class FlatRanks:
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
         """Return the means over ranks of flat bfloat16 gradients, whole, of so many elements each, end to end."""
-        return self.inter.call(Payload("all_reduce", torch.cat(list(gradients.values())))).div_(self.inter.ranks)
+        return self.inter.call(Payload("all_reduce", torch.cat(list(gradients.values())))).div_(self.inter.world_size)
 
     def mean_squares(self, squares: Tensor) -> Tensor:
         """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
-        return self.same_shard.call(Payload("all_reduce", squares)).div_(self.inter.ranks)
+        return self.same_shard.call(Payload("all_reduce", squares)).div_(self.inter.world_size)
 
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
@@ -202,13 +202,13 @@ class FlatRanks:
             each.close(has_failed)
 
 
-class DividedRanks(FlatRanks):
+class DividedRanks(FlatTopology):
     """The ranks ``intra`` divide each gradient between them; those with equal parts exchange ``inter``."""
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(inter, world)
         self._intra = intra
-        self.node_ranks = intra.ranks
+        self.local_world_size = intra.world_size
 
     @override
     def all_of(self, flag: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class Shards(DividedRanks):
         return self._intra.call(Payload("all_gather", numbers)).sum(dim=0)
 
 
-class HierarchicalRanks(DividedRanks):
+class HierarchicalTopology(DividedRanks):
     """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
 
     Every tensor is cut by itself into equal shares, the last filled up with zeros: nothing depends on its company. Each
@@ -260,21 +260,21 @@ class HierarchicalRanks(DividedRanks):
 
     @override
     def share_numel(self, numel: int) -> int:
-        return shard_numel(numel, self.node_ranks)
+        return shard_numel(numel, self.local_world_size)
 
     @override
-    def share_of(self, flat: Tensor) -> Tensor:
+    def local_share(self, flat: Tensor) -> Tensor:
         numel = self.share_numel(flat.numel())
         share = flat[self._intra.rank * numel :][:numel]
         return share if share.numel() == numel else functional.pad(share, (0, numel - share.numel()))
 
     @override
-    def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        gradients = [local.gradient for local in group]
+    def shares(self, bucket: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
+        gradients = [local.gradient for local in bucket]
         shares = [
             share for message in self._messages_of(gradients) for share in self._intra.run(self._average(message))
         ]
-        return [local._replace(gradient=share, parameter=None) for local, share in zip(group, shares)]
+        return [local._replace(gradient=share, parameter=None) for local, share in zip(bucket, shares)]
 
     @override
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
@@ -327,11 +327,11 @@ class HierarchicalRanks(DividedRanks):
         return list(shares[: sum(numels)].split(numels))
 
     def _memory(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory ``[ranks, columns]``: that of the last message of this name, unless more is needed."""
-        numel, held = self.node_ranks * columns, self._messages.get((name, dtype))
+        """Return memory ``[world_size, columns]``: that of the last message of this name, unless more is needed."""
+        numel, held = self.local_world_size * columns, self._messages.get((name, dtype))
         if held is None or held.numel() < numel:
             held = self._messages[name, dtype] = torch.empty(numel, dtype=dtype, device=self._intra.device)
-        return held[:numel].view(self.node_ranks, columns)
+        return held[:numel].view(self.local_world_size, columns)
 
     def _hand_out(self, shares: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Phases[None]:
         """Write the shares of all ranks, laid end to end, into whole flat tensors."""

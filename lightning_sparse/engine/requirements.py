@@ -11,11 +11,11 @@ from lightning_sparse.engine.wire import wire_values
 from lightning_sparse.schedule import Auto, Merged
 
 
-class Gift(NamedTuple):
+class Capability(NamedTuple):
     """What a choice may give to a feature."""
 
     is_given: Callable[[Any], bool]  # by settings
-    lacking: str  # what the compressor is or has in its place; a whole sentence of other choices
+    problem: str  # what the compressor is or has in its place; a whole sentence of other choices
     is_of_compressor: bool = True
 
 
@@ -38,38 +38,42 @@ def _works_on_shares(settings: Any) -> bool:
     return type(own).finish_step is Compressor.finish_step and own.wire_format in ("gather", "reduce")
 
 
-GIVES = {
-    "density": Gift(lambda it: it.compressor.default_density is not None, "has no density"),
-    "density by parameter": Gift(
+CAPABILITIES = {
+    "density": Capability(lambda it: it.compressor.default_density is not None, "has no density"),
+    "density by parameter": Capability(
         lambda it: it.compressor.has_density_by_parameter, "does not send a density of each parameter"
     ),
-    "one model": Gift(lambda it: not it.compressor.replicas_diverge, "lets replicas drift apart"),
-    "residual": Gift(lambda it: it.compressor.feedback.keeps_residual, "keeps nothing for later"),
-    "part": Gift(lambda it: not it.compressor.is_lossless, "sends everything"),
-    "rest": Gift(lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "sends everything exactly"),
-    "gradient": Gift(
+    "one model": Capability(lambda it: not it.compressor.replicas_diverge, "lets replicas drift apart"),
+    "residual": Capability(lambda it: it.compressor.feedback.keeps_residual, "keeps nothing for later"),
+    "part": Capability(lambda it: not it.compressor.is_lossless, "sends everything"),
+    "rest": Capability(
+        lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "sends everything exactly"
+    ),
+    "gradient": Capability(
         lambda it: it.compressor.feedback.momentum is None and it.compressor.feedback.clip_norm is None,
         "accumulates momentum or clips, by its own momentum=... and clip_norm=...",
     ),
-    "mask": Gift(lambda it: not it.compressor.selects_across_group, "selects across a group, not by parameter"),
-    "residual alone": Gift(
+    "mask": Capability(lambda it: not it.compressor.selects_across_bucket, "selects across a bucket, not by parameter"),
+    "residual alone": Capability(
         lambda it: it.compressor.feedback == ErrorFeedback(), "keeps something else than a residual of gradients"
     ),
-    "dense groups": Gift(lambda it: it.compressor.dense_wire_format is not None, "cannot send a gradient whole"),
-    "shares": Gift(_works_on_shares, "works on whole gradients of all ranks"),
-    "size": Gift(lambda it: takes_wire(it.compressor, "4bit"), "sends a number of elements that is not fixed"),
-    "gather": Gift(lambda it: it.compressor.wire_format == "gather", "sends its selections in a way of its own"),
-    "plan": Gift(lambda it: isinstance(it.schedule, Merged), "this schedule follows no plan", False),
-    "exchange": Gift(lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` leaves steps to DDP", False),
-    "bound": Gift(
-        lambda it: not it.compressor.adapts_density, "more than the density is sent where backward hides it", False
+    "dense buckets": Capability(lambda it: it.compressor.dense_wire_format is not None, "cannot send a gradient whole"),
+    "shares": Capability(_works_on_shares, "works on whole gradients of all ranks"),
+    "size": Capability(lambda it: takes_wire(it.compressor, "4bit"), "sends a number of elements that is not fixed"),
+    "gather": Capability(lambda it: it.compressor.wire_format == "gather", "sends its selections in a way of its own"),
+    "plan": Capability(lambda it: isinstance(it.schedule, Merged), "this schedule follows no plan", False),
+    "exchange": Capability(
+        lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` leaves steps to DDP", False
     ),
-    "replicas": Gift(
+    "bound": Capability(
+        lambda it: not it.compressor.adaptive_density, "more than the density is sent where backward hides it", False
+    ),
+    "replicas": Capability(
         lambda it: not it.replicas_diverge,
         "replicas drift apart between two averages, as with `a2sgd` and `local_steps`",
         False,
     ),
-    "step": Gift(lambda it: it.local_steps is None, "`local_steps` exchange changes, not gradients", False),
+    "step": Capability(lambda it: it.local_steps is None, "`local_steps` exchange changes, not gradients", False),
 }
 _OUT = "leave it out"
 _SPARSIFIER = f"{_OUT}, or choose a sparsifier such as `compressor='topk'`"
@@ -90,16 +94,16 @@ FEATURES = {
         _SPARSIFIER_IN_EVERY_STEP,
         lambda value: value not in (None, "auto"),
     ),
-    "adapts_density=True": Feature(("plan",), "use `schedule='merged'`, or `adapts_density=False`", bool),
+    "adaptive_density=True": Feature(("plan",), "use `schedule='merged'`, or `adaptive_density=False`", bool),
     "schedule='auto'": Feature(
-        ("residual alone", "one model", "dense groups"),
+        ("residual alone", "one model", "dense buckets"),
         "use `schedule='merged'`, or `topk`, `lags` or `omgs` without momentum",
         lambda value: isinstance(value, Auto),
     ),
     "local_steps=...": Feature(
         ("one model", "gradient", "bound", "exchange"),
         "use `topk` or `dense`, or give the compressor `momentum=None` and `clip_norm=None`, with `schedule='merged'`"
-        " and `adapts_density=False`",
+        " and `adaptive_density=False`",
         lambda value: value is not None,
     ),
     "residual_decay=...": Feature(
@@ -128,13 +132,13 @@ def refuse(reasons: Iterable[str]) -> None:
         raise ValueError(reason)
 
 
-def lacking(feature: str, settings: Any, given: str = "") -> Iterator[str]:
+def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterator[str]:
     """Yield why a feature cannot go together with settings."""
-    for gift in map(GIVES.__getitem__, FEATURES[feature].needs):
-        if not gift.is_given(settings):
+    for capability in map(CAPABILITIES.__getitem__, FEATURES[feature].needs):
+        if not capability.is_given(settings):
             name = type(settings.compressor).__name__
             asked = given or (f"compressor={name} {feature}" if feature.startswith("in ") else feature)
-            lacks = f"{name} {gift.lacking}" if gift.is_of_compressor else gift.lacking
+            lacks = f"{name} {capability.problem}" if capability.is_of_compressor else capability.problem
             told = f"{asked} is refused, as {lacks}: {FEATURES[feature].instead}"
             yield told.replace("`", "")
 
@@ -144,4 +148,4 @@ def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> 
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]
         if name in asked and is_asked(asked[name]):
-            yield from lacking(feature, settings, f"{name}={given.get(name, asked[name])!r}")
+            yield from missing_capabilities(feature, settings, f"{name}={given.get(name, asked[name])!r}")
