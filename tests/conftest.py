@@ -1,5 +1,3 @@
-"""Fixtures, and which cases of a test are run."""
-
 import os
 from collections import defaultdict
 from unittest.mock import patch
@@ -15,15 +13,15 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
 from tests.helpers.tiers import sample
 
-# Threads that wait for each other on a machine with other tests take for ever. Those of pools have one, too.
+# Waiting threads are slow on a busy machine. Pools also use one thread.
 torch.set_num_threads(1)
 
-# What every forked process has imported when it starts. A forked process cannot use a GPU.
+# Modules that every forked process has imported. A forked process cannot use a GPU.
 IMPORTED = ["tests.helpers.faults", "tests.helpers.trainers"] if DEVICE.type == "cpu" else []
 
 
 class FirstApart(Pool):
-    """Processes of which the first is started as a launcher does, so that it orders its sets unlike those forked."""
+    """A pool with a launched first process and forked others, so that string hashes, and hence set orders, differ."""
 
     def _start(self):
         if not self._members:
@@ -34,14 +32,13 @@ class FirstApart(Pool):
 
 
 def is_possible(item):
-    """Tell whether a case's compressor takes its wire."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     name, wire = given.get("compressor"), given.get("wire")
     return not (isinstance(name, str) and isinstance(wire, str)) or takes_wire(subject_of(name), wire)
 
 
 def pytest_collection_modifyitems(items):
-    """Leave out what is refused, and leave to ``make test-all`` what a sample of a test's cases does without."""
+    """Drop unsupported cases, and mark the cases outside of a sample as exhaustive."""
     items[:] = filter(is_possible, items)
     tests = defaultdict(list)
     for item in items:
@@ -55,14 +52,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own():
-    """Take back what a test, or Lightning in it, leaves in the environment: a seed would be that of all that follow."""
+    """Restore the environment after each test. A seed would otherwise affect all later tests."""
     with patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(scope="session")
 def pools():
-    """Pools by number of ranks; half a minute of processor time is saved where all but the first are forked."""
+    """Pools by number of ranks. Forking all processes except the first saves half a minute of CPU time."""
     largest = FirstApart(4, preload=IMPORTED)
     yield {ranks: largest.first(ranks) for ranks in (1, 2, 3, 4)}
     largest.stop()
@@ -70,15 +67,14 @@ def pools():
 
 @pytest.fixture
 def pair(pools):
-    """Two ranks."""
     return pools[2]
 
 
 @pytest.fixture(scope="session")
 def forked():
-    """Pools by number of ranks whose processes start at once, so that they may die, or be needed for one test only.
+    """Pools by number of ranks with forked processes, which start fast and may die.
 
-    All order their sets alike, which processes that a launcher starts do not: laws are held to those of ``pools``.
+    All these processes order sets alike. Launched processes do not, so tests of invariants use ``pools``.
     """
     pools = {ranks: Pool(ranks, preload=IMPORTED, group_timeout=GROUP_TIMEOUT) for ranks in (1, 2, 3, 4)}
     yield pools
@@ -88,7 +84,6 @@ def forked():
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """A process of which scripts are forked that begin without Lightning."""
     interpreter = Interpreter()
     yield interpreter
     interpreter.stop()

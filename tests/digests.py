@@ -1,20 +1,17 @@
-"""Write down digests of what trainings end with, and compare them: a change of structure changes not one bit.
+"""Write digests of training results, and compare two such files. A refactoring changes no bit.
 
-    python -m tests.digests --output old.json          # before the change
-    python -m tests.digests --output new.json          # after it
-    python -m tests.digests --compare old.json new.json
+python -m tests.digests --output old.json          # before the change
+python -m tests.digests --output new.json          # after the change
+python -m tests.digests --compare old.json new.json
 
-Each training is digested by its parameters (SHA-256 of their bytes, in the order of the model, on every rank), by the
-tensors that the optimizer keeps, and by those that the strategy keeps, as they are found in the checkpoint. The last
-are compared as a collection without names: what is kept may move, but not change.
+A digest has the parameters (SHA-256 of their bytes in model order, on every rank) and all tensors of the optimizer
+and the strategy in the checkpoint. Tensors of the strategy are compared without names, because names may change.
 
-Only what users may rely on is used: names, arguments, checkpoint files. So this file runs with any version of the
-package, also one that knows nothing of it: ``PYTHONPATH=that/version python tests/digests.py --output old.json``.
+Only public names, arguments and checkpoint files are used. So this file also runs with other versions of the package:
+``PYTHONPATH=that/version python tests/digests.py --output old.json``.
 
-Digests are those of one machine with one torch, which are written down with them: other kernels round otherwise. On the
-CPU, with one thread a rank. Not among the trainings, because what they do depends on measured times:
-``sparse_auto``, which chooses between sparse and dense steps; and ``sparse_omgs`` with its own ``schedule="merged"``,
-where the groups, and so the elements that compete, follow from the plan (``"layerwise"`` and ``"single"`` are here).
+Digests depend on the machine and torch. The file records both. All trainings run on the CPU with one thread per rank.
+``sparse_auto`` and ``sparse_omgs`` with ``schedule="merged"`` are absent because measured times affect the numbers.
 """
 
 import argparse
@@ -49,19 +46,19 @@ from lightning_sparse.compressors import LAGS
 
 COMPRESSORS = ("topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc", "qsgd", "a2sgd", "dense")
 WITHOUT_DENSITY = ("qsgd", "a2sgd", "dense")
-CLOSELY = ("topk", "lags", "exdyna", "dgc", "sdagc")  # looked at in more situations: one of each way to choose and keep
-CARRYING_MOMENTUM = ("dgc", "sdagc")  # which a callback cannot give momentum again
+CLOSELY = ("topk", "lags", "exdyna", "dgc", "sdagc")  # one compressor of each kind, with more situations
+CARRYING_MOMENTUM = ("dgc", "sdagc")  # compressors that MomentumCorrection does not support
 SCHEDULES = ("layerwise", "single", "merged")
 WIRES = ("float32", "bfloat16", "float16")
 STEPS = 20
-LONG = 120  # steps after which a merged schedule has measured, planned, and followed its plan for a while
-BATCHES = 8  # an epoch, so that training ends, and is saved, in the midst of one
-LONG_VECTOR = 70_001  # elements: prime, and more than two bytes can count
-PATIENCE = timedelta(seconds=60)  # for a rank that never comes
+LONG = 120  # steps in which a merged schedule measures, plans, and follows its plan
+BATCHES = 8  # batches per epoch, so that training ends and is saved mid-epoch
+LONG_VECTOR = 70_001  # a prime number of elements, above 16 bits
+PATIENCE = timedelta(seconds=60)  # timeout for a missing rank
 
 
 class Model(LightningModule):
-    """Layers of different sizes, prime sizes and a single element among them; batches follow from number and rank."""
+    """A model with layers of different sizes, including primes and 1. Number and rank determine the batches."""
 
     def __init__(self, optimizer, leaves_out=False):
         super().__init__()
@@ -87,7 +84,7 @@ class Model(LightningModule):
         return self.optimizer(self.parameters())
 
     def train_dataloader(self):
-        return DataLoader(range(1000), batch_size=1)  # anything with a length will do
+        return DataLoader(range(1000), batch_size=1)  # only the length matters
 
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -95,18 +92,17 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Case(NamedTuple):
-    name: str  # under which its digests stand
+    name: str  # key of the digests
     strategy: Callable[[], "str | Strategy"]
     ranks: int = 2
     model: Callable[[], Model] = partial(Model, SGD)
-    like: str = ""  # name of the training that has to end with the same bits, if there is one
-    saved_at: Optional[int] = None  # step after which a checkpoint is written, from which a second Trainer goes on
+    like: str = ""  # name of a training that must end with the same bits
+    saved_at: Optional[int] = None  # step of a checkpoint from which a second Trainer resumes
     callbacks: Callable[[], list[Callback]] = list
     arguments: Mapping[str, Any] = {}
 
 
 def of(compressor, schedule="layerwise", wire="float32"):
-    """Return what builds a strategy of a density that leaves much to be kept."""
     chosen = {} if compressor in WITHOUT_DENSITY else {"density": 0.1, "warmup_epochs": 1}
     return partial(SparseDDPStrategy, compressor=compressor, schedule=schedule, wire=wire, **chosen)
 
@@ -126,7 +122,6 @@ def cases():
 
 
 def combined(compressor):
-    """Yield every schedule with every wire, and the strategy as its name gives it."""
     buckets_decide = compressor == "omgs"
     for wire in WIRES:
         for schedule in SCHEDULES:
@@ -146,7 +141,7 @@ def situations(compressor):
     yield start(f"{compressor}, 3 ranks", ranks=3)
     yield start(f"{compressor}, resumed", saved_at=10, like=whole)
     yield start(again, model=adam)
-    yield start(f"{again}, resumed", model=adam, saved_at=15, like=again)  # when updates are what is kept
+    yield start(f"{again}, resumed", model=adam, saved_at=15, like=again)  # updates are residuals by then
     yield start(f"{compressor}, accumulated", arguments=twice)
     yield Case(name, partial(str, name), model=partial(Model, SGD, leaves_out=True))
     if compressor not in CARRYING_MOMENTUM:
@@ -154,7 +149,6 @@ def situations(compressor):
 
 
 def rounds():
-    """Yield trainings by local steps, which end in the midst of a round."""
     outer = LocalSteps(3, 0.7, 0.9, nesterov=True)
     ways = {
         "all": {"compressor": "dense", "local_steps": outer},
@@ -170,7 +164,6 @@ def rounds():
 
 
 def partly_whole(schedule):
-    """Build a strategy that sends one layer whole, and so, in one message or beside it, in another format."""
     return SparseDDPStrategy(LAGS(densities={"network.2.weight": 1.0}), density=0.1, schedule=schedule)
 
 
@@ -221,12 +214,12 @@ def train(rank, case, folder):
     for parameter in model.parameters():
         parameters.update(content(parameter))
     digests = [""] * case.ranks
-    dist.all_gather_object(digests, parameters.hexdigest())  # and every rank has written its part
+    dist.all_gather_object(digests, parameters.hexdigest())  # returns after every rank has written its part
     return {"parameters": digests, **kept(end)}
 
 
 def kept(folder):
-    """Return digests of what lies in the files of one save: of the optimizer, and, whatever its name, of the rest."""
+    """Return digests of a save's tensors: of the optimizer, and of all other files."""
     whole = folder / "saved.ckpt"
     beside = [torch.load(path, weights_only=True) for path in folder.rglob("*") if path.is_file() and path != whole]
     optimizers = torch.load(whole, weights_only=True)["optimizer_states"]
@@ -242,7 +235,6 @@ def tensors(state):
 
 
 def digest(tensor):
-    """Describe a tensor in a short line, whatever its shape."""
     return f"{tensor.dtype} x {tensor.numel()}: {sha256(content(tensor)).hexdigest()[:16]}"
 
 
@@ -251,9 +243,9 @@ def content(tensor):
 
 
 def be_rank(rank, ranks, names, folder):
-    """Train one case after the other in this process; rank 0 writes the digests into the folder."""
+    """Train all cases in this process. Rank 0 writes the digests into the folder."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # another version may warn of something else; its tests ask whether it should
+    warnings.simplefilter("ignore")  # other versions may warn differently
     for logger in ("pytorch_lightning", "lightning", "lightning_fabric", "lightning_sparse"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=PATIENCE, rank=rank, world_size=ranks)
@@ -269,7 +261,7 @@ def be_rank(rank, ranks, names, folder):
 
 
 def recorded(chosen):
-    """Train; return the digests by name. Processes are started once for each number of ranks."""
+    """Train, and return the digests by name. Processes start once per number of ranks."""
     found = {}
     for ranks in sorted({case.ranks for case in chosen}):
         names, start = [case.name for case in chosen if case.ranks == ranks], time.perf_counter()
@@ -281,7 +273,6 @@ def recorded(chosen):
 
 
 def changes(old, new):
-    """Return, in words, how the digests of one training differ from those of another."""
     found = ["parameters"] if old["parameters"] != new["parameters"] else []
     for part in ("optimizer", "kept"):
         before, after = Counter(old[part]), Counter(new[part])
@@ -306,7 +297,6 @@ def compare(old, new):
 
 
 def broken_promises(chosen, found):
-    """Return which trainings should have ended like another one, and did not: schedules and restarts change no bit."""
     pairs = [case for case in chosen if case.like in found]
     return [
         f"{case.name}, next to {case.like}: {line}"

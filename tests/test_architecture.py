@@ -1,5 +1,3 @@
-"""The house stays in order: imports run downward, and nothing outgrows a reader."""
-
 import ast
 import re
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "lightning_sparse"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What stands in a row may import what stands above it and what is its own, never its neighbours in the row.
+# A row may import the rows above and its own names, but not its neighbours in the row.
 ROOMS = [
     {"removed"},
     {"functional"},
@@ -24,7 +22,6 @@ ROOMS = [
     {"cli"},
     {"__main__"},
 ]
-# The same inside the engine: what stands on the ground, such as memory, wire, collectives, does not know each other.
 ENGINE = [
     {"samples"},
     {"memory", "wire", "observe"},
@@ -66,7 +63,6 @@ def floor_of(name, floors):
 
 
 def imports():
-    """Yield each file with the name of each module that it imports."""
     for path in FILES:
         for name in imported(path):
             yield path, name
@@ -93,7 +89,7 @@ def test_every_file_is_packed_and_known_to_git():
     files = {*PACKAGE.rglob("*.py")}
     assert {each.parent for each in files} == {each.parent for each in files if each.name == "__init__.py"}
     known = subprocess.run(["git", "ls-files", "*.py"], cwd=PACKAGE, capture_output=True, text=True)
-    if known.stdout:  # else this is no checkout
+    if known.stdout:  # empty outside of a checkout
         assert {PACKAGE / each for each in known.stdout.split()} == files
 
 

@@ -1,5 +1,3 @@
-"""The benchmarks: the arithmetic behind published figures, and, where root may, the network they run on."""
-
 import csv
 import fcntl
 import os
@@ -66,7 +64,7 @@ def test_every_script_runs_in_its_smallest_form(tmp_path, words):
     root = str(BENCHMARKS.parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(BENCHMARKS / script), *options]
-    # Scripts name their network alike, and another worker may run one at the same time.
+    # Scripts use the same network names, and another worker may run one at the same time.
     with (tmp_path.parent.parent / "network.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
@@ -98,7 +96,7 @@ def test_a_paced_model_hands_each_gradient_over_when_it_is_due():
     outputs.backward()
     assert forward_seconds >= 0.04
     assert [shape for shape, _ in arrived] == [(5,), (3, 2)]
-    # A busy machine may be late, and never early: the first gradient waits for the layer without a parameter, too.
+    # A busy machine may be late, but never early. The first gradient also waits for the layer without parameters.
     assert [moment - begin >= due for (_, moment), due in zip(arrived, (0.04 + 0.06, 0.04 + 0.08))] == [True, True]
     assert all(weight.grad.abs().sum() > 0 for weight in model.weights)
 

@@ -1,4 +1,4 @@
-"""What people do with Lightning, with every way of training together: the table in docs/compatibility.md."""
+"""Every row of the table in docs/compatibility.md with every strategy."""
 
 import re
 from pathlib import Path
@@ -16,9 +16,9 @@ from tests.helpers.tiers import exhaustive
 FEATURES = {feature.name: feature for feature in ROWS}
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 STEPS_TO_CHANGE_HANDS = 4
-COUNTED = re.compile("dense_bytes|steps")  # of statistics those that no clock and no room in messages changes
+COUNTED = re.compile("dense_bytes|steps")  # statistics without times and buffer sizes
 IN_TURN = [name for name in STRATEGIES if name not in IN_EVERY_ROW]
-# Of each row, the strategy that `make test` tries beside the first, each as often as another one; and all others.
+# `make test` runs each row with the first strategy and a second, which changes evenly.
 CELLS, OTHER_CELLS = [], []
 for place, name in enumerate(FEATURES):
     first, *others = [(name, strategy) for strategy in (*IN_EVERY_ROW, IN_TURN[place % len(IN_TURN)])]
@@ -27,7 +27,7 @@ for place, name in enumerate(FEATURES):
 
 
 class Compression(NamedTuple):
-    """What a strategy sends in a step that it compresses: the density, and the most bytes, next to a dense fp32."""
+    """Bounds of a compressed step: density, and bytes as a share of dense fp32."""
 
     densities: tuple[float, float]
     bytes: float
@@ -36,7 +36,6 @@ class Compression(NamedTuple):
 COMPRESSION = {
     "sparse_topk": Compression((0.045, 0.055), 0.08),
     "sparse_exdyna": Compression((0.001, 0.2), 0.6),
-    # One element of the 1048 that the model has, at the least.
     "sparse_sdagc": Compression((0.0009, 0.4), 0.5),
     "sparse_omgs": Compression((0.045, 0.055), 0.08),
     "sparse_a2sgd": Compression((1.0, 1.0), 0.001),
@@ -60,14 +59,13 @@ def test_a_cell_of_the_table(pair, cell, tmp_path):
         return
     first, second = pair.run(run, strategy, name, str(tmp_path))
     assert_one_model(feature, strategy, first, second)
-    # Whole gradients are sent for the sake of Adam, which sees them anyway where each rank steps by itself.
+    # Dense gradients are for Adam, which sees all gradients anyway if each rank steps on its own.
     is_corrected = "optimizer_correction" in feature.strategy and strategy not in ("ddp", "sparse_a2sgd", "sparse_loco")
     assert_compressed(strategy, first, 0.0 if strategy == "sparse_loco" else feature.sent_whole, is_corrected)
     feature.check(first, second)
 
 
 def assert_one_model(feature, strategy, first, second):
-    """Ask for ranks that end as one model, which has been trained; and for one after every step, if they share it."""
     assert first.after.keys() == second.after.keys()
     for name, parameter in first.after.items():
         assert parameter.isfinite().all()
@@ -78,18 +76,15 @@ def assert_one_model(feature, strategy, first, second):
 
 
 def assert_compressed(strategy, outcome, sent_whole, is_corrected):
-    """Ask for steps that were compressed; of ``sparse_auto``, which takes turns here, also for some that were not.
-
-    Where Adam is corrected, the first are DDP's.
-    """
+    """Assert that steps were compressed. Adam's first steps and some steps of ``sparse_auto`` are dense."""
     if strategy not in COMPRESSION or (strategy == "sparse_loco" and outcome.batches[-1].step < ROUND):
-        return  # nothing travels before the end of the first round
+        return  # the first round sends at its end
     expected = COMPRESSION[strategy]
     sparse = [batch.stats for batch in outcome.batches if batch.stats and not (batch.is_dense or batch.is_whole)]
-    # ExDyna's threshold takes some steps to find its level.
+    # ExDyna's threshold needs several steps to settle.
     least, most = (bound * (1 - sent_whole) + sent_whole for bound in expected.densities)
     assert least <= sparse[-1]["density"] <= most
-    # What is sent whole leaves a rank as with DDP. Of Adam's few second moments here half may be refreshed in one step.
+    # Dense parameters are sent as with DDP. With Adam, one step may refresh half of the few second moments.
     shares = [stats["wire_bytes"] / stats["dense_bytes"] for stats in sparse]
     bytes_sent, refreshed = (min(shares), 0.25) if is_corrected else (shares[-1], 0.0)
     assert 0 < bytes_sent <= expected.bytes + sent_whole + refreshed
@@ -100,13 +95,12 @@ def assert_compressed(strategy, outcome, sent_whole, is_corrected):
 
 
 def fit_with_a_rate(rank, strategy, searches, folder):
-    """Fit with a learning rate, before which one may be searched for; return parameters, rates, and counts."""
     finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=20, update_attr=False)
     feature = Feature(
         "",
         lambda first, second: None,
         lambda path: {"callbacks": [finder] * searches, "default_root_dir": path, "max_epochs": 3},
-        # The schedule measures nothing; what one is not to resume is about files of other trainings.
+        # A single bucket needs no measurement. ``resume_compression`` must not affect the search.
         strategy={"schedule": "single", "resume_compression": strategy != "sparse_topk"},
     )
     outcome = run_cell(rank, strategy, feature, folder)

@@ -1,5 +1,3 @@
-"""Every file under configs/, alone and in stacks with the others, trains as it says."""
-
 import os
 import sys
 from pathlib import Path
@@ -22,14 +20,13 @@ STEPS = 3
 
 
 def compressor_of(system):
-    """Return the compressor that a file names, with its defaults."""
     named = yaml.safe_load(system.read_text())["trainer"]["strategy"]["init_args"]["compressor"]
     kind = named if isinstance(named, str) else named["class_path"].rpartition(".")[2].lower()
     return COMPRESSORS[kind]()
 
 
 def stacks(system):
-    """Return the overlays that a system is tried with: none, some alone, and some stacks of one of each folder."""
+    """Return the stacks for a system: no overlay, some single overlays, and some with an overlay per folder."""
     overlays = [path for path in OVERLAYS if system.stem not in WITHOUT_DENSITY or path.parent.name != "density"]
     overlays = [path for path in overlays if system.stem != "hsdp" or path.parent.name != "schedule"]
     overlays = [path for path in overlays if path.parent.name != "wire" or takes_wire(compressor_of(system), path.stem)]
@@ -43,7 +40,7 @@ def stacks(system):
 
 
 class FitCLI(LightningCLI):
-    """The command line with one command: to build the parsers of all takes longer than to fit."""
+    """LightningCLI with one command, because building all parsers takes longer than a fit."""
 
     @staticmethod
     def subcommands():
@@ -51,7 +48,6 @@ class FitCLI(LightningCLI):
 
 
 def fit_stacks(rank, stacks):
-    """Fit a batch with each stack of files; return the configuration and the statistics."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", JSONARGPARSE_DEPRECATION_WARNINGS="off")
     sys.path.insert(0, str(ROOT / "examples"))
     expect(".*args parameter is intended.*", ".*AMP with fp16 is not supported on CPU.*", ".*logged any value.*")
@@ -62,13 +58,12 @@ def fit_stacks(rank, stacks):
 def _fit(files):
     options = ["--trainer.devices=2", f"--trainer.fast_dev_run={STEPS}", "--trainer.enable_progress_bar=false"]
     words = ["fit", *(f"--config={file}" for file in files), *options, "--trainer.enable_model_summary=false"]
-    trainer = {"accelerator": accelerator()}  # of the device under test, which yaml has no word for
+    trainer = {"accelerator": accelerator()}  # YAML cannot express the tested device
     cli = FitCLI(args=words, trainer_defaults=trainer, save_config_callback=None)
     return cli.config.fit.as_dict(), cli.trainer.strategy.compression_stats()
 
 
 def assert_holds(config, told, path):
-    """Ask for every value of a file in the configuration, but those that the options of these tests replace."""
     for key, value in told.items():
         if isinstance(value, dict):
             assert_holds(config[key], value, path)
@@ -77,13 +72,12 @@ def assert_holds(config, told, path):
 
 
 def trained(pair, system, tried):
-    """Fit a system with each stack, which has to do as its files say; return the statistics by stack."""
     files = [[str(system), *map(str, stack)] for stack in tried]
     results, _ = pair.run(fit_stacks, files, timeout=240)
     for stack, (config, stats) in zip(tried, results):
         for path in stack:
             assert_holds(config, yaml.safe_load(path.read_text()), path)
-        # A2SGD has averaged the parameters once, at the end.
+        # A2SGD has averaged the parameters once at the end.
         assert 0 < stats["total_wire_bytes"] < STEPS * stats["dense_bytes"] or stats["density"] < 0.5, stack
     return {stack: stats for stack, (_, stats) in zip(tried, results)}
 

@@ -1,5 +1,3 @@
-"""What only a GPU can show: one rank on NCCL, streams and futures, and no waiting host."""
-
 import traceback
 import warnings
 
@@ -19,19 +17,19 @@ from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, batch, sparse_dd
 
 pytestmark = needs_cuda
 
-SLEEP_CYCLES = 20_000_000  # about 10 ms: the device falls far behind the host
+SLEEP_CYCLES = 20_000_000  # about 10 ms, so that the device falls far behind the host
 
 
 @pytest.fixture(scope="module")
 def nccl():
-    """One rank on NCCL, which refuses two on one GPU."""
+    """One rank, because NCCL does not support two ranks on one GPU."""
     pool = Pool(1, backend="nccl")
     yield pool
     pool.stop()
 
 
 class Late(TopK):
-    """Top-k that keeps its stream busy before it selects, so that whoever does not wait for it reads too early."""
+    """Top-k with a busy stream, so that a read without a wait is too early."""
 
     def select(self, names, accumulated, counts):
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -39,13 +37,12 @@ class Late(TopK):
 
 
 def delayed(gradient):
-    """Hold a gradient up on the stream of backward, so that whoever does not wait for it reads too early."""
+    """Delay a gradient on the backward stream, so that a read without a wait is too early."""
     torch.cuda._sleep(SLEEP_CYCLES)
     return gradient * 1.0
 
 
 def train_late(rank, schedule, steps):
-    """Train with a device that is late, without ever waiting for it; return gradients, and parameters after each."""
     torch.manual_seed(0)
     history, arrived = [], []
     with sparse_ddp(Net(), Late(), 0.05, schedule) as (ddp, engine):
@@ -94,13 +91,11 @@ def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(nccl, co
             assert difference <= 2e-6 * owed.abs().max() + 1e-12
 
 
-# Of the others, ExDyna and MiCRO wait for the numbers that other ranks have selected, without which they cannot size
-# their messages.
+# ExDyna and MiCRO are absent because their message sizes depend on counts from other ranks.
 NEVER_WAITING = ["topk", "lags", "omgs", "dgc", "sdagc", "a2sgd", "qsgd", "dense"]
 
 
 def backward_without_waiting(rank, settings):
-    """Run backward and exchange as a Trainer does, with waiting forbidden; return what waited."""
     torch.manual_seed(0)
     with sparse_ddp(Net(), **settings) as (ddp, engine):
         hyperparameters = {name: Hyperparameters(0.1, 0.9) for name, _ in ddp.module.named_parameters()}
@@ -111,7 +106,7 @@ def backward_without_waiting(rank, settings):
             engine.begin_backward(StepContext(loss_scale, hyperparameters))
             try:
                 warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-                # Sizes, codecs and buckets are settled in the first steps, which may wait.
+                # The first steps determine sizes, codecs and buckets, and may wait.
                 torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
                 loss.backward()
                 engine.worker.raise_error()
@@ -127,6 +122,6 @@ def backward_without_waiting(rank, settings):
 @pytest.mark.parametrize("schedule", [Layerwise(), FixedSize(2000), Single()], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("compressor", NEVER_WAITING)
 def test_the_host_never_waits_for_the_device(nccl, compressor, schedule, wire):
-    # NCCL alone: gloo itself waits, to copy to the host. A plan in the making waits to agree with the other ranks.
+    # Only NCCL and fixed buckets: gloo copies to the host, and a new plan needs an agreement of all ranks.
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
     assert nccl.run(backward_without_waiting, settings) == [None]

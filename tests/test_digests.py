@@ -1,5 +1,3 @@
-"""Digests repeat, and one bit changes them."""
-
 import warnings
 from pathlib import Path
 
@@ -13,7 +11,6 @@ CHOSEN = [case for case in cases() if case.name in SHORT]
 
 
 def train_chosen(rank, folder):
-    """Train on the pool's processes, of whose warnings others speak."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {case.name: train(rank, case, Path(folder) / str(place)) for place, case in enumerate(CHOSEN)}
@@ -27,7 +24,7 @@ def test_a_training_that_is_repeated_resumed_or_grouped_otherwise_has_the_same_d
     assert broken_promises(CHOSEN, first) == []
     plain, rounded = first["topk, layerwise, float32"], first["topk, layerwise, bfloat16"]
     assert plain["parameters"][0] == plain["parameters"][1] != rounded["parameters"][0]
-    assert len(plain["kept"]) == 20  # of two ranks, ten parameters each
+    assert len(plain["kept"]) == 20  # two ranks with ten parameters each
     assert broken_promises(CHOSEN, {**first, "topk, single, float32": rounded})
     names = [case.name for case in cases()]
     assert len(names) == len(set(names))

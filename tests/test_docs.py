@@ -1,5 +1,3 @@
-"""What the pages say is there: their code runs, and what they name exists."""
-
 import ast
 import doctest
 import importlib.util
@@ -37,7 +35,7 @@ LIMITS, TOGETHER = DOCS / "limits.md", "## Choices that do not go together"
 MODULES = (lightning_sparse, callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 CLASSES = {name: each for name, each in NAMES.items() if inspect.isclass(each) or name == "sparsify_gradients"}
-del CLASSES["Compression"]  # whose arguments are those of the others
+del CLASSES["Compression"]  # subclasses have the same arguments
 STRATEGIES = [DDPStrategy.__init__, ModelParallelStrategy.__init__, DistributedDataParallel.__init__]
 OTHERS = [LightningCLI.__init__, Trainer.__init__, Trainer.fit, *STRATEGIES]
 
@@ -45,7 +43,6 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def arguments_of(function):
-    """Return the names that may be given to a function."""
     return set(inspect.signature(function).parameters)
 
 
@@ -96,7 +93,7 @@ def test_files_tests_and_names_exist(page):
             path = ROOT / file[1]
             assert path.exists(), span
             text = path.read_text() if path.is_file() else ""
-        if test := re.fullmatch(r"[\w/.]*::(\w+)", span):  # one without a file is of the file before
+        if test := re.fullmatch(r"[\w/.]*::(\w+)", span):  # a test name without a file belongs to the previous file
             assert f"def {test[1]}(" in text, span
         if re.fullmatch(r"lightning_sparse(\.\w+)+", span):
             module, _, name = span.rpartition(".")
@@ -135,7 +132,7 @@ def test_options_of_examples_exist(page):
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_code_runs(page):
-    pytest.importorskip("matplotlib")  # of pictures
+    pytest.importorskip("matplotlib")  # pictures need matplotlib
     shown = {}
     for code in blocks(page, "python"):
         if code.startswith(">>>"):
@@ -148,7 +145,7 @@ def test_code_runs(page):
 @pytest.mark.parametrize("shown", ["diff", "python"])
 def test_what_the_readme_shows_runs_with_what_its_install_brings(interpreter, tmp_path, shown):
     (code,) = blocks(ROOT / "README.md", shown)
-    if shown == "diff":  # as it is afterwards, on one node
+    if shown == "diff":  # code after the diff, on one node
         code = "\n".join(line[1:] for line in code.splitlines() if not line.startswith("-"))
         code = code.replace("num_nodes=4", "num_nodes=1, fast_dev_run=True, accelerator='cpu'")
         model = "from pytorch_lightning.demos.boring_classes import BoringModel\nmodel = BoringModel()\n"
@@ -166,7 +163,7 @@ def test_what_a_target_of_make_has_pytest_run_is_there(target):
     for line in commands.replace("\\\n", " ").splitlines():
         _, runs_pytest, arguments = line.partition("-m pytest ")
         words = shlex.split(arguments)
-        if runs_pytest and any((ROOT / word).exists() for word in words):  # without a path it is this very run
+        if runs_pytest and any((ROOT / word).exists() for word in words):  # pytest without a path is the current run
             status, said = run_pytest(ROOT, *words, "--numprocesses=0", "--collect-only")
             assert status == 0, said
 
@@ -200,7 +197,6 @@ def test_an_argument_is_refused_with_the_compressors_of_its_row_alone(name):
 
 
 def changed(page, line="", instead=""):
-    """Return the module of the page's compressor, in which one line is another."""
     code = blocks(page, "python")[1]
     assert not line or code.count(line) == 1
     return code.replace(line, instead) if line else code
@@ -208,7 +204,7 @@ def changed(page, line="", instead=""):
 
 @pytest.fixture
 def shared_random(forked, tmp_path, monkeypatch):
-    """Make a module of the user's; processes that start then find it where this one does."""
+    """Create a user module on the path of this process and of processes that start later."""
 
     def make(code):
         (tmp_path / "shared_random.py").write_text(code)

@@ -1,5 +1,3 @@
-"""The examples run, and ranks see all of their data once."""
-
 import json
 
 import pytest
@@ -13,14 +11,12 @@ demo, gpt, muon, text_data = map(load, ["demo", "gpt", "muon", "text_data"])
 
 @pytest.fixture
 def text_file(tmp_path):
-    """A text whose last 281 words are for validation, and leave the last of 12 columns incomplete."""
     path = tmp_path / "text.txt"
     path.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 200 + "And so on")
     return path
 
 
 def outcome_of(pool, name, *flags, folder):
-    """Run an example on the processes of a pool, and return its result."""
     shared = ("--accelerator", "cpu", "--devices", str(pool.ranks), "--result", "result.json")
     pool.run(begin, str(EXAMPLES / name), (*shared, *flags), str(folder))
     return json.loads((folder / "result.json").read_text())
@@ -41,7 +37,7 @@ def test_gpt_example_sends_less_than_ddp(pair, text_file):
         outcome_of(pair, "train_gpt.py", "--text", text_file.name, *small, *flags, folder=text_file.parent)
         for flags in (("--strategy", "ddp"), ("--wire", "bfloat16"))
     )
-    # Ten of forty steps are sent whole, and some mean gradients.
+    # Ten of forty steps and some mean gradients are dense.
     assert sparse["mean_bytes_per_step"] < dense["mean_bytes_per_step"] / 2
     assert sparse["score"] < 1.5 * dense["score"] < 4
 
@@ -83,7 +79,7 @@ def test_every_epoch_of_the_gpt_has_windows_of_its_own():
         return next(iter(gpt.RandomWindows(torch.arange(10_000), 4, 8, seed=1, epoch_of=lambda: epoch)))
 
     assert not torch.equal(first_batch(0), first_batch(1))
-    assert torch.equal(first_batch(1), first_batch(1))  # so that a resumed training reads what it would have read
+    assert torch.equal(first_batch(1), first_batch(1))  # a resumed training reads the same batch
 
 
 def test_text_example_sends_less_than_ddp(pair, text_file):

@@ -1,6 +1,6 @@
-"""Nothing is lost when something breaks: the others end in time and say why, and the job goes on from its checkpoint.
+"""After a fault on one rank, the other ranks raise an error in time, and the job resumes from its checkpoint.
 
-``make faults`` adds every rank as victim, three ranks, and links that are cut.
+``make faults`` adds every rank as victim, three ranks, and cut links.
 """
 
 import os
@@ -30,11 +30,11 @@ WORLDS = [(2, 0), (2, 1), (3, 1)] if IS_LONG else [(2, 1)]
 each_world = pytest.mark.parametrize(
     ("ranks", "victim"), WORLDS, ids=[f"rank {rank} of {ranks}" for ranks, rank in WORLDS]
 )
-# A forked process cannot use a GPU, and no exchange of a GPU's is asked for here.
+# A forked process cannot use a GPU, and the tests are independent of the device.
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
 
 
-HISTORIES = {}  # of fits without a fault, filled as needed
+HISTORIES = {}  # cached fits without a fault
 
 
 def assert_goes_on(forked, ranks, point, path):
@@ -60,7 +60,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_th
             assert failure is None
             kind, message, seconds = answer
             assert kind != "nothing"
-            # With three ranks, one may hear of it from another that has given up.
+            # With three ranks, the first survivor's failure may reach the second.
             assert re.search(POINTS[point].message, message, re.DOTALL), message
             assert seconds < TIMEOUT + 20
     assert not [number for number, state, parent, _ in processes() if (state, parent) == ("Z", os.getpid())]
@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_th
 @pytest.mark.parametrize("point", ["selection", "commit", "planning"] if IS_LONG else ["selection"])
 def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(forked, tmp_path, point, ranks, victim):
     path = str(tmp_path / "last.ckpt")
-    # What Lightning itself waits for, a rank that stopped in commit, has the process group's timeout.
+    # Lightning's own collectives wait with the process group's timeout for a rank that stopped in commit.
     longest = TIMEOUT + (GROUP_TIMEOUT.total_seconds() if point == "commit" else 0)
     answers = forked[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, patience=longest)
     for rank, (failure, answer) in enumerate(answers):
@@ -97,7 +97,7 @@ def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(forked, t
         told = "Tried to allocate" if rank == victim else f"rank {victim} has failed with OutOfMemoryError: CUDA out of"
         assert told in message
         assert seconds < TIMEOUT + 20
-    # As a scheduler does: with new processes.
+    # Schedulers also restart with new processes.
     forked[ranks].stop()
     assert_goes_on(forked, ranks, point, path)
 
@@ -139,8 +139,8 @@ def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path, victim
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
     ) as job:
-        _, errors = job.communicate(timeout=100)  # which ends when every process that could write has ended
+        _, errors = job.communicate(timeout=100)  # returns after every process with the pipe has ended
         assert job.returncode != 0
-        assert "waited in vain" in errors or victim == 1  # of whose death Lightning hears, and ends rank 0
-        # Those that have ended are for init to clear away.
+        assert "waited in vain" in errors or victim == 1  # Lightning detects the death of rank 1 and ends rank 0
+        # The init process reaps zombies.
         assert not [number for number, state, _, session in processes() if session == job.pid and state != "Z"]

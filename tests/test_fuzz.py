@@ -1,6 +1,6 @@
-"""Pure functions, wire formats and the reader of saved files, on inputs that nobody would think of.
+"""Random inputs for pure functions, wire formats and the reader of saved files.
 
-The same inputs in every run; ``LIGHTNING_SPARSE_FAULTS=1`` tries other ones, and more.
+Inputs repeat in every run. ``LIGHTNING_SPARSE_FAULTS=1`` runs other and more inputs.
 """
 
 import math
@@ -33,7 +33,7 @@ def examples(count):
     )
 
 
-# Whole, equal, denormal in fp32 and fp16, beyond fp16, at the ends of fp32; then the rest.
+# Integers, denormals of fp32 and fp16, values beyond fp16, and limits of fp32.
 TRICKY = [0.0, -0.0, 1.0, -1.0, 0.5, 65504.0, 65520.0, -1e6, 3.4028234663852886e38, -3e38, 1.1754944e-38]
 TRICKY += [1e-45, -1e-42, 6e-8]
 finite = some.sampled_from(TRICKY) | some.floats(-(2.0**100), 2.0**100, width=32)
@@ -42,7 +42,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def tensors(numbers, longest=300, dtypes=DTYPES):
-    """Draw flat tensors: of single numbers, or of a few repeated often, so that many are equal."""
+    """Draw flat tensors of single numbers, or of a few repeated numbers with many ties."""
     short = some.lists(numbers, min_size=1, max_size=40)
     repeated = some.builds(
         lambda few, times: (few * times)[:longest],
@@ -57,7 +57,7 @@ def tensors(numbers, longest=300, dtypes=DTYPES):
 
 
 def large(tensor, numel):
-    """Repeat a tensor to a size at which selection goes other ways, with a few elements that stand out."""
+    """Repeat a tensor to a size with another selection path, with a few large elements."""
     repeated = tensor.repeat(-(-numel // tensor.numel()))[:numel].clone()
     repeated[:: max(1, numel // 7)] *= 1.5
     return repeated
@@ -77,7 +77,7 @@ def test_top_k_is_that_of_a_full_sort(tensor, density, numel):
     def key(magnitudes):
         return magnitudes.double().abs().nan_to_num(nan=math.inf).sort(descending=True).values
 
-    # A NaN is larger than any number: with infinities equal to it, the number of each may not be told apart here.
+    # NaN is larger than any number. Infinities and NaN are equal here, so the count of each is undetermined.
     assert torch.equal(key(tensor[indices]), key(tensor)[:count])
     assert torch.equal(tensor[indices].isnan().sum(), min(tensor.isnan().sum(), torch.tensor(count)))
     assert torch.equal(batched_top_k_indices([tensor, tensor], count), torch.stack([indices, indices]))
@@ -101,7 +101,7 @@ def test_quantized_blocks_are_read_to_half_a_level(values, bits):
     for block, read in zip(values[0].split(BLOCK), dequantize(written, bits)[0].split(BLOCK)):
         assert read.isfinite().all() == block.isfinite().all()
         if block.isfinite().all():
-            largest = block.double().abs().max()  # of which the scale is off by a bfloat16's rounding
+            largest = block.double().abs().max()  # the scale has a bfloat16 rounding error
             assert ((read.double() - block).abs() <= largest * (0.51 / (2 ** (bits - 1) - 1) + 2**-7) + 1e-39).all()
 
 
@@ -116,18 +116,13 @@ def test_rounding_makes_nothing_finite_infinite(values, dtype):
     assert torch.equal(rounded[is_inside], values[is_inside].to(dtype))
 
 
-# Wires ------------------------------------------------------------------------------------------------------------
-
-
 def exchanged(wires, given_in):
-    """Run the phases of all ranks in this process; return what arrived, and the bytes of each phase of rank 0."""
     phases = [wire.exchange(grouped(selections), *rest) for wire, (selections, *rest) in zip(wires, given_in)]
     arrivals, handed_in = run_phases(phases)
     return arrivals, [payloads[0].tensor.nbytes for payloads in handed_in]
 
 
 def dense(selection):
-    """Write a selection to a flat tensor, rank by rank."""
     out = torch.zeros(selection.numel, dtype=torch.float64)
     if selection.indices is None:
         return out + selection.values.double().reshape(-1)[: selection.numel]
@@ -137,7 +132,6 @@ def dense(selection):
 
 
 def groups(numbers):
-    """Draw, for each of several ranks, the same few tensors' sizes with other numbers in them."""
     return some.tuples(some.integers(1, 4), some.lists(some.integers(1, 10), min_size=1, max_size=3)).flatmap(
         lambda shape: some.lists(
             some.tuples(*(some.lists(numbers, min_size=numel, max_size=numel) for numel in shape[1])),
@@ -216,9 +210,6 @@ def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
     assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks
 
 
-# Saved files ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
@@ -235,7 +226,7 @@ def whole(tmp_path_factory):
 
 
 def assert_is_refused_or_read(folder, content):
-    """Read bytes as a part: nothing but our own error may come of them, and nothing that they ask for be run."""
+    """Read bytes as a part: only our error may be raised, and no code of the bytes may run."""
     path = folder / "rank_00000.pt"
     path.write_bytes(content)
     trace = folder / "executed"

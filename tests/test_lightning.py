@@ -1,4 +1,4 @@
-"""Lightning's two names: ``lightning`` is made here as Lightning makes it, from ``pytorch_lightning``."""
+"""Both names of Lightning. The ``lightning`` package is generated from ``pytorch_lightning``, as Lightning does."""
 
 import compileall
 import os
@@ -81,7 +81,6 @@ FABRICS = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightn
 
 @pytest.fixture(scope="module")
 def unified(tmp_path_factory):
-    """Return a folder that holds a package ``lightning``, and a model of it."""
     root = tmp_path_factory.mktemp("unified")
     for package, name in ((pytorch_lightning, "pytorch"), (lightning_fabric, "fabric")):
         target = root / "lightning" / name
@@ -90,7 +89,7 @@ def unified(tmp_path_factory):
             text = re.sub(r"\bpytorch_lightning\b", "lightning.pytorch", path.read_text())
             path.write_text(re.sub(r"\blightning_fabric\b", "lightning.fabric", text))
     (root / "lightning" / "__init__.py").touch()
-    compileall.compile_dir(root, quiet=1)  # once, and not in each process
+    compileall.compile_dir(root, quiet=1)  # compiled once for all processes
     model = "from lightning.pytorch.demos.boring_classes import BoringModel\n\n\nclass Model(BoringModel): ...\n"
     (root / "model.py").write_text(model)
     (root / "fit.yaml").write_text(CONFIG)
@@ -99,8 +98,6 @@ def unified(tmp_path_factory):
 
 @pytest.fixture
 def run(unified, interpreter):
-    """Return a function that runs a script which finds the package."""
-
     def run_script(script, *arguments, ranks=1):
         path = unified / "script.py"
         path.write_text(script)

@@ -1,6 +1,6 @@
-"""Two hosts that are network namespaces, which need root: what the page on two machines says, and a link that is cut.
+"""Two hosts as network namespaces (root): the page on two machines, and a cut link.
 
-A link is cut while a job trains: for a second, which costs time and nothing else, or for good. Only in ``make faults``.
+The link is cut during training, for a second or permanently. Only in ``make faults``.
 """
 
 import json
@@ -53,7 +53,6 @@ os._exit(0)
 
 
 def run_job(folder, cut_seconds):
-    """Train on two hosts and cut a link once both train; return what each said last, and for how long it ran on."""
     (folder / "job.py").write_text(JOB)
     with ShapedNetwork(hosts=2, rate="1gbit", delay="0", name="lsfaults") as network:
         shared = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}

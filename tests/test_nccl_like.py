@@ -1,4 +1,4 @@
-"""What a backend with NCCL's manners asks of a training: no 16-bit integers, few communicators."""
+"""Trainings on a backend with NCCL's limits: no 16-bit integers, few communicators."""
 
 from datetime import timedelta
 from functools import partial
@@ -28,14 +28,12 @@ CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=1, second_moment
 
 @pytest.fixture(scope="module")
 def nccl_like():
-    """Four processes on the backend."""
     pool = Pool(4, NAME, preload=["tests.helpers.nccl_like", "tests.helpers.trainers"], group_timeout=TIMEOUT)
     yield pool
     pool.stop()
 
 
 def used(made):
-    """Return ranks and timeout of the groups that were used: each is a communicator of NCCL."""
     return [(each.ranks, each.timeout) for each in made.values() if each.calls]
 
 
@@ -60,14 +58,12 @@ def test_a_training_is_the_same_as_over_gloo(nccl_like, pair, tmp_path, name, ki
     expected = pair.run(ENTRY_POINTS[name], settings, tmp_path, False)
     for (ours, asked), theirs in zip(nccl_like.first(2).run(through, name, settings, tmp_path), expected):
         assert_same(ours, theirs)
-        assert len(asked) == 2  # communicators, the job's and the exchange's
-        # The Trainer and Fabric have a timeout of their own, half an hour.
+        assert len(asked) == 2  # the job's and the exchange's communicator
+        # The Trainer and Fabric use their own timeout of half an hour.
         assert (asked[1] == asked[0]) == (name not in ("the Trainer", "Fabric"))
 
 
 class Logging(Numbered):
-    """A model that logs in each step, and of which each rank uses other rows of an embedding, maybe in no layer."""
-
     def __init__(self, optimizer="SGD"):
         super().__init__()
         self.optimizer = optimizer
@@ -87,8 +83,6 @@ class Logging(Numbered):
 
 
 class Sharded(Numbered):
-    """A model in shards, with a buffer that does not lie in memory row by row."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("turned", torch.ones(3, 2).t())
@@ -98,7 +92,7 @@ class Sharded(Numbered):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def on_train_batch_end(self, *batch):
-        """Keep nothing: weights are shards."""
+        """Do nothing, because weights are shards."""
 
 
 def fit(rank, module, settings, arguments):
@@ -135,7 +129,7 @@ def test_every_way_of_exchange_goes_over_few_communicators(nccl_like, pools, nam
     arguments = {"local_world_size": 2} if settings.get("levels") == 2 else {}
     given = (fit, module, settings, arguments)
     for (ours, made), (theirs, _) in zip(nccl_like.first(ranks).run(*given), pools[ranks].run(*given)):
-        for each, expected in theirs.items():  # gloo itself has other ways for short messages between four
+        for each, expected in theirs.items():  # gloo has another algorithm for short messages of four ranks
             torch.testing.assert_close(ours[each], expected, rtol=0, atol=0 if ranks == 2 else 1e-4)
         assert len(made) == communicators
 
@@ -162,7 +156,6 @@ def sum_up(dtype, is_sparse):
 
 
 def kept_by_a_failed_rank(rank):
-    """Close after a failure what is the exchange's own and what is shared; return which groups are there."""
     with taken_for_nccl():
         own, shared = (Communicator([0, 1], DEVICE, shared=group) for group in (None, dist.group.WORLD))
         groups = [own.group, shared.group]

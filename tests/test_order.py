@@ -1,6 +1,6 @@
-"""Ranks that are as far apart in time as can be: no deadlock, identical replicas, no mass lost.
+"""Ranks with large time differences: no deadlock, identical replicas, no lost gradients.
 
-``make faults`` runs the long form, 2000 steps in all.
+``make faults`` runs the long form with 2000 steps.
 """
 
 import os
@@ -32,12 +32,10 @@ from tests.helpers.sparse_ddp import (
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 STEPS = -(-2000 // len(COMPRESSOR_NAMES)) if IS_LONG else 8
 CHANCE = random.Random(f"{os.getpid()} {time.perf_counter_ns()}")
-# The systems are combinations of these.
 assert {system.arguments["compressor"] for system in systems()} <= set(COMPRESSOR_NAMES)
 
 
 def nap(*args):
-    """Sleep now and then: mostly not at all, sometimes for 10 ms, on each rank differently."""
     if CHANCE.random() < 0.3:
         time.sleep(0.01 * CHANCE.random() ** 4)
 

@@ -1,5 +1,3 @@
-"""A backward that is not the training's, such as one of a callback that explains the model, changes no training."""
-
 from datetime import timedelta
 from functools import partial
 
@@ -16,7 +14,7 @@ from tests.helpers.fits import fits, one_model
 from tests.helpers.resuming import Numbered
 from tests.helpers.trainers import weights
 
-SHORT = timedelta(seconds=20)  # for ranks that wait for others
+SHORT = timedelta(seconds=20)  # timeout of waiting ranks
 RANKS = {"on rank 0": (0,), "on all ranks": (0, 1)}
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3)
@@ -27,8 +25,6 @@ each_choice = pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
 
 
 class Trained(Numbered):
-    """Trained with Lightning's backward, or by hand: with ``manual_backward``, or torch's own."""
-
     def __init__(self, kind, by_hand):
         super().__init__()
         self.kind, self.by_hand = kind, by_hand
@@ -48,15 +44,13 @@ class Trained(Numbered):
         return None
 
     def validation_step(self, given, batch_index):
-        """Validate nothing: callbacks act afterwards."""
+        """Do nothing; callbacks act after validation."""
 
     def configure_optimizers(self):
         return OPTIMIZERS[self.kind](self.parameters())
 
 
 class Saliency(Callback):
-    """After each validation some ranks ask what moves the model's output, and drop the gradients of parameters."""
-
     def __init__(self, ranks, to_none):
         self.ranks, self.to_none = ranks, to_none
 
@@ -94,7 +88,6 @@ def use_what_is_wrapped(model):
 
 
 def trained(rank, kind, form, explain, ranks):
-    """Train in steps of two batches; some ranks explain the model inside each step, and after it."""
     torch.manual_seed(0)
     module = Edges().to(DEVICE)
     model = module if form == "bare" else DistributedDataParallel(module)

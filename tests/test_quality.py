@@ -1,4 +1,4 @@
-"""The benchmark of quality: ranks that are threads do, to the bit, what the engine does on ranks that are processes."""
+"""Threads of the quality benchmark give results bitwise identical to processes of the engine."""
 
 import json
 from functools import partial
@@ -32,7 +32,6 @@ def build_optimizer(model, is_adam):
 
 
 def train(rank, compressor, is_adam):
-    """Train on processes; return parameters, and the bytes that left the rank."""
     settings = {"compressor": compressor, "density": 0.1, "schedule": "single", "wire": "bfloat16"}
     with sparse_ddp(network(), correction=CORRECTION if is_adam else None, **settings) as (ddp, engine):
         optimizer = build_optimizer(ddp, is_adam)

@@ -1,5 +1,3 @@
-"""What is gone raises an error that names the alternative."""
-
 import pytest
 import torch
 from lightning_fabric import Fabric
@@ -20,7 +18,7 @@ from lightning_sparse.removed import REMOVED
 
 MODEL = torch.nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
-# An entry point of each kind, which is handed a name that stands for any removed one.
+# One entry point of each kind, called with a placeholder for a removed name.
 ENTRIES = {
     "argument of the strategy": lambda: SparseDDPStrategy(colour=1),
     "argument of Fabric's strategy": lambda: SparseFabricStrategy(colour=1),
@@ -33,7 +31,6 @@ ENTRIES = {
     "callback": lambda: callbacks.colour,
     "command": lambda: main(["colour"]),
 }
-# Calls that users may have written, and part of the answer.
 GONE = {
     "plan": (lambda: main(["plan", "--r=3"]), "estimate"),
     "sparse=True": (lambda: sparsify_gradients(torch.nn.Embedding(4, 2, sparse=True), OPTIMIZER), "sparse=False"),

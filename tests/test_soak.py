@@ -1,7 +1,6 @@
-"""Train for long, with everything that a long job does, and see whether anything grows: `make soak` for 20 000 steps.
+"""Long training with all features: memory, threads and files must not grow. `make soak` runs 20 000 steps.
 
-Two ranks, with a monitor and its logger, new plans, validations and checkpoints. On the CPU, whose memory is what is
-measured.
+Two ranks on the CPU with a monitor, a logger, new plans, validations and checkpoints.
 """
 
 import gc
@@ -20,9 +19,9 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
-STEPS = int(os.environ.get("LIGHTNING_SPARSE_SOAK", 300))  # fewer do not make a plan and a new one
-OFTEN = 20  # times in a run: new plans, validations and checkpoints
-ALLOWED_MEGABYTES = 20.0  # Python's and glibc's own ups and downs; a leak of one gradient a step would be far more
+STEPS = int(os.environ.get("LIGHTNING_SPARSE_SOAK", 300))  # fewer steps do not make two plans
+OFTEN = 20  # new plans, validations and checkpoints per run
+ALLOWED_MEGABYTES = 20.0  # variation of Python and glibc, far below a leak of one gradient per step
 
 
 class Usage(NamedTuple):
@@ -40,8 +39,6 @@ def usage_now(step):
 
 
 class Watching(Callback):
-    """Ask for new plans, and write down what the process holds: after a tenth of the steps, half of them, and all."""
-
     def __init__(self):
         self.seen = []
         self.plans = 0
@@ -56,20 +53,18 @@ class Watching(Callback):
             strategy.engine.planner._order = ()
         if step in (STEPS // 10, STEPS // 2, STEPS):
             for logger in trainer.loggers:
-                logger.save()  # TensorBoard's thread opens its file anew for everything it writes
+                logger.save()  # TensorBoard's thread reopens its file for each write
             self.seen.append(usage_now(step))
 
 
 class Long(Small):
-    """A small model with 1000 batches an epoch for two ranks."""
-
     def train_dataloader(self):
         return DataLoader(Rows(8000), batch_size=4)
 
 
 def soak(rank, folder):
     often, watching, model = max(10, STEPS // OFTEN), Watching(), Long()
-    # In a folder of its own: Lightning warns on rank 0 of one that the logger has begun to fill.
+    # A separate folder, because Lightning warns on rank 0 if the logger has written to the same folder.
     saving = ModelCheckpoint(
         f"{folder}/checkpoints", monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=often
     )
@@ -100,6 +95,6 @@ def test_a_long_training_leaves_nothing_behind(pair, tmp_path):
         assert last.megabytes - first.megabytes <= ALLOWED_MEGABYTES, seen
         assert last.threads <= first.threads, seen
         assert last.files <= first.files, seen
-        assert plans >= 2  # else nothing was planned anew
+        assert plans >= 2  # a first plan and a second plan
         assert all(torch.equal(value, answers[0][2][name]) for name, value in parameters.items())
     assert list(tmp_path.glob("checkpoints/last.ckpt.sparse/*/0/rank_0000?.pt"))

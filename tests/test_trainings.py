@@ -1,9 +1,9 @@
-"""Trainings drawn at random: whatever people do, ranks train one model, and what may not matter changes no bit.
+"""Random trainings: ranks train one model, and changes without effect give identical bits.
 
-A failure prints the :class:`~tests.helpers.random_trainings.Training` that was drawn, and what is left of it when all
-is taken away that it needs not to fail: ``python -m tests.test_trainings "Training(...)"`` runs one.
-``make test`` draws a few that are other ones with each commit, ``make test-all`` a hundred as well that stay the same,
-``LIGHTNING_SPARSE_FAULTS=1`` a thousand, and ``LIGHTNING_SPARSE_DRAWS=200:300`` those of these numbers.
+A failure prints the drawn :class:`~tests.helpers.random_trainings.Training` and a minimal failing training.
+``python -m tests.test_trainings "Training(...)"`` runs a training. ``make test`` draws a few trainings per commit,
+``make test-all`` also a fixed hundred, ``LIGHTNING_SPARSE_FAULTS=1`` a thousand, and
+``LIGHTNING_SPARSE_DRAWS=200:300`` the trainings with these numbers.
 """
 
 import math
@@ -38,32 +38,27 @@ from tests.helpers.tiers import exhaustive
 
 _OF_A_COMMIT = 12
 _LOOPS_OF_A_COMMIT = 8
-_SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
-_PATIENCE = 10.0  # after the first of them has an answer
+_SECONDS = 60.0  # timeout of a few trainings that take a second together
+_PATIENCE = 10.0  # timeout after the first answer
 _CUTTING_SECONDS = 90.0
-_AVERAGED = (
-    "mean",
-    "mask",
-    "running_mean",
-    "running_var",
-)  # buffers of which replicas that drift have one value
-# Those that are each rank's own, as with DDP between two forwards.
+_AVERAGED = ("mean", "mask", "running_mean", "running_var")  # buffers that the ranks average
+# Buffers that differ between ranks, as with DDP between two forwards.
 _OWN = ("count", "num_batches_tracked", "n_averaged")
-# Two sums of a few numbers in another order, through some 18 steps.
+# Reordered sums of a few numbers over 18 steps.
 _TOLERANCES = {"adamw": 1e-4, "amsgrad": 1e-4, "rmsprop": 1e-4}
 _TOLERANCE = 1e-5
-_NARROW_TOLERANCE = 0.1  # roundings of bfloat16, and what comes of them
+_NARROW_TOLERANCE = 0.1  # rounding of bfloat16
 
 
 def first_of_the_commit():
-    """Return the first number of a commit's draws, which are among those that ``LIGHTNING_SPARSE_FAULTS`` makes."""
+    """Return the first draw of the current commit, within the range of ``LIGHTNING_SPARSE_FAULTS``."""
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     commit = int(asked.stdout, 16) if asked.returncode == 0 else 0
     return 100 + _OF_A_COMMIT * (commit % (1000 // _OF_A_COMMIT))
 
 
 def draws(of_a_commit=_OF_A_COMMIT):
-    """Return the numbers of the trainings to draw; of more than a few, the others are left to ``make test-all``."""
+    """Return the numbers of the trainings to draw. ``make test`` runs only the first few."""
     asked = os.environ.get("LIGHTNING_SPARSE_DRAWS", "100:1100" if os.environ.get("LIGHTNING_SPARSE_FAULTS") else "")
     if asked:
         return range(*map(int, asked.split(":")))
@@ -73,16 +68,16 @@ def draws(of_a_commit=_OF_A_COMMIT):
 
 
 def unlike(training, outcomes):
-    """Yield where ranks are not one model, and what is not finite or was not validated."""
+    """Yield differences between ranks, non-finite values, and wrong validations."""
     for name, values in outcomes[0].end.items():
         if name != "mask" and not all(map(math.isfinite, values)):
             yield f"{name} is not finite"
         if name == "dead" and any(values[4:]):
             yield "what has a gradient of zero for good has moved"
-    # Synchronous steps are DDP's, and may be all that are made.
+    # Synchronous steps are DDP steps, possibly for the whole training.
     has_one = training.drifts and not (training.local is not None and training.local.synchronous_steps)
     left_out = _OWN if has_one else _OWN + _AVERAGED
-    # What callbacks average, and show instead, is of each rank's own model.
+    # The average of a callback follows this rank's model.
     shows_own = training.drifts and "average at validation" in training.may_not_matter
     places = {
         "batch": [[] if training.drifts else outcome.batches for outcome in outcomes],
@@ -96,7 +91,7 @@ def unlike(training, outcomes):
                 {
                     name: values
                     for name, values in state.items()
-                    # With local steps a teacher is averaged from the end of the first round on.
+                    # With local steps, ranks average a teacher at the end of the first round.
                     if name.rpartition(".")[2] not in left_out
                     and not (training.local and place != "end" and name.startswith(("teacher", "averaged")))
                 }
@@ -111,7 +106,7 @@ def unlike(training, outcomes):
 
 
 def other_bits(one, other):
-    """Yield the first difference of two trainings, of which the second may have begun later."""
+    """Yield the first bitwise difference of two trainings. The second may have started later."""
     skipped = len(one.batches) - len(other.batches)
     for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
         if found := differences(ours, theirs):
@@ -122,7 +117,7 @@ def other_bits(one, other):
 
 
 def far(training, one, other):
-    """Yield the first batch after which two trainings, of which the second may have begun later, are far apart."""
+    """Yield the first batch after which two trainings exceed the tolerance. The second may have started later."""
     tolerance = _NARROW_TOLERANCE if "bf16" in training.precision else _TOLERANCES.get(training.optimizer, _TOLERANCE)
     skipped = len(one.batches) - len(other.batches)
     for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
@@ -137,11 +132,10 @@ def _distance(one, other):
 
 
 def findings(training, ranks):
-    """Yield what does not hold of a training, and of those that must end alike."""
     for name, each in training.variants().items():
         if name in ranks[0]:
             yield from (f"{name}: {found}" for found in unlike(each, [outcomes[name] for outcomes in ranks]))
-            # What was resumed is held to the bits of what went on, and may have had nothing left to do.
+            # A resumed fit is compared with the first fit, and may have no batch left.
             asks = name != "resumed"
             if asks and any(_stood_still(outcomes[name]) for outcomes in ranks):
                 yield f"{name}: nothing was trained"
@@ -163,9 +157,8 @@ def _stood_still(outcome):
 
 
 def moved(training, before, outcomes):
-    """Yield what does not hold of a training that goes on where there are other ranks."""
     for rank, outcome in enumerate(outcomes):
-        # Within a round what training goes on from is not the shared model, which is in the file.
+        # Within a round, the file has the shared model, not the local models.
         saved = {} if training.drifts else before.saved
         for name in saved.keys() & outcome.start.keys():
             if name.rpartition(".")[2] not in _OWN and saved[name] != outcome.start[name]:
@@ -188,13 +181,11 @@ def failures_of(pools, training, folder):
 
 
 def kind_of(failures):
-    """Return what a failure is about: the name of an error, or of a law, and of the training that broke it."""
     errors = [line for line in failures[0].splitlines() if re.match(r"[\w.]*(Error|Warning|Exception)\b", line)]
     return re.sub(r"\d+|'.*", "", errors[0])[:60] if errors else failures[0].split(":")[0]
 
 
 def failures_of_loop(loop, pools, training, folder):
-    """Return where a loop of one's own, and that gone on from its file, do not end as the Trainer does."""
     try:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             arguments = (train_everywhere, training, place, loop)
@@ -210,8 +201,6 @@ def failures_of_loop(loop, pools, training, folder):
 
 
 def fail_with_the_least(training, failures, failures_again, seed):
-    """Fail with what is drawn, with what does not hold, and with what is enough for that."""
-
     def fails_alike(simpler):
         found = failures_again(simpler)
         return bool(found) and kind_of(found) == kind_of(failures)
@@ -231,7 +220,7 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
 @pytest.mark.parametrize("seed", draws(_LOOPS_OF_A_COMMIT))
 def test_a_loop_of_ones_own_ends_with_the_trainers_bits(pools, tmp_path, seed):
     training = in_a_loop(drawn(seed))
-    # What Fabric's modules return is converted under autocast.
+    # Fabric's modules convert their outputs under autocast.
     takes_fabric = training.precision != "bf16-mixed"
     loops = [loop for loop in LOOPS if loop != "fabric" or takes_fabric]
     failing = partial(failures_of_loop, loops[seed % len(loops)], pools, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Run Python in a new environment with the oldest, or newest, packages that setup.cfg allows."""
+"""Run Python in a new environment with the oldest or newest packages that setup.cfg allows."""
 
 import configparser
 import re
@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def requirements(which):
-    """Return what setup.cfg requires of users and of tests, at the floor of each range, or as pip finds it."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     asked = settings["options"]["install_requires"] + settings["options.extras_require"]["test"]

@@ -1,5 +1,3 @@
-"""AdaptiveDensity: rules at work in real processes, what is logged, and what is refused."""
-
 import re
 from functools import partial
 
@@ -21,8 +19,6 @@ SOON = AdamCorrection(warmup_steps=4, density_decay_steps=8)
 
 
 class ByEpoch(DensityRule):
-    """Wish for one density of every parameter in each of the first epochs."""
-
     def __init__(self, *densities):
         self.densities = densities
 
@@ -35,21 +31,18 @@ class ByEpoch(DensityRule):
 
 
 class Densities(Callback):
-    """Take note of the density of every parameter, the error, and what was sent, in every step."""
-
     def __init__(self):
         self.densities = []
         self.sent = []
         self.errors = {WEIGHT: [], SLOW: []}
 
     def on_before_optimizer_step(self, trainer, *arguments):
-        """Look at a step when its gradients have been exchanged."""
+        """Runs after the exchange."""
         strategy = trainer.strategy
         self.densities.append(strategy.engine.present_densities())
         self.sent.append(strategy.compression_stats()["density"])
 
     def on_train_batch_start(self, trainer, *arguments):
-        """Ask for what the rule asks for, with more of it."""
         trainer.strategy.engine.recorder.ask_for_samples()
 
     def on_train_batch_end(self, trainer, *arguments):
@@ -61,7 +54,6 @@ class Densities(Callback):
 
 
 def fit(rank, rules, every_n_steps=10, max_density=1.0, module=Small, watch=Densities, settings=None, **arguments):
-    """Fit with rules; return what was seen, the weights, and the bytes sent."""
     seen, model = watch(), module()
     callbacks = [seen, *([AdaptiveDensity(rules, max_density, every_n_steps)] if rules else [])]
     strategy = SparseDDPStrategy(**{"density": 0.02, **(settings or {})})
@@ -114,7 +106,7 @@ def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair):
     (free, _, without), _ = pair.run(run, [])
     assert free.errors[SLOW][-1] > 12
     (loose, *_), _ = pair.run(run, [ErrorBudget(25.0)])
-    assert loose.densities == free.densities  # in the dense steps, while the density falls, and after
+    assert loose.densities == free.densities  # in the dense steps, during the decay of the density, and later
     (tight, _, raised), (other, *_) = pair.run(run, [ErrorBudget(8.0)])
     assert tight.densities == other.densities
     assert tight.densities[:16] == free.densities[:16]
@@ -125,8 +117,6 @@ def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair):
 
 
 class Planned(Densities):
-    """Take note of the largest density of the plan, too."""
-
     def on_train_end(self, trainer, *arguments):
         self.planned = max(trainer.strategy.exchange_plan().densities, default=0.0)
 
@@ -160,7 +150,7 @@ def test_changes_are_logged_when_they_happen(pair, tmp_path):
 def test_tensorboard_shows_the_reasons(pair, tmp_path):
     pair.run(fit_logged, str(tmp_path), TensorBoardLogger, True)
     events = events_of(tmp_path)
-    # The monitor logs the same name, as measured, at its own steps.
+    # The monitor logs the measured value under the same name, at its own steps.
     steps = [event.step for event in events.Scalars(f"sparse_parameters/density/{WEIGHT}")]
     assert steps == list(range(3, 32, 4))
     pages = events.Tensors("sparse/densities/text_summary")
@@ -194,8 +184,6 @@ class Saving(Callback):
 
 
 def resume(rank, path):
-    """Save right after a step that is to be measured, and go on; return what differs, and how many densities came."""
-
     def run(ckpt_path, *callbacks):
         model, seen = Numbered(), Densities()
         adaptive = AdaptiveDensity([ErrorBudget(1.5)], every_n_steps=2)

@@ -1,5 +1,3 @@
-"""What the callbacks of the package refuse, and that those that look on change nothing."""
-
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -75,7 +73,7 @@ class Other(AdaptiveDensity):
 ADAPTIVE, MOMENTUM, MASKED = AdaptiveDensity([Warmup(4)]), MomentumCorrection(), MomentumCorrection(masks_momentum=True)
 UNCORRECTED = {"compressor": "topk", "optimizer_correction": None}
 AUTO = {"compressor": "lags", "schedule": "auto"}
-# Strategy (a name for its compressor alone), callbacks, model, and what is named; nothing where they go together.
+# Strategy (a name stands for its compressor), callbacks, model, and part of the error; none if supported.
 TOGETHER = [
     *[(name, [ADAPTIVE], Small, "density") for name in ("sdagc", "exdyna", "a2sgd", "dense", "omgs")],
     (AUTO, [ADAPTIVE], Small, "schedule='auto'"),
@@ -104,7 +102,6 @@ def test_what_cannot_go_together_is_refused_and_the_rest_is_not(pair, strategy, 
 
 
 def onlookers(compressor, directory):
-    """Return all callbacks that look on, as far as the compressor lets them."""
     subject = subject_of(compressor)
     timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json", pictures=False)
     callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True)]
@@ -112,7 +109,6 @@ def onlookers(compressor, directory):
 
 
 def fit_watched(rank, compressor, directory, watched):
-    """Fit twice with one Trainer, alone or watched; return the weights and the steps made."""
     strategy = SparseDDPStrategy(compressor, density=DENSITY[compressor])
     callbacks = onlookers(compressor, directory) if watched else []
     trainer = make_trainer(rank, strategy, callbacks=callbacks, log_every_n_steps=2, limit_train_batches=8)
@@ -134,7 +130,6 @@ def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path
 
 
 def fit_alone(rank, directory):
-    """Fit on one process with callbacks that would act in every step; return the momentum that is left to SGD."""
     timeline = OverlapTimeline(range(100), path=f"{directory}/overlap.json", pictures=False)
     adaptive = AdaptiveDensity([Warmup(4), ErrorBudget(1.0)], every_n_steps=1)
     watching = [CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]

@@ -1,5 +1,3 @@
-"""CompressionMonitor: what reaches loggers and the progress bar."""
-
 import contextlib
 import io
 import math
@@ -31,7 +29,6 @@ EVERYTHING = {"progress_bar": True, "by_parameter": True}
 
 
 def fit_monitored(rank, directory, monitor=None, strategy=None, module=Small, **arguments):
-    """Fit with two loggers; return what the progress bar was given."""
     settings = {
         "logger": [TensorBoardLogger(directory, name="", version=""), CSVLogger(directory, name="rows", version="")],
         "log_every_n_steps": 4,
@@ -44,7 +41,6 @@ def fit_monitored(rank, directory, monitor=None, strategy=None, module=Small, **
 
 @pytest.fixture
 def fitted(pair, tmp_path):
-    """Return a function that fits on two ranks as :func:`fit_monitored` does."""
     return lambda **arguments: pair.run(partial(fit_monitored, directory=str(tmp_path), **arguments))
 
 
@@ -58,7 +54,6 @@ def test_everything_reaches_any_logger(fitted, tmp_path):
     assert set(events.Tags()["scalars"]) >= tags
     for row in rows:
         assert float(row["sparse/compression_ratio"]) > 10
-        # Two ranks, four rows in a batch.
         samples = float(row["sparse/samples_per_second"]) * float(row["sparse/step_seconds"])
         assert samples == pytest.approx(8, rel=0.2)
     for name, parameter in Small().named_parameters():
@@ -78,29 +73,26 @@ def test_the_page_opens_sorted_and_says_what_is_planned(fitted, tmp_path):
     assert charts["Density, log10 of the fraction of elements"] == ["sparse/log10_density$"]
     logarithms = [math.log10(event.value) for event in events.Scalars("sparse/density")]
     assert [event.value for event in events.Scalars("sparse/log10_density")] == pytest.approx(logarithms, rel=1e-4)
-    # With several runs, a chart of several statistics is unreadable: its lines have the colours of runs, and no names.
+    # A chart of several statistics is unreadable with several runs, because colors then show runs.
     assert all(len(patterns) == 1 for patterns in charts.values())
     tags = events.Tags()["scalars"]
     assert all(any(re.match(pattern, tag) for tag in tags) for patterns in charts.values() for pattern in patterns)
     first, *later = events.Tensors("sparse/plan/text_summary")
     assert first.step == 3
     assert "TopK: groups are not planned" in first.tensor_proto.string_val[0].decode()
-    text = later[-1].tensor_proto.string_val[0].decode()  # the trials have ended
+    text = later[-1].tensor_proto.string_val[0].decode()  # after the trials
     assert "TopK: gradients are exchanged in" in text
     assert "backward and exchange take" in text
     assert "`network." in text
 
 
 class Dawdling(Callback):
-    """Let exchanges of one rank wait for their turn, now and then."""
-
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == batch_idx % 2:
             trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
 
 
 def fit_dawdling(rank, directory):
-    """Fit with exchanges that take long on one rank or the other; return the steps in which ranks looked together."""
     logger = CSVLogger(directory, name=str(rank), version="")
     callbacks, looked = [CompressionMonitor(), Dawdling()], []
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +120,6 @@ def test_a_progress_bar_shows_ratio_and_exposed_time(pair, bar):
 
 
 def fit_with_bar(rank, bar):
-    """Fit with a progress bar; return what it printed, and what it was given."""
     callbacks = [{"tqdm": TQDMProgressBar, "rich": RichProgressBar}[bar](), CompressionMonitor(progress_bar=True)]
     arguments = {"log_every_n_steps": 4, "enable_progress_bar": True}
     screen = io.StringIO()
@@ -152,14 +143,13 @@ def fit_noted(rank, directory, strategy, module, monitor):
 
 
 def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(pair, tmp_path):
-    # A method whose ranks send differently much.
     noted = pair.run(fit_noted, str(tmp_path), {"compressor": "exdyna", "density": 0.05}, Small, {})
 
     def means(name, step):
         return [sum(each[name] for each in rank[step - 3 : step + 1]) / 4 for rank in noted]
 
     densities = [each["density"] for each in noted[0]]
-    assert max(densities) > 1.2 * min(densities)  # else a single step would do
+    assert max(densities) > 1.2 * min(densities)  # one step is not enough
     for step, row in zip(STEPS, rows_of(tmp_path / "rows", "sparse/wire_bytes")):
         for name in ("density", "wire_bytes", "select_seconds", "exchange_seconds"):
             assert float(row[f"sparse/{name}"]) == pytest.approx(sum(means(name, step)) / 2), name
@@ -179,7 +169,7 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
     assert {name: float(first[f"sparse/{name}"]) for name in known} == pytest.approx(known)
     assert float(first["sparse/samples_per_second"]) > 0
     assert not any(first[f"sparse/{name}"] for name in ("exposed_seconds", "exchange_seconds", "backward_seconds"))
-    # Two steps of DDP and two sparse ones: bytes are the mean of all four, times those of the latter.
+    # Two DDP steps and two sparse steps: bytes are a mean over all, the other values over sparse steps.
     for name in ("wire_bytes", "density"):
         assert float(second[f"sparse/{name}"]) == pytest.approx(sum(each[name] for each in noted[4:8]) / 4, rel=1e-3)
     assert 0.4 < float(second["sparse/density"]) < 0.6
@@ -189,8 +179,6 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
 
 
 class Alike(Small):
-    """A model with the same batches on all ranks."""
-
     def train_dataloader(self):
         return DataLoader(Rows(16), batch_size=4)
 
@@ -210,8 +198,6 @@ def test_norms_are_those_of_whole_parameters_whoever_has_a_part_of_them(pools, t
 
 
 class Freezing(Adversaries):
-    """Two networks with Adam, of which the first is frozen in the midst of training, with updates that wait."""
-
     def on_train_batch_start(self, batch, batch_index):
         self.network[0].requires_grad_(batch_index < 9)
 
@@ -228,12 +214,10 @@ def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch_without_froze
         of_parameters = [row[name] for name in row if name.startswith("sparse_parameters/update_error/")]
         errors = [error for each in of_parameters if each and not math.isnan(error := float(each))]
         assert len(errors) == (6 if int(row["step"]) < 9 else 4)
-        assert 0.95 * min(errors) < float(row["sparse/update_error"]) < 1.05 * max(errors)  # a mean of ranks' own
+        assert 0.95 * min(errors) < float(row["sparse/update_error"]) < 1.05 * max(errors)  # mean over ranks
 
 
 class LateGradients(Small):
-    """A model whose backward takes time before any gradient is ready."""
-
     def training_step(self, batch, batch_index):
         return (Late.apply(self.network(batch), 0.05) - batch).square().mean()
 
@@ -261,8 +245,6 @@ def test_what_cannot_be_shown_is_said(pair):
 
 
 class LateAverages(Callback):
-    """Have each exchange after an optimizer's step wait."""
-
     def on_before_optimizer_step(self, trainer, *arguments):
         if trainer.global_step % 4 == 3:
             trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
@@ -284,8 +266,6 @@ def test_averages_of_replicas_are_exposed(pair):
 
 
 class LongValidation(Small):
-    """A model whose validation takes longer than its training."""
-
     def on_validation_start(self):
         time.sleep(1.2)
 

@@ -1,5 +1,3 @@
-"""Callbacks that steer are built from yaml, with their rules."""
-
 from tests.helpers.commands import COMMAND, MODEL, begin
 
 CONFIG = """
@@ -33,5 +31,5 @@ def test_rules_are_built_from_yaml(pair, tmp_path):
     config.write_text(CONFIG.format(root=tmp_path))
     said, _ = pair.run(begin, COMMAND, ("fit", MODEL, f"--config={config}"), str(tmp_path))
     assert "the momentum of the SGD optimizer is accumulated before compression" in said
-    for step, density in ((0, "0.2"), (2, "0.01")):  # where the rule begins, and where it has ended
+    for step, density in ((0, "0.2"), (2, "0.01")):  # first and last step of the rule
         assert f"AdaptiveDensity: step {step}: densities up to {density}, of " in said

@@ -1,5 +1,3 @@
-"""MomentumCorrection: the same numbers as DGC's own, what is refused, and what is logged."""
-
 from functools import partial
 
 import pytest
@@ -40,7 +38,6 @@ def test_it_trains_bit_for_bit_as_dgc(pair, settings, model):
 
 
 def fit_twice(rank):
-    """Fit with the callback, then with the same strategy without it, then as the latter from the start."""
     trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=[MomentumCorrection()])
     trainer.fit(WithSGD(nesterov=True))
     optimizer = trainer.optimizers[0]
@@ -64,7 +61,6 @@ def test_it_gives_everything_back(pair):
 
 
 def fit_logged(rank, directory, clip_norm):
-    """Fit with a logger; return the norms of this rank's momentum and the share of zeros in it, after each step."""
     norms, zeros = [], []
 
     class Watch(Callback):

@@ -1,5 +1,3 @@
-"""OverlapTimeline: what it writes of real steps, and what it refuses."""
-
 import contextlib
 import json
 import sys
@@ -22,7 +20,7 @@ PAUSE = 0.02
 
 
 class Slow(Small):
-    """Layers whose backward takes a while each, so that the exchange of one ends during that of the next."""
+    """A slow backward per layer, so that an exchange ends during the next layer's backward."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +43,6 @@ def fit_recorded(rank, path, steps, module=Small, schedule="layerwise", pictures
 
 
 def spans(path):
-    """Return begin and end of the package's spans in a trace, by name, in seconds."""
     found = {}
     for event in json.loads(path.read_text())["traceEvents"]:
         if event["name"] in STAGES:
@@ -64,7 +61,7 @@ def test_exchange_is_seen_to_overlap_backward_where_it_does(pair, tmp_path, sche
     ((begin, end),), ((waits, goes_on),) = seen["sparse.backward"], seen["sparse.exposed"]
     assert begin < waits < goes_on <= end
     assert waits - begin > 0.9 * LAYERS * PAUSE
-    # By layer the first exchange begins in the pause of the second layer; the last, and the commit, at the end.
+    # By layer, the first exchange starts in the second layer's pause, and the last exchange and the commit at the end.
     assert (seen["sparse.exchange"][0][0] < waits - 0.9 * PAUSE) == (schedule == "layerwise")
     assert min(seen["sparse.exchange"][-1][0], seen["sparse.commit"][0][0]) > waits - 0.5 * PAUSE
 
@@ -115,7 +112,6 @@ def test_a_picture_without_matplotlib_is_refused_with_the_cure(monkeypatch):
 
 
 def fit_profiled(rank, directory):
-    """Fit under Lightning's profiler, which looks at all threads and writes a trace."""
     config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
     own = PyTorchProfiler(directory, f"rank{rank}", experimental_config=config)
     arguments = {"limit_train_batches": 8, "limit_val_batches": 0}

@@ -1,5 +1,3 @@
-"""ReplicaSentinel: one bit on one rank is found, named, and acted upon."""
-
 import pytest
 import torch
 
@@ -10,8 +8,6 @@ from tests.helpers.trainers import Small, make_trainer
 
 
 class Tampered(Small):
-    """A model in which the second rank's bits change after a step."""
-
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 5:
             with torch.no_grad():
@@ -21,7 +17,6 @@ class Tampered(Small):
 
 
 def fit_tampered(rank, action):
-    """Fit with a sentinel; return the steps made and what it said."""
     trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=[ReplicaSentinel(4, action)])
     if action == "raise":
         with pytest.raises(ReplicaError) as caught:

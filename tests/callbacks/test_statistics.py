@@ -1,5 +1,3 @@
-"""The statistics of steps: they add up to the totals, shares lie between 0 and 1, and the page names them all."""
-
 import math
 import re
 import time
@@ -22,8 +20,6 @@ KINDS = ("wire_bytes", "dense_bytes")
 
 
 class Often(Small):
-    """A model with so many backwards in a step."""
-
     def __init__(self, backwards=1, kind=torch.optim.SGD):
         super().__init__()
         self.automatic_optimization = backwards == 1
@@ -42,14 +38,12 @@ class Often(Small):
 
 
 class Notes(Callback):
-    """Take note of the statistics after each step."""
-
     def __init__(self):
         self.stats = []
         self.steps = 0
 
     def on_train_batch_start(self, trainer, *arguments):
-        """Have the last exchange wait for a time that is long beside all steps."""
+        """Delay the last exchange far beyond a step."""
         if trainer.is_last_batch:
             trainer.strategy.engine.worker.submit(lambda: time.sleep(0.5))
 
@@ -89,7 +83,7 @@ def test_steps_add_up_to_the_totals_and_shares_to_one_at_most(pair, tmp_path, st
     ranks = pair.run(fit_noted, str(tmp_path), strategy, module, arguments)
     every = strategy.get("local_steps", 1)
     for stats in ranks:
-        steps = [*filter(None, stats), *[stats[-1]] * (every - 1)]  # those of a round are told of when it has ended
+        steps = [*filter(None, stats), *[stats[-1]] * (every - 1)]  # a round has statistics at its end
         for kind in KINDS:
             assert sum(each[kind] for each in steps) == pytest.approx(stats[-1][f"total_{kind}"]), kind
         shares = [each["exposed_share"] for each in stats if "exposed_share" in each]
@@ -103,6 +97,6 @@ def test_steps_add_up_to_the_totals_and_shares_to_one_at_most(pair, tmp_path, st
             steps = int(row["step"]) - int(before["step"])
             assert float(row[f"sparse/{kind}"]) * steps == pytest.approx(sent), kind
         before = row
-    assert any(row.get("sparse/backward_seconds") for row in rows) == (every == 1)  # of rounds they are not seen
+    assert any(row.get("sparse/backward_seconds") for row in rows) == (every == 1)  # rounds have no backward times
     logged = {name.removeprefix("sparse/") for row in rows for name in row if name.startswith("sparse/")}
     assert logged <= set(re.findall(r"`(\w+)`", PAGE.read_text()))

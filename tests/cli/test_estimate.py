@@ -1,5 +1,3 @@
-"""The command ``lightning-sparse estimate``, against a formula worked out by hand, and against the pages."""
-
 import re
 import shlex
 from itertools import pairwise
@@ -71,7 +69,7 @@ def test_the_readme_works_r_out_by_this_formula_and_recommends_by_it():
     for gpu, *told in rows(ROOT / "README.md", "## When to use it"):
         peak = float(re.search(rf"{gpu} (\d+)", peaks)[1]) * 1e12
         for gbit, cell in zip((1, 10, 25, 100), told):
-            parameters = 124e6  # any
+            parameters = 124e6  # any number
             exchange = 1.5 * 32 * parameters / (gbit * 1e9)
             found = Estimate(exchange, 6 * parameters * 8192 / (0.4 * peak))
             r, _, strategy = cell.partition(", ")

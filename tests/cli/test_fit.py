@@ -1,5 +1,3 @@
-"""The command line."""
-
 import sys
 from pathlib import Path
 
@@ -31,13 +29,12 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """Keep Lightning's own deprecation to itself, and pytest's words from the parser."""
+    """Suppress Lightning's deprecation warning and hide pytest's arguments."""
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     monkeypatch.setattr(sys, "argv", ["lightning-sparse"])
 
 
 def answer(capsys, *arguments):
-    """Return what is printed for arguments that only ask."""
     with pytest.raises(SystemExit) as stop:
         main([*arguments])
     assert stop.value.code in (None, 0)
@@ -61,7 +58,7 @@ def test_a_strategy_is_built_from_plain_arguments(capsys):
     printed = answer(capsys, "fit", MODEL, "--trainer.strategy=SparseDDPStrategy", *words)
     arguments = yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]
     assert arguments["schedule"]["init_args"] == {"min_elements": 1000}
-    # Those of DDP, too, but not its default in place of ours.
+    # Defaults of DDP, except the defaults that the strategy changes.
     defaults = {"resume_compression": True, "static_graph": False, "gradient_as_bucket_view": True}
     assert {**given, **defaults}.items() <= arguments.items()
 
@@ -101,7 +98,7 @@ def test_the_command_finds_a_model_in_the_folder_where_it_is_run(interpreter, tm
     (tmp_path / "beside.py").write_text(
         "from pytorch_lightning.demos.boring_classes import BoringModel\nclass Model(BoringModel): ...\n"
     )
-    # As pip writes it for the console script: Python puts the script's folder on its path, and not the current one.
+    # pip's console script has the script's folder on its path, but not the current folder.
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "lightning-sparse"
     script.write_text("from lightning_sparse.cli import main\nmain()\n")

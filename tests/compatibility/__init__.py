@@ -1,1 +1,1 @@
-"""What people do with Lightning, as rows of a table: how it is done, and what it must have done."""
+"""Uses of Lightning as rows of a table: the use, and the checks."""

@@ -1,5 +1,3 @@
-"""What the rows ask for, of what happened on two ranks, and how they come to know it."""
-
 from pathlib import Path
 
 import pytest
@@ -78,7 +76,6 @@ def fit_and_evaluate(trainer, module):
 
 def evaluated(first, second):
     rows = Plain().val_dataloader().dataset.rows
-    # A sampler gives every second row to each of two ranks.
     losses = [
         (torch.cat(outcome.notes["predicted"]).cpu() - rows[rank::2]).square().mean()
         for rank, outcome in enumerate((first, second))
@@ -131,7 +128,7 @@ def compiled(first, second):
 
 
 def keepers(folder, patience):
-    # Nothing is so much better than before that it counts.
+    # The large ``min_delta`` means that no improvement counts.
     stopping = EarlyStopping("val_loss", min_delta=100.0, patience=patience, check_on_train_epoch_end=False)
     return [ModelCheckpoint(folder, monitor="val_loss", save_top_k=1), stopping]
 
@@ -148,7 +145,6 @@ def fit_and_load_the_best(trainer, module):
 
 def averaging(folder):
     average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
-    # Epochs end in the midst of rounds.
     epochs = {"max_epochs": 3, "limit_train_batches": 7, "check_val_every_n_epoch": 3}
     return {**epochs, "callbacks": [*keepers(folder, patience=9), average]}
 

@@ -1,5 +1,3 @@
-"""Small models, one for each thing that people build their own way."""
-
 from functools import partial
 
 import torch
@@ -10,14 +8,12 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import Rows, Small
 
-COMPILER = "aot_eager"  # needs no C++ compiler
+COMPILER = "aot_eager"  # backend without a C++ compiler
 adam = partial(torch.optim.Adam, lr=1e-3)
 adamw = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class Plain(Small):
-    """The small model with 8 batches for two ranks, a learning rate that can be searched for, and predictions."""
-
     learning_rate = 0.1
 
     def __init__(self, optimizer=None):
@@ -59,8 +55,6 @@ class ByHand(Plain):
 
 
 class Adversaries(ByHand):
-    """Two networks that are trained against each other, one of them frozen while the other learns."""
-
     learning_rate = 0.01
 
     def __init__(self, *args):
@@ -87,8 +81,6 @@ class Adversaries(ByHand):
 
 
 class PatientAdversaries(Adversaries):
-    """The same, with gradients of two batches for a step."""
-
     def training_step(self, batch, batch_index):
         is_last = batch_index % 2 == 1
         for number, optimizer in enumerate(self.optimizers()):
@@ -102,23 +94,19 @@ class PatientAdversaries(Adversaries):
 
 
 class Silent(Plain):
-    """A training step that logs nothing: what Lightning's ``log`` does cannot be compiled."""
+    """A training step without logging, because Lightning's ``log`` cannot be compiled."""
 
     def training_step(self, batch, batch_index):
         return (self.network(batch) - batch).square().mean()
 
 
 class PartlyCompiled(Plain):
-    """A network that is compiled, in a module that is not."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.network = torch.compile(self.network, backend=COMPILER)
 
 
 class Unused(Plain):
-    """A layer that no rank uses, and one that rank 0 alone uses, in every second batch."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.never = nn.Linear(32, 32)
@@ -132,13 +120,11 @@ class Unused(Plain):
 class Normalized(Plain):
     def __init__(self, *args):
         super().__init__(*args)
-        self.network[0] = nn.Linear(32, 64, bias=False)  # normalising takes a bias away, so it would not be trained
+        self.network[0] = nn.Linear(32, 64, bias=False)  # normalization removes a bias, so it would not be trained
         self.network.insert(1, nn.BatchNorm1d(64))
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Add up over ranks, in backward as in forward."""
-
     @staticmethod
     def forward(ctx, tensor):
         total = tensor.clone()

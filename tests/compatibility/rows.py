@@ -1,12 +1,10 @@
-"""The rows of the table in docs/compatibility.md: what people do with Lightning, and what shows that it was done."""
-
 from functools import partial
 
 from lightning_sparse import AdamCorrection
 from tests.compatibility import checks, modules
 from tests.compatibility.running import Feature
 
-# Of the eight steps two are sent whole, in two the density falls, and four send little, one of them a mean gradient.
+# Of eight steps two are dense, the density decays in two, and four are sparse, including a mean gradient.
 _SOON = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=2, second_moment_interval=5)}
 
 ROWS = (
@@ -83,7 +81,7 @@ ROWS = (
         module=partial(modules.Unused, modules.adamw),
         strategy=_SOON,
         untrained=frozenset({"never.weight", "never.bias"}),
-        sent_whole=1056 / 6304,  # whose second moment is never learned
+        sent_whole=1056 / 6304,  # parameters without a second moment
     ),
     Feature(
         "`torch.compile` of the LightningModule, whose step does not log",

@@ -1,5 +1,3 @@
-"""Run a cell of the table, and note what happened in it."""
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -17,8 +15,8 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import make_trainer, weights
 
 ROUND = 2  # local steps
-# The densities are such that a small model's few elements are neither all sent nor none. The first four differ in how
-# ranks train together, and are tried with every feature; each of the others with every fourth.
+# The densities select some elements of a small model, but not all. The first four strategies train in different ways
+# and run with every feature, and each of the others with every fourth.
 STRATEGIES = {
     "sparse_topk": {"compressor": "topk", "density": 0.05},
     "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
@@ -41,31 +39,32 @@ NEEDS_GPU = "SyncBatchNorm"
 
 class Batch(NamedTuple):
     size: int  # rows on this rank
-    total: float  # of its elements
-    loss: float  # on this rank
-    step: int  # of optimizers, so far
-    norm: float  # of the gradient that the optimizers were given
-    stats: dict[str, float]  # the strategy's; empty with DDP
-    is_dense: bool  # the strategy left the step to DDP
-    checksum: float  # of all parameters
+    total: float  # sum of the elements
+    loss: float  # loss on this rank
+    step: int  # optimizer steps so far
+    norm: float  # norm of the optimizers' gradients
+    stats: dict[str, float]  # statistics of the strategy; empty with DDP
+    is_dense: bool  # whether DDP ran the step
+    checksum: float  # sum of all parameters
     logged: dict[str, float]
     buffers: dict[str, list[float]]
 
     @property
     def is_whole(self):
-        """Whether everything was sent, which ``sparse_auto`` does before it leaves steps to DDP."""
+        """Return whether the step was dense, as ``sparse_auto`` is before a change to DDP."""
         return self.stats["wire_bytes"] >= self.stats["dense_bytes"]
 
 
 class Update(NamedTuple):
-    """What an optimizer was about to do: at which learning rate, with a gradient of which norm."""
-
     rate: float
     norm: float
 
 
 class Outcome(NamedTuple):
-    """What a cell did on a rank; ``kept`` are kinds of the first optimizer's state, ``notes`` the feature's own."""
+    """Outcome of a cell on a rank.
+
+    ``kept`` has the kinds of the first optimizer's state, ``notes`` the notes of the feature.
+    """
 
     before: dict[str, Tensor]
     after: dict[str, Tensor]
@@ -122,7 +121,7 @@ def norm_of_gradients(module):
 
 
 class TakingTurns:
-    """In place of the choice by measured times: plain DDP in two steps of six, before which everything is sent."""
+    """Replace the choice by measured times: two plain DDP steps of six, after dense steps."""
 
     def __init__(self, engine, *args):
         self.wants_dense = False
@@ -138,7 +137,7 @@ class TakingTurns:
 
 @contextmanager
 def changing_hands():
-    """Let ``sparse_auto`` change wrappers now and then, whatever is faster."""
+    """Let ``sparse_auto`` change the backend now and then, independent of times."""
     with patch("lightning_sparse.loop.loop.AutoBackend", TakingTurns):
         yield
 
@@ -152,21 +151,19 @@ def fit(trainer, module):
 
 
 class Feature(NamedTuple):
-    """A row: what people do, how, and what it must have done."""
-
-    name: str  # what people do
-    check: Callable[[Outcome, Outcome], None]  # is given what happened on each of two ranks
-    trainer: Callable[[str], dict[str, Any]] = nothing  # arguments, of a folder to write in
+    name: str  # first column of the table
+    check: Callable[[Outcome, Outcome], None]  # called with the outcomes of both ranks
+    trainer: Callable[[str], dict[str, Any]] = nothing  # Trainer arguments for a folder
     module: Callable[[], LightningModule] = Plain
-    strategy: Mapping[str, Any] = {}  # arguments beside those of the column
-    use: Callable[[Trainer, Any], Optional[dict[str, Any]]] = fit  # what is done with them; returns notes
-    refusals: Mapping[str, str] = {}  # what the message says, by strategy
-    needs_gpu: bool = False  # refused by every strategy on the CPU
-    untrained: frozenset[str] = frozenset()  # parameters that stay as they are
-    sent_whole: float = 0.0  # share of the elements that are sent whole in every step
+    strategy: Mapping[str, Any] = {}  # strategy arguments besides those of the column
+    use: Callable[[Trainer, Any], Optional[dict[str, Any]]] = fit  # run of the Trainer; returns notes
+    refusals: Mapping[str, str] = {}  # part of the error message by strategy
+    needs_gpu: bool = False  # whether every strategy raises an error on the CPU
+    untrained: frozenset[str] = frozenset()  # parameters without training
+    sent_whole: float = 0.0  # share of dense elements in every step
 
     def refusal_by(self, strategy):
-        """Return what the message of a strategy's refusal says on this device; ``None`` if it works."""
+        """Return part of a strategy's error message on this device, or ``None`` if the feature works."""
         if strategy not in self.refusals and self.needs_gpu:
             return NEEDS_GPU if DEVICE.type == "cpu" else None
         return self.refusals.get(strategy)
@@ -174,10 +171,10 @@ class Feature(NamedTuple):
 
 def build_strategy(name, arguments):
     settings = STRATEGIES[name]
-    if name in ("ddp", "sparse_a2sgd", "sparse_loco"):  # send no part of a gradient late, and have nothing to correct
+    if name in ("ddp", "sparse_a2sgd", "sparse_loco"):  # no delayed gradients, and nothing to correct
         arguments = {key: value for key, value in arguments.items() if key != "optimizer_correction"}
     if settings is None:
-        return DDPStrategy(**{"find_unused_parameters": True, **arguments})  # which only DDP has to be told
+        return DDPStrategy(**{"find_unused_parameters": True, **arguments})  # only DDP needs the flag
     return SparseDDPStrategy(**{**settings, **arguments})
 
 

@@ -1,6 +1,6 @@
-"""ExDyna and MiCRO as plainly as they can be written: one flat vector, all workers in one loop, nothing saved.
+"""Plain implementation of ExDyna and MiCRO: a flat vector and a loop over workers.
 
-Written from the papers' rules and this package's documented deviations, sharing no code with it.
+Written from the papers and this package's documented deviations, without shared code.
 """
 
 import bisect
@@ -14,7 +14,7 @@ from tests.helpers.devices import DEVICE
 
 
 class Reference:
-    """``ranks`` workers with residuals, in one process, on the device under test: others divide to other bits."""
+    """``ranks`` workers with residuals on the tested device, because division differs between devices."""
 
     def __init__(self, method, numels, ranks, density):
         self.method, self.numels, self.ranks = method, numels, ranks
@@ -42,7 +42,6 @@ class Reference:
         return self.edges[first], self.edges[first + self.owner_blocks[index]]
 
     def step(self, gradients):
-        """Return what every worker selects, and the dense mean gradient."""
         accumulated = [residual + gradient for residual, gradient in zip(self.residuals, gradients)]
         chosen, counted = [], Counter()
         for rank in range(self.ranks):

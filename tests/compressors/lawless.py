@@ -1,4 +1,4 @@
-"""Compressors that each break one invariant, for the conformance kit to find."""
+"""Compressors that each violate one invariant of the conformance kit."""
 
 import torch
 
@@ -7,23 +7,19 @@ from lightning_sparse.compressors import TopK
 
 
 class HidesNaN(TopK):
-    """Sends the largest finite magnitudes, and so tells nobody of those that are not finite."""
-
     def select(self, names, accumulated, counts):
         finite = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in accumulated]
         return super().select(names, finite, counts)
 
 
 class HidesLastNaN(TopK):
-    """Sends a last element that is not finite as if it were zero."""
-
     def select(self, names, accumulated, counts):
         finite = [torch.cat([tensor[:-1], tensor[-1:].nan_to_num(0.0, 0.0, 0.0)]) for tensor in accumulated]
         return super().select(names, finite, counts)
 
 
 class LosesMass(TopK):
-    """Sends a little less than was there, and keeps nothing of the difference."""
+    """Sends slightly too little without a residual for the difference."""
 
     def select(self, names, accumulated, counts):
         selections = super().select(names, accumulated, counts)
@@ -31,7 +27,7 @@ class LosesMass(TopK):
 
 
 class MovesZeros(TopK):
-    """Sends a little where there is nothing, which the residual then takes back."""
+    """Sends small values for zeros, and the residual takes the values back."""
 
     def select(self, names, accumulated, counts):
         selections = super().select(names, accumulated, counts)
@@ -39,7 +35,7 @@ class MovesZeros(TopK):
 
 
 class LooksAround(TopK):
-    """Scales its choice by what else is in the group, without declaring it."""
+    """Scales its selection by the rest of the bucket without a declaration."""
 
     def select(self, names, accumulated, counts):
         offset = max(tensor.numel() for tensor in accumulated)
@@ -58,7 +54,7 @@ class LooksAround(TopK):
 
 
 class Returns(TopK):
-    """Returns other indices than those of the largest magnitudes."""
+    """Returns wrong indices."""
 
     def __init__(self, change):
         self._change = change

@@ -1,4 +1,4 @@
-"""Many virtual ranks in one process: compressors that exchange by plain indexing, with no wire."""
+"""Virtual ranks in one process: compressors that exchange by indexing, without a wire."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from tests.helpers.devices import DEVICE
 
 
 class Simulation:
-    """Virtual ranks with residuals, for compressors whose ranks all contribute at the union of their choices."""
+    """Virtual ranks with residuals, for compressors that exchange the union of all selections."""
 
     def __init__(self, build, numels, ranks, density):
         self.names = list(numels)
@@ -33,7 +33,7 @@ class Simulation:
             compressor.begin(layout)
 
     def step(self, gradients):
-        """Exchange one flat gradient of each rank; return the flat positions that each rank selected."""
+        """Exchange a flat gradient per rank, and return the flat indices that each rank selected."""
         accumulated = [residual + gradient.to(DEVICE) for residual, gradient in zip(self.residuals, gradients)]
         chosen = [self._select(compressor, flat) for compressor, flat in zip(self.compressors, accumulated)]
         union = torch.cat(chosen).unique()
@@ -70,16 +70,15 @@ class Simulation:
 
 
 class Meeting:
-    """Where threads, one for each virtual rank, gather tensors; all of them, or there is an error."""
+    """All-gather between threads, a thread per virtual rank. A missing rank raises an error."""
 
     def __init__(self, ranks):
         self._barrier = threading.Barrier(ranks, timeout=30)
         self._handed_in = [torch.empty(0)] * ranks
 
     def all_gather(self, rank, tensor):
-        """Hand in a tensor, and receive those of all ranks."""
         self._handed_in[rank] = tensor
         self._barrier.wait()
         gathered = torch.stack(self._handed_in)
-        self._barrier.wait()  # nobody hands in the next one before everybody has looked
+        self._barrier.wait()  # no rank starts the next all-gather before all have read
         return gathered

@@ -1,5 +1,3 @@
-"""A2SGD against its formula, and what two numbers cannot do."""
-
 import pytest
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ def train(rank, steps):
 
 
 def slow_histories(ranks, steps):
-    """Train a model for each virtual worker by the formula, on one flat gradient in float64."""
+    """Train a model per virtual worker by the formula, on a flat gradient in float64."""
     models, optimizers = [], []
     for _ in range(ranks):
         torch.manual_seed(0)
@@ -57,8 +55,6 @@ def test_it_trains_as_its_formula_says(pools, ranks):
 
 
 class RuntimeOptions(nn.Module):
-    """Two parameters whose gradients are whatever they are multiplied by."""
-
     def __init__(self, dtype=torch.float32):
         super().__init__()
         self.left = nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -69,7 +65,6 @@ class RuntimeOptions(nn.Module):
 
 
 def exchange(rank, gradients, dtype=torch.float32):
-    """Exchange five numbers, cut into two parameters; return what is applied on this rank."""
     left, right = torch.tensor(gradients[rank], dtype=dtype, device=DEVICE).split([3, 2])
     with sparse_ddp(RuntimeOptions(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
         backpropagate(ddp, engine, ddp(left, right))

@@ -1,5 +1,3 @@
-"""Rules by themselves, against what they were published with and a simulated layer."""
-
 import math
 
 import pytest
@@ -22,7 +20,6 @@ def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch():
 
 
 def simulated_error(rule, asked, steps, every):
-    """Send the largest of a random gradient plus the residual; return errors and densities after each measurement."""
     generator = torch.Generator().manual_seed(0)
     residual, density = torch.zeros(2000), asked
     errors, densities = [], []
@@ -47,7 +44,7 @@ def test_an_error_settles_within_its_budget(budget):
     assert without[-1] > 1.5 * budget
     settled = errors[len(errors) // 2 :]
     assert sum(error <= 1.1 * budget for error in settled) > 0.9 * len(settled)
-    assert sum(settled) / len(settled) > 0.5 * budget  # and no more is sent than that takes
+    assert sum(settled) / len(settled) > 0.5 * budget  # the density is not larger than necessary
     assert max(densities[len(densities) // 2 :]) < 0.5
 
 

@@ -1,5 +1,3 @@
-"""ExDyna and MiCRO: equal to a slow reference, better where they claim to be, and right at the edges."""
-
 import io
 from itertools import pairwise
 
@@ -28,7 +26,7 @@ def draw(rank, step, numel):
 
 
 def uneven_gradient(rank, step, parameters):
-    """Return a gradient that follows the parameters, and is ten times as large in one stretch as elsewhere."""
+    """Return a gradient of the parameters, ten times as large in one range."""
     scale = torch.full((parameters.numel(),), 0.01, device=DEVICE)
     scale[5000:8500] = 0.1
     return scale * (0.2 * parameters + draw(rank, step, parameters.numel()))
@@ -57,8 +55,6 @@ RECORDED = {name: type(name, (Recorded, kind), {}) for name, kind in METHODS.ite
 
 
 class Tensors(nn.Module):
-    """Parameters whose gradient is whatever they are multiplied by."""
-
     def __init__(self, numels=NUMELS):
         super().__init__()
         self.numels = list(numels.values())
@@ -96,13 +92,11 @@ def test_training_equals_the_reference(pools, method, ranks):
         for rank, (history, trained) in enumerate(answers):
             assert history[step] == chosen[rank], f"step {step}, rank {rank}"
             assert torch.equal(trained[step], parameters), f"step {step}"
-    # Else the comparison would show nothing.
     assert len(sizes) > steps // 2
     assert (len(partitions) > 1) == (method == "exdyna")
 
 
 def laplace(rank, step, numel):
-    """Draw from a distribution with heavier tails than the normal one."""
     uniform = torch.rand(numel, generator=torch.Generator().manual_seed(1000 * rank + step)).sub_(0.5)
     return uniform.sign() * -torch.log1p(-2 * uniform.abs().clamp(max=0.4999999))
 
@@ -138,7 +132,6 @@ def test_the_density_is_the_one_wanted(method, gradient, factor):
 
 
 def applied_densities(rank, compressor, steps):
-    """Return the fraction of elements that any rank has sent in each step."""
     unions = []
     with sparse_ddp(Tensors({"matrix": 20_000, "bias": 100}), compressor, 0.01) as (ddp, engine):
         for step in range(steps):
@@ -159,7 +152,7 @@ def test_what_travels_does_not_grow_with_the_number_of_ranks(forked):
 
 
 class CountMagnitudes(TorchDispatchMode):
-    """Count the elements whose magnitude is taken, and note the operations that read more."""
+    """Count the elements with a computed magnitude, and record the operations that read more."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +179,7 @@ def test_each_rank_examines_its_share_alone(method):
             compressor.select(["weight"], [gradient], counts=[66])
         examined[ranks] = counted.elements
         too_wide = {name for name, numel in counted.widest.items() if numel > 65_536 // ranks}
-        # Views, and what reads selected elements alone; the one norm of everything takes a list of tensors.
+        # Views, and reads of selected elements only. The norm of all elements takes a list of tensors.
         assert too_wide <= {"slice", "split", "detach", "index_select", "new_empty"}
     assert examined == {ranks: 65_536 // ranks for ranks in (1, 2, 4, 8)}
 
@@ -201,7 +194,7 @@ def test_zero_gradients_neither_select_everything_nor_end_the_search(method):
     simulation = Simulation(METHODS[method], {"weight": 4000}, ranks=2, density=0.01)
     for start in (0, 100):
         for step in range(60):
-            # What waits is still sent, and is not followed closely; with the zeros it would be 4000.
+            # The residual is still sent, but the threshold follows slowly. Without zeros there would be 4000.
             assert sum(map(len, simulation.step([torch.zeros(4000)] * 2))) < 400, step
         later = [sum(map(len, simulation.step(gradients_of(simulation, start + step)))) for step in range(40)]
         assert all(later[20:])
@@ -263,7 +256,7 @@ def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method):
         for step in range(250)
     ]
     sent = torch.tensor([float(sum(map(len, chosen))) for chosen in steps[100:]]) / 100
-    # With one gain, and measurements in a row: a mean of 1.5, and from a fifth to four times what is wanted.
+    # With a single gain and consecutive measurements: a mean of 1.5, and from a fifth to four times the wanted density.
     assert sent.mean() == pytest.approx(1.0, rel=0.3)
     assert sent.std() < 0.3
     assert 0.4 < sent.min() < sent.max() < 2.2

@@ -1,5 +1,3 @@
-"""OMGS-SGD against a slow reference, and what selecting across a group must not lose or waste."""
-
 import pytest
 import torch
 from torch import nn
@@ -22,14 +20,12 @@ LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
 
 
 class LayerByLayer(Schedule):
-    """Close a group where the layers of the virtual workers' network end, in whatever order parameters come."""
-
     def closes_bucket(self, newest, numel):
         return numel in (64 * 48 + 48, 48 * 20 + 20)
 
 
 class VirtualOMGS:
-    """Top-k of every group for N workers, with groups that stay as they are."""
+    """Top-k per bucket for N workers, with fixed buckets."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -80,7 +76,7 @@ class ManyTypes(Edges):
 
 
 def balance_while_replanned(rank, wire):
-    """Train with other groups in every step; return for each what was owed, what was applied, the residual after it."""
+    """Train with other buckets in every step. Return the owed and applied updates and the residual of each step."""
     torch.manual_seed(0)
     book = []
     schedule = FixedSize(1)
@@ -111,8 +107,6 @@ def test_new_groups_lose_nothing(pools, wire):
 
 
 class Rare(nn.Module):
-    """A common parameter, and one whose gradient is much larger where it is used."""
-
     def __init__(self):
         super().__init__()
         self.common = nn.Parameter(torch.zeros(1000))
@@ -124,7 +118,6 @@ class Rare(nn.Module):
 
 
 def count_sent(rank):
-    """Use the rare parameter in the first step only; count what is applied of the common one."""
     counts = []
     inputs = torch.linspace(1, 2, 1000, device=DEVICE)
     with sparse_ddp(Rare(), "omgs", 0.01, "single", find_unused_parameters=True) as (ddp, engine):
@@ -142,7 +135,6 @@ def test_what_nobody_uses_wins_no_places(pair):
 
 
 def sample(rank):
-    """Exchange one step in one group; return how many elements it has, and statistics."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "omgs", DENSITY, "single") as (ddp, engine):
         engine.begin_backward()

@@ -1,5 +1,3 @@
-"""Names: one row of the compressors' table is a name for ``compressor=`` and, with its suffixes, for the Trainer."""
-
 import pytest
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 from pytorch_lightning.strategies import StrategyRegistry
@@ -9,16 +7,15 @@ from lightning_sparse.compressors import COMPRESSORS, TopK
 from lightning_sparse.strategy.names import systems
 from tests.helpers.trainers import run_fit, weights
 
-WITH_SETTINGS = ("auto", "diloco", "loco")  # sparse_<name> is more than a compressor
+WITH_SETTINGS = ("auto", "diloco", "loco")  # sparse_<name> has more settings than the compressor
 LAUNCHES = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
 class Mine(TopK):
-    """Send what top-k sends. Under another name."""
+    """Top-k under another name."""
 
 
 def fit_by_name(rank, name):
-    """Register a compressor on this rank, and fit with its strategy."""
     register_compressor(name, Mine)
     trainer = run_fit(rank, f"sparse_{name}")
     assert isinstance(trainer.strategy, SparseDDPStrategy)
@@ -26,7 +23,7 @@ def fit_by_name(rank, name):
 
 
 def entries_of(rank, name):
-    """Register a compressor on this rank, whose process is another one's; return what strategies it got."""
+    """Register a compressor on this rank, a separate process, and return its strategies."""
     register_compressor(name, Mine)
     assert f"sparse_{name}_spawn" in STRATEGY_REGISTRY.available_strategies()
     entries = {each: entry for each, entry in StrategyRegistry.items() if each.startswith(f"sparse_{name}")}

@@ -1,4 +1,4 @@
-"""SDAGC against a slow reference; its density under control, and out of control without the loop."""
+"""SDAGC compared with a slow reference, and its density with and without the control loop."""
 
 import math
 
@@ -14,7 +14,7 @@ DENSITY = 0.05
 
 
 class VirtualSDAGC:
-    """Section by section, for N workers, one element of state at a time."""
+    """Section by section, for N workers, with scalar state."""
 
     def __init__(self, momentum, capacity):
         self.momentum, self.capacity = momentum, capacity
@@ -66,7 +66,6 @@ def refuse(tensor):
 
 
 def densities(compressor, gradients, steps, wanted, numel=20_000, alpha=None):
-    """Accumulate a layer's gradients with error feedback on one worker; return what was sent at every step."""
     compressor.begin(ModelLayout(("layer",), (numel,), 0, 1, DEVICE))
     if alpha is not None:
         compressor.load_state_dict({"alpha": {"layer": torch.tensor(alpha)}})
@@ -83,7 +82,6 @@ def densities(compressor, gradients, steps, wanted, numel=20_000, alpha=None):
 
 
 def laplace(step, numel):
-    """Return independent elements of a heavy-tailed distribution; from step 150 on they are ten times as large."""
     generator = torch.Generator().manual_seed(step)
     uniform = torch.rand(numel, generator=generator) - 0.5
     return -uniform.sign() * torch.log1p(-2 * uniform.abs()) * (10.0 if step >= 150 else 1.0)
@@ -98,7 +96,7 @@ def test_the_loop_holds_the_density_from_a_start_that_is_far_off_and_through_a_c
 
 
 def test_a_fixed_multiple_of_the_residuals_deviation_runs_away():
-    """Why the multiple follows the density: with a fixed one less and less is sent."""
+    """With a fixed multiple, the density falls more and more."""
     residual, sent = torch.zeros(100_000), []
     for step in range(140):
         residual += laplace(step, len(residual))

@@ -1,5 +1,3 @@
-"""Selections laid end to end do what they do one by one, wherever their tensors lie."""
-
 import torch
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, end_to_end, grouped, scatter, whole

@@ -1,5 +1,3 @@
-"""LAGS and DGC against slow references, and what they refuse."""
-
 import pytest
 import torch
 
@@ -12,12 +10,11 @@ DENSITY = 0.05
 
 
 def largest(tensor, density):
-    """Return the positions of the largest magnitudes, by sorting all of them."""
     return tensor.abs().argsort(descending=True)[: max(1, round(density * tensor.numel()))]
 
 
 def mean_of(rows):
-    """Return the mean, each divided before it is added, in order of rank."""
+    """Return the mean, with division before addition, in rank order."""
     total = torch.zeros_like(rows[0])
     for row in rows:
         total += row / len(rows)

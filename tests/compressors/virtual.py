@@ -1,4 +1,4 @@
-"""Compare the engine in real processes with an algorithm written down slowly for N virtual workers."""
+"""Compare the engine in real processes with a slow algorithm for N virtual workers."""
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ def learning_rate(step):
 
 
 def train_engine(rank, settings, steps, momentum, nesterov):
-    """Train in this process; return, for every step, what was applied and the parameters after it."""
     torch.manual_seed(0)
     history = []
     with sparse_ddp(Net(), **settings) as (ddp, engine):
@@ -40,7 +39,7 @@ def train_engine(rank, settings, steps, momentum, nesterov):
 
 
 def train_virtually(algorithm, ranks, steps):
-    """Train with N virtual workers in this process, on the device under test: elsewhere gradients have other bits."""
+    """Train N virtual workers on the tested device, because gradients differ between devices."""
     torch.manual_seed(0)
     net = Net().to(DEVICE)
     history = []
@@ -63,7 +62,6 @@ def _apply(net, means, rate):
 
 
 def assert_same_as_virtual(pool, settings, algorithm, steps=20, momentum=0.0, nesterov=False, relative=None):
-    """Train both ways, and compare what was applied, and the parameters, after every step."""
     expected = moved(train_virtually(algorithm, pool.ranks, steps), "cpu")
     tolerance = {} if relative is None else {"rtol": relative, "atol": 1e-6}
     for history in pool.run(train_engine, settings, steps, momentum, nesterov):

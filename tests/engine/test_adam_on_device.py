@@ -1,5 +1,3 @@
-"""What a device computes of many tensors at once in a corrected step is what a CPU computes of each."""
-
 from contextlib import contextmanager
 from unittest import mock
 
@@ -21,14 +19,13 @@ RATE, STEPS = 0.1, 3
 
 @contextmanager
 def pretended_device():
-    """Have the CPU go the way of a device, with each of its branches."""
+    """Let the CPU take the device's code path."""
     branches = {"_is_on_cpu": lambda tensors: False, "_LARGE": 800, "_BATCH_ELEMENTS": 4000}
     with mock.patch.multiple(adam, **branches), mock.patch.object(memory_module, "look_up", return_value={}):
         yield
 
 
 def means(ranks):
-    """Return what ranks sent of each tensor: some of it of the same elements."""
     counts = tuple(max(1, numel // 100) for numel in NUMELS)
     starts = [sum(NUMELS[:each]) for each in range(len(NUMELS))]
     rows = [
@@ -39,7 +36,6 @@ def means(ranks):
 
 
 def trained(change, dtype=torch.float32):
-    """Return parameters and residuals after a corrected step in which gradients are changed before the optimizer's."""
     random = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(numel, generator=random)) for numel in NUMELS]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.1)
@@ -88,7 +84,7 @@ def test_a_corrected_step_on_a_device_is_that_on_a_cpu(change, dtype):
 
 
 def trained_on(device):
-    """Return parameters after a step in which no rank used a layer, whose gradient of the step before is still there.
+    """Return parameters after a step with an unused layer and a gradient of the previous step.
 
     The ranks are those of :func:`~tests.helpers.racing.played`.
     """

@@ -1,5 +1,3 @@
-"""Collectives give what torch's own give, whichever way the bytes go."""
-
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -14,7 +12,6 @@ from tests.helpers.faults import GROUP_TIMEOUT
 
 
 def gathered(rank, nbytes, dtype, has_out):
-    """Gather different bytes from every rank; return them, what torch gathers, and how often torch's ring was used."""
     collectives = Communicator(list(range(dist.get_world_size())), torch.device("cpu"))
     torch.manual_seed(rank)
     mine = torch.randint(-128, 128, (nbytes,), dtype=torch.int8).view(dtype)
@@ -48,7 +45,6 @@ def test_an_all_gather_gives_what_torch_gives(pools, ranks, nbytes, dtype, rings
 
 
 def added_up(rank, shape, dtype):
-    """Add up different numbers of every rank; return the sum, what it should be, and how often torch's was used."""
     collectives = Communicator(list(range(dist.get_world_size())), torch.device("cpu"))
     theirs = [
         torch.randn(shape, generator=torch.Generator().manual_seed(each)).mul(8).to(dtype)
@@ -86,11 +82,10 @@ def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, ranks, shap
 
 
 def timeouts(rank, given):
-    """Return how long a group of the exchange waits, and the job's own."""
     collectives = Communicator([0, 1], torch.device("cpu"), given)
     groups = (collectives.group, dist.group.WORLD)
     try:
-        collectives.all_gather(torch.ones(1))  # who is done first would close what the other still connects to
+        collectives.all_gather(torch.ones(1))  # the first to finish would close a connection in progress
         return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     finally:
         collectives.close()
@@ -118,9 +113,8 @@ OF_THIS_RANK = [
 
 
 def meanings(rank, errors):
-    """Raise errors in an exchange; return what is raised for each, by name of its type and its message."""
     collectives, found = Communicator([0, 1], DEVICE, timedelta(seconds=9)), []
-    collectives.all_gather(torch.zeros(1, device=DEVICE))  # neither closes while the other still connects
+    collectives.all_gather(torch.zeros(1, device=DEVICE))  # both ranks connect before either closes
     for error in errors:
         try:
             with collectives.translate_errors("a gradient"):

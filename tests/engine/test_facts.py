@@ -1,5 +1,3 @@
-"""Facts of steps: how little is held of one that has ended, and sums over all of them."""
-
 import math
 from itertools import count
 from unittest import mock
@@ -13,7 +11,7 @@ from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropag
 
 
 def reachable_bytes(thing):
-    """Return the bytes of all tensors of more than one element that an object holds."""
+    """Return the bytes of all tensors with more than one element that an object references."""
     if isinstance(thing, Tensor):
         return thing.nbytes if thing.numel() > 1 else 0
     if isinstance(thing, dict):
@@ -37,7 +35,7 @@ def test_what_is_held_of_a_step_does_not_grow_with_ranks(pair, compressor):
 
 
 class Event:
-    """A device's event, at a time that it may not have come to."""
+    """A device event that may be incomplete."""
 
     def __init__(self, seconds, has_passed=False):
         self.seconds = seconds
@@ -56,7 +54,6 @@ class Event:
 
 
 def step(backward_end, end):
-    """Return a step that was exposed between two moments."""
     record = StepRecord(world_size=4)
     record.elements, record.wire_bytes = 100, 60.0
     record.exposed = [(backward_end, end)]
@@ -65,7 +62,6 @@ def step(backward_end, end):
 
 @pytest.fixture
 def ten_seconds(monkeypatch):
-    """Have a step take ten seconds."""
     now = count(0.0, 10.0)
     monkeypatch.setattr("lightning_sparse.engine.observe.perf_counter", lambda: next(now))
 
@@ -82,7 +78,7 @@ def test_nobody_waits_for_a_device_before_somebody_asks():
                 event.has_passed = True
     totals.end_step()
     assert len(totals._unread) == 3
-    for backward_end, _ in steps:  # comes before the end, for which one waits
+    for backward_end, _ in steps:  # the end of a backward precedes the end, which is waited for
         backward_end.has_passed = True
     assert totals.as_stats(has_levels=False)["exposed_share"] == pytest.approx(5 * 0.25 / 10)
 
@@ -113,7 +109,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     totals.add(step(1.0, 1.5))
     totals.end_step()  # 2 s
     totals.add(StepRecord.of_dense(100, 400, world_size=4, local_world_size=1))
-    totals.end_step()  # 3 s, left to DDP
+    totals.end_step()  # 3 s in DDP
     totals.resume()  # after 85 s of validation
     totals.add(step(2.0, 2.5))
     totals.end_step()  # 2 s
@@ -155,7 +151,7 @@ def test_a_pause_in_the_midst_of_a_step_is_left_out_and_what_came_before_it_is_n
     totals.expose([(40.0, 90.0)])  # a round that ends before a validation
     totals.resume()  # 1 s later
     totals.end_step()  # 1 s more
-    totals.expose([(40.0, 90.0)])  # of no step: training has ended
+    totals.expose([(40.0, 90.0)])  # no step: training has ended
     assert totals.as_stats(has_levels=False)["exposed_share"] == 0.5 / (2 + 3 + 1 + 1)
 
 

@@ -1,4 +1,4 @@
-"""Rounds of local steps: when they exchange, with numbers alone, and what, against slow references in float64."""
+"""Local steps: when and what they exchange, compared with slow references in float64."""
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ def flat(tensors):
 
 
 def train(rank, steps, local, settings, closes=False):
-    """Train with AdamW in rounds; return what can be seen after steps."""
     torch.manual_seed(0)
     seen = {"drift": [], "local": [], "shared": [], "residual": [], "wire_bytes": []}
     with sparse_ddp(Edges(), **{"compressor": "dense", "local_steps": local, **settings}) as (ddp, engine):
@@ -46,7 +45,7 @@ def train(rank, steps, local, settings, closes=False):
 
 
 class Reference:
-    """DiLoCo of virtual workers, on one flat vector in float64."""
+    """DiLoCo for virtual workers on a flat vector in float64."""
 
     def __init__(self, ranks, local):
         self.local = local
@@ -60,7 +59,6 @@ class Reference:
         self.steps = 0
 
     def step(self):
-        """Make a step on every worker; return their parameters."""
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers)):
             model.zero_grad()
             model(batch(rank, self.steps)).backward()
@@ -95,7 +93,6 @@ def test_rounds_go_as_their_formula_says(pools, ranks, local):
 
 
 def synchronous(rank, local):
-    """Train with SGD, in rounds of one step or as DDP does."""
     torch.manual_seed(0)
     history = []
     with sparse_ddp(Edges(), "dense", local_steps=local) as (ddp, engine):
@@ -161,12 +158,10 @@ def test_bytes_travel_in_rounds_only(pair):
     counts = answer["wire_bytes"]
     assert counts[0] == counts[1] == 0 < counts[2] == counts[4] < counts[5] == counts[6] == 2 * counts[2]
     assert answer["stats"]["local_steps"] == 3
-    assert answer["stats"]["dense_bytes"] == 4 * len(answer["local"][0])  # of a step, as all statistics of rounds
+    assert answer["stats"]["dense_bytes"] == 4 * len(answer["local"][0])  # per step, as all statistics of rounds
 
 
 class Written(Edges):
-    """A model with buffers and frozen parameters that are written, and a parameter that is infinite in part."""
-
     def __init__(self):
         super().__init__()
         self.bars = nn.Parameter(torch.tensor([0.0, -torch.inf]))
@@ -185,7 +180,6 @@ class Written(Edges):
 
 @torch.no_grad()
 def write_a_step(model, rank, step, is_assigned):
-    """Change what is trained, the buffers and frozen parameters, in place or by other memory."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             changed = parameter - 0.01 * (rank + 1) * (step + 1)
@@ -200,7 +194,7 @@ def write_a_step(model, rank, step, is_assigned):
         model.mean = mean
     else:
         model.mean.copy_(mean)
-    model.teacher.data.add_(rank + 1)  # which no version counts
+    model.teacher.data.add_(rank + 1)  # no version counts this change
     model.scheduled.fill_(step)
     model.counts[rank] += 1
     model.seen.fill_(rank == 0)
@@ -213,7 +207,6 @@ def write_a_step(model, rank, step, is_assigned):
 
 
 def write_everything(rank, local, is_assigned):
-    """Train by hand; return what is shared after each step, and the model at the end, and what is exchanged."""
     torch.manual_seed(0)
     shared = []
     with sparse_ddp(Written(), "dense", local_steps=local) as (ddp, engine):
@@ -248,10 +241,10 @@ def test_whatever_training_writes_is_one_model(pair, is_assigned):
     assert torch.equal(end["backbone"], start["backbone"])
     assert torch.equal(end["grown"], torch.full((5,), 0.5))
     assert torch.equal(end["late"], torch.full((2,), 0.5))
-    assert end["counts"].tolist() == [8, 0, 0]  # the first rank's, as behind DDP
+    assert end["counts"].tolist() == [8, 0, 0]  # rank 0's, as behind DDP
     assert end["seen"]
     torch.testing.assert_close(end["phase"], torch.full((2,), 12j))
-    if DEVICE.type == "cpu" and not is_assigned:  # which gives what is trained other memory
+    if DEVICE.type == "cpu" and not is_assigned:  # assignment gives trained tensors new memory
         assert torch.equal(end["trained"], end["matrix"])
 
 
@@ -268,7 +261,6 @@ def test_a_buffer_in_a_part_of_what_is_trained_is_refused(pair):
 
 
 def step_unseen(rank):
-    """Step where nobody counts, and on one rank alone; return the model once the round has ended."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(2)) as (ddp, engine):
         with torch.no_grad():
@@ -287,7 +279,6 @@ def test_what_nobody_has_counted_is_exchanged(pair):
 
 
 def change_shapes(rank):
-    """Take a parameter away and give another one a new shape between two rounds; return the model at the end."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=3)) as (ddp, engine):
         module = ddp.module
@@ -312,7 +303,6 @@ def test_parameters_may_come_and_go_between_rounds(pair):
 
 
 def broken(rank):
-    """Train a round in which one rank's change is not finite; return the residual before it and after."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "topk", 0.1, local_steps=LocalSteps(every=1, residual_decay=0.9)) as (ddp, engine):
         for step in range(3):
@@ -355,7 +345,7 @@ def test_numbers_out_of_range_are_refused(changes):
 
 
 class Numbers:
-    """A shared model of no tensor, which notes after which steps changes are exchanged."""
+    """An empty shared model that records the steps of exchanges."""
 
     trained = frozenset()
 
@@ -375,14 +365,11 @@ class Numbers:
 
 
 class Alone:
-    """Collectives of one rank."""
-
     def gather_numbers(self, numbers):
         return torch.tensor([numbers], dtype=torch.float64)
 
 
 def count(local, steps, ends=(), optimizers=1):
-    """Count steps, and end rounds after some; return after which changes are exchanged."""
     shared, worker = Numbers(), ExchangeWorker(torch.device("cpu"))
     rounds = LocalStepsController(local, shared, Alone(), worker)
     for step in range(1, steps + 1):
@@ -402,7 +389,7 @@ def count(local, steps, ends=(), optimizers=1):
     [
         (LocalSteps(4), {}, [4, 8, 12]),
         (LocalSteps(4), {"ends": (6, 8)}, [4, 6, 8, 12]),
-        (LocalSteps(4), {"ends": (8,)}, [4, 8, 12]),  # nothing has changed since
+        (LocalSteps(4), {"ends": (8,)}, [4, 8, 12]),  # no change since the end
         (LocalSteps(5, synchronous_steps=3), {}, [8, 13]),
         (LocalSteps(2, synchronous_steps=3), {"optimizers": 2}, [5, 7, 9, 11, 13]),
     ],
@@ -412,7 +399,7 @@ def test_when_changes_are_exchanged(local, arguments, exchanged):
 
 
 def step_apart(rank, where):
-    """Make more steps on one rank than on the other, which ends its training, or is in a later round."""
+    """Make more steps on one rank than on the other, which has ended or is in a later round."""
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(2)) as (_, engine):
         engine.rounds.begin_steps()
         for _ in range(2 + (rank if where == "the end" else 2 * rank)):

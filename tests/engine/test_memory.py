@@ -1,5 +1,3 @@
-"""What memories keep on a processor, where tensors change places instead of being copied; beside slow references."""
-
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ def gradients(step):
 
 
 def make_step(memory, step, hyperparameters, accepted=YES, replaceable=()):
-    """Send the first element of each tensor, and return what had accumulated, and the list after the step."""
     names, given = list(SIZES), gradients(step)
     accumulated = memory.compensate(names, list(given.values()), dict.fromkeys(names, hyperparameters))
     before = {name: tensor.clone() for name, tensor in zip(names, accumulated)}
@@ -51,7 +48,7 @@ def test_velocities_and_residuals_are_those_of_the_formula(momentum, is_nesterov
     for name in SIZES:
         assert torch.equal(state["residual"][name], residual[name])
         assert not momentum or torch.equal(state["momentum"][name], velocity[name])
-    assert momentum or not state["momentum"]  # without it none is kept
+    assert momentum or not state["momentum"]  # no momentum is stored without momentum
 
 
 def test_momentum_that_begins_later_begins_from_zero_as_the_optimizer_does():

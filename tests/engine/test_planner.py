@@ -1,5 +1,3 @@
-"""The planner at work, in real processes over a network whose costs the tests decide."""
-
 import time
 
 import pytest
@@ -20,7 +18,7 @@ from tests.helpers.sparse_ddp import (
 )
 
 LAYERS = 6
-STEPS = 60  # the trials take 40 steps, the contest 16
+STEPS = 60  # 40 steps of trials and 16 of comparison
 
 
 def costly_message(sent):
@@ -28,13 +26,11 @@ def costly_message(sent):
 
 
 def costly_bytes(sent):
-    """Bytes cost, messages do not; a layer's hide behind the next layer's backward."""
+    """Bytes cost time and messages do not. A layer's bytes hide behind the next layer's backward."""
     return 2e-6 * sent
 
 
 class Slow(nn.Module):
-    """Layers whose backward takes a while each, so that exchanges can hide behind it."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))
@@ -48,7 +44,6 @@ class Slow(nn.Module):
 
 
 def slow_down(engine, network):
-    """Let every exchange of a group take longer, by a network's costs."""
     communicator = engine.levels.inter
     issue = communicator.issue
 
@@ -61,14 +56,12 @@ def slow_down(engine, network):
 
 
 def losses_of(rank, ddp, engine, steps):
-    """Compute the loss of each step; tell the engine first that it begins, from where the planner counts the time."""
     for step in range(steps):
         engine.begin_backward()
         yield ddp(batch(rank, step))
 
 
 def train(rank, schedule, network, steps):
-    """Train over a network; return the parameters, the groups after every step, what was said, and the plan."""
     torch.manual_seed(0)
     buckets, lines = [], []
     with sparse_ddp(Slow(), density=0.05, schedule=schedule, log=lines.append) as (ddp, engine):
@@ -106,7 +99,6 @@ def test_the_plan_suits_the_network(pair, network, is_single):
 
 
 def train_adaptively(rank, network, steps):
-    """Train with densities that adapt; return parameters, the plan and the last step's statistics."""
     torch.manual_seed(0)
     compressor = LAGS(adaptive_density=True)
     with sparse_ddp(Slow(), compressor, density=0.02, log=lambda line: None) as (ddp, engine):
@@ -119,7 +111,7 @@ def train_adaptively(rank, network, steps):
 @pytest.mark.exhaustive
 @pytest.mark.clock
 def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair):
-    for _ in range(3):  # on a busy machine one group may be seen to take no longer, and then nothing hides
+    for _ in range(3):  # on a busy machine a measurement may show no difference
         (first, plan, stats), (second, other_plan, other_stats) = pair.run(train_adaptively, costly_bytes, STEPS + 40)
         if len(plan.densities) > 1:
             break
@@ -132,7 +124,6 @@ def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair):
 
 
 def train_edges(rank, compressor, schedule, steps):
-    """Train the awkward shapes; return the parameters, and whether a plan was made."""
     torch.manual_seed(0)
     settings = {"density": DENSITY[compressor], "schedule": schedule, "log": lambda line: None}
     with sparse_ddp(Edges(), compressor, **settings) as (ddp, engine):

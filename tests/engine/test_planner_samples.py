@@ -1,5 +1,3 @@
-"""The numbers on which ranks agree about the steps that they saw, and what they plan by them."""
-
 import time
 from itertools import accumulate
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from tests.helpers.examples import load
 
 
 class Told(load("echo").EchoCommunicator):
-    """Collectives of ranks that all say what one says, which note how many numbers that are."""
+    """Collectives with equal ranks that count the numbers sent."""
 
     def __init__(self, ranks=1):
         super().__init__(ranks, torch.device("cpu"))
@@ -28,7 +26,6 @@ class Told(load("echo").EchoCommunicator):
 
 
 def step(ready, tensors=2):
-    """Return a step of some gradients in a group; on a device they have no mark unless somebody watches."""
     record = StepRecord()
     record.backward_start, record.backward_end, record.end = 0.0, 2.0, 3.0
     record.ready = {f"weight {number}": ready for number in range(tensors)}
@@ -56,8 +53,8 @@ def test_the_numbers_of_many_ranks_are_averaged_in_little_memory_and_time():
     assert 8 * ranks * max(told.counts) < 100e6
 
 
-SIZES = [20_000, 2_000, 20_000, 20_000, 2_000, 500, 20_000, 50_000, 500]  # of which no equal parts are the best groups
-BACKWARD = 5e-3  # seconds of a tensor
+SIZES = [20_000, 2_000, 20_000, 20_000, 2_000, 500, 20_000, 50_000, 500]  # equal parts are not the best buckets
+BACKWARD = 5e-3  # seconds per tensor
 
 
 def select(elements):
@@ -69,7 +66,7 @@ def exchange(sent):
 
 
 def step_of(schedule, numels, density):
-    """Return a step whose groups, those of a schedule, take what they take by the costs above."""
+    """Return a step with the buckets of a schedule and the costs above."""
     record = StepRecord()
     record.ready = dict(zip(numels, accumulate([BACKWARD] * len(numels))))
     record.backward_start, record.backward_end = 0.0, max(record.ready.values())

@@ -1,5 +1,3 @@
-"""Replicas that drift apart by design are one model again whenever somebody looks."""
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ from tests.helpers.trainers import Small, make_trainer
 
 
 class Watched(Small):
-    """A model with a buffer that differs between ranks, and notes of its state at every moment that matters."""
+    """A model with a local buffer and notes of its state at every observable point."""
 
     def __init__(self):
         super().__init__()
@@ -18,7 +16,6 @@ class Watched(Small):
         self.notes = {"batch": [], "validation": []}
 
     def state(self):
-        """Return all parameters and floating-point buffers as one vector."""
         tensors = [*self.parameters(), *(buffer for buffer in self.buffers() if buffer.is_floating_point())]
         return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
 
@@ -30,7 +27,6 @@ class Watched(Small):
 
 
 def fit_watched(rank, every, path):
-    """Fit two epochs of 16 steps with a checkpoint in between; return notes, statistics and the checkpoint."""
     model = Watched()
 
     def save(*_):
@@ -59,7 +55,7 @@ def test_what_is_measured_and_saved_is_one_model(pair, tmp_path, every):
 
 
 def steps_with_average(every):
-    """Count steps from the last average on; one before validation, too, starts the count anew."""
+    """Count steps since the last average. An average before validation restarts the count."""
     steps, since = [], 0
     for step in range(32):
         since += 1
@@ -72,7 +68,6 @@ def steps_with_average(every):
 
 
 def fit_bytes(rank, every):
-    """Fit 15 steps, the last of which may end in an average; return the bytes of that step and of all."""
     trainer = make_trainer(rank, SparseDDPStrategy(A2SGD(param_sync_every=every)), limit_val_batches=0, max_steps=15)
     stats = {}
 
@@ -92,8 +87,6 @@ def test_an_average_is_counted_in_the_bytes_of_its_step(pair):
 
 
 class Changed(Watched):
-    """A model that a callback's like gives other weights on each rank, after the last average of an epoch."""
-
     def on_train_epoch_end(self):
         assert self.notes["batch"]
         with torch.no_grad():

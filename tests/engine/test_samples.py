@@ -1,5 +1,3 @@
-"""What a step did to each parameter, against what the step left behind; and asking changes nothing."""
-
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ STEPS = 4
 
 
 def losses_of(rank, ddp, engine, asks):
-    """Compute the loss of each step; ask first for samples of every second one, if told to."""
     for step in range(STEPS):
         engine.recorder.stop_sampling()
         if asks and step % 2:
@@ -28,7 +25,6 @@ def losses_of(rank, ddp, engine, asks):
 
 
 def train(rank, compressor, schedule, asks):
-    """Train some steps; return what was seen of each, from inside and from outside, and the parameters."""
     torch.manual_seed(0)
     book = []
     with sparse_ddp(Edges(), compressor, DENSITY[compressor], schedule) as (ddp, engine):

@@ -1,5 +1,3 @@
-"""Adam's arithmetic: piece by piece, or at the few places where something arrived, it is the formula's."""
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from lightning_sparse.functional.adam import (
 from tests.helpers.devices import DEVICE
 
 SCALARS = AdamScalars(beta2=0.95, weight=0.4, eps=1e-8)
-NUMELS = [5, 100_003, 1 << 20]  # more than a piece, and what a device takes alone
+NUMELS = [5, 100_003, 1 << 20]  # more than a piece, and the size that a device computes alone
 
 
 def normal(numel, seed, dtype=torch.float32):
@@ -23,7 +21,6 @@ def normal(numel, seed, dtype=torch.float32):
 
 
 def places(numel):
-    """Where two ranks sent something; some places twice."""
     return (
         torch.stack([torch.arange(0, numel, 97), torch.arange(0, numel, 97).roll(1)])
         .sort(dim=1)
@@ -71,7 +68,7 @@ def test_few_places_are_as_good_as_all(numel):
 def test_a_step_applies_all_of_a_gradient(numel, shrinkage, is_changed):
     second, gradient = normal(numel, 1).square_(), arrived(numel)
     if is_changed:
-        gradient[1] = 1e-3  # where nothing arrived
+        gradient[1] = 1e-3  # no value arrived here
     unchanged = gradient.clone()
     found = {}
     looked_up = look_up([places(numel)], [gradient], [second], [SCALARS]).get(0)

@@ -1,4 +1,4 @@
-"""Elements are added in the order of ranks, and indices are exact, and as narrow as they say."""
+"""Elements are added in rank order. Indices are exact and as narrow as documented."""
 
 import math
 
@@ -12,7 +12,6 @@ from tests.helpers.devices import devices
 
 @pytest.fixture
 def threads():
-    """Let torch use several threads, as a user's ranks do."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -23,9 +22,9 @@ def threads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_ranks_sent_of_one_element_is_added_in_the_order_of_ranks(threads, count, dtype):
     ranks = 4
-    numel = count + count // 4 + 1  # so that most places are taken by all ranks
+    numel = count + count // 4 + 1  # most indices are on all ranks
     generator = torch.Generator().manual_seed(count)
-    # Pieces of what has arrived for a group: not contiguous.
+    # Slices of a bucket are not contiguous.
     values = torch.randn(ranks, count + 7, dtype=dtype, generator=generator)[:, 2 : 2 + count]
     rows = [torch.randperm(numel, generator=generator)[:count].sort().values for _ in range(ranks)]
     indices = torch.stack([torch.nn.functional.pad(row, (3, 4)) for row in rows])[:, 3 : 3 + count]
@@ -36,8 +35,6 @@ def test_what_ranks_sent_of_one_element_is_added_in_the_order_of_ranks(threads, 
 
 
 class Calls(TorchDispatchMode):
-    """Count the operations of a device that are called."""
-
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -58,7 +55,7 @@ def test_a_device_is_called_once_for_many_ranks_and_for_few_as_often_as_there_ar
             add_rows(values, indices, torch.zeros(100, device="meta"))
         counts.append(calls.count)
     few, *many = counts
-    assert many[0] == many[1] < few <= 4 * 4  # a rank's views, and its sum
+    assert many[0] == many[1] < few <= 4 * 4  # a view per rank, and its sum
 
 
 @devices

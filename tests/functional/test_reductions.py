@@ -1,5 +1,3 @@
-"""What is computed of all elements of a tensor, against Python's own arithmetic, sorting and float64."""
-
 import math
 
 import pytest

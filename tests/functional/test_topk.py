@@ -1,5 +1,3 @@
-"""The fast selection against torch.topk, where it is easy and where it misleads; what reaches a floor."""
-
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ def normal(numel):
 
 
 def few_rows(numel):
-    """Return the gradient of an embedding: everything in few rows."""
     tensor = torch.zeros(numel)
     tensor[numel // 7 : numel // 7 + max(1, numel // 50)] = normal(max(1, numel // 50))
     return tensor

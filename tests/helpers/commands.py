@@ -1,4 +1,4 @@
-"""Programs that tests start as a user does, or begin in processes that have imported already what takes seconds."""
+"""Start programs as a user does, or fork them from a process with slow imports already done."""
 
 import contextlib
 import io
@@ -27,21 +27,19 @@ MODEL = "--model=pytorch_lightning.demos.boring_classes.BoringModel"
 
 
 def run_pytest(folder, *arguments):
-    """Run pytest in a folder of the user's; return how it ended, and all it said."""
     command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     return ended.returncode, ended.stdout + ended.stderr
 
 
 def refusal(capsys, *words):
-    """Return the lines that the command line says of words that it refuses."""
     with pytest.raises(SystemExit) as stop:
         main([*words])
     assert stop.value.code == 2
     return capsys.readouterr().err.splitlines()
 
 
-# What Lightning imports, and is not of it: two thirds of the time that a script takes to begin.
+# Imports of Lightning that are not part of Lightning: two thirds of a script's start-up time.
 _IMPORTED = "torch._dynamo, torch.distributed.fsdp, torch.utils.tensorboard, torchmetrics, tqdm, yaml, jsonargparse"
 _SERVER = f"""
 import json, os, runpy, sys
@@ -78,7 +76,10 @@ class Ended(NamedTuple):
 
 
 class Interpreter:
-    """A process that has imported what Lightning needs, but not Lightning; each script runs in a fork of it."""
+    """A process with Lightning's dependencies imported, but not Lightning.
+
+    Each script runs in a fork of this process.
+    """
 
     def __init__(self):
         words = [sys.executable, "-c", _SERVER]
@@ -87,7 +88,7 @@ class Interpreter:
         self._server = subprocess.Popen(words, **pipes, env=environment, start_new_session=True)
 
     def run(self, path, *arguments, environment=None, folder=None, ranks=1):
-        """Run a script in its folder, as one process or as the ranks of a job, as torchrun would start them."""
+        """Run a script in its folder, as a single process or as the ranks of a torchrun job."""
         if environment is None:
             environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         job = {
@@ -117,7 +118,7 @@ class Interpreter:
 
 
 def train_as_on_page(interpreter, page, folder):
-    """Run the first Python block of a page of docs/ on two ranks in a folder; its loss must halve at least."""
+    """Run the first Python block of a docs/ page on two ranks and assert that the loss at least halves."""
     text = (_ROOT / "docs" / page).read_text()
     (folder / "train.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     ended = interpreter.run(folder / "train.py", ranks=2)
@@ -128,7 +129,6 @@ def train_as_on_page(interpreter, page, folder):
 
 
 def begin(rank, script, arguments, folder):
-    """Run a script as one of the processes that a launcher has started; return all it said."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", JSONARGPARSE_DEPRECATION_WARNINGS="off")
     said = io.StringIO()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A network and its data, and how they are trained, saved and resumed through each entry point."""
+"""A network and its data, trained, saved and resumed through each entry point."""
 
 import os
 import warnings
@@ -18,20 +18,18 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import accelerator, expect
 
-ROWS = 4  # of a batch
-STEPS, SAVED, NORM = 13, 7, 0.1  # optimizer steps, those before the save, and of a gradient
+ROWS = 4  # batch size
+STEPS, SAVED, NORM = 13, 7, 0.1  # optimizer steps, steps before the save, clipping norm
 
 
 class Net(nn.Module):
-    """A network with BatchNorm, which returns its loss."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
 
     def forward(self, rows):
-        """Return a loss as Hugging Face's Trainer wants it."""
+        """Return the loss in the form that Hugging Face's Trainer expects."""
         return {"loss": (self.network(rows) - rows).square().mean()}
 
 
@@ -40,7 +38,7 @@ def rows_of(rank, step):
 
 
 def optimizer_of(net, settings=None):
-    """Return AdamW, or the SGD of a compressor that carries its momentum, and a learning rate that falls by step."""
+    """Return AdamW, or SGD if the compressor takes over its momentum, with a learning rate that falls every step."""
     if settings is not None and settings.get("compressor") == "dgc":
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
     else:
@@ -49,20 +47,19 @@ def optimizer_of(net, settings=None):
 
 
 def tensors_of(net):
-    """Copy parameters and buffers, but the count of BatchNorm."""
     tensors = [*net.named_parameters(), *net.named_buffers()]
     return {name: each.detach().cpu().clone() for name, each in tensors if each.is_floating_point()}
 
 
 @contextmanager
 def as_hugging_face_wants(rank):
-    """Be one of the processes that a launcher has started, and leave the warnings of Accelerate to itself."""
+    """Set the environment of a launched process, and reset Accelerate's state."""
     ranks = str(dist.get_world_size())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        warnings.filterwarnings("error", "gradients were changed")  # by the Trainer, which asks for their norm
+        warnings.filterwarnings("error", "gradients were changed")  # the Trainer warns when it computes the norm
         import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
         yield
 
@@ -87,13 +84,10 @@ class Module(Numbered):
 
 
 def node_ranks_of(settings):
-    """Return how many ranks are on a node: two where there are to be two levels, else all."""
     return 2 if settings.get("levels") == 2 else dist.get_world_size()
 
 
 def on_its_node(train):
-    """Have a rank train on its node."""
-
     @wraps(train)
     def there(rank, settings, *arguments, **named):
         node, local = divmod(rank, node_ranks_of(settings))
@@ -130,7 +124,7 @@ def through_fabric(rank, settings, folder, resumes):
         for step in range(state["step"], STEPS):
             if step % 4 == 0 and step:
                 model.eval()
-                strategy.synchronize()  # as a validation of the Trainer does
+                strategy.synchronize()  # a validation of the Trainer does the same
                 with strategy.shared_model(), torch.no_grad():
                     model(rows_of(0, 0).to(DEVICE))
                 model.train()
@@ -182,7 +176,7 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wra
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows in the order in which Accelerate deals them out: a batch for each rank, then the next ones."""
+    """Rows in the order in which Accelerate distributes them: a batch for each rank, then the next step."""
 
     def __len__(self):
         return STEPS * dist.get_world_size() * ROWS

@@ -1,4 +1,4 @@
-"""The scripts of the examples, imported as a user's python finds them: in the folder of the script."""
+"""Import the example scripts with their folder on the path, as Python does."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Fits in which one rank dies, stops, or runs out of something, at a point of the step that can be chosen."""
+"""Fits with a fault: a rank dies, stops, or runs out of memory at a chosen point of the step."""
 
 import importlib
 import os
@@ -24,18 +24,18 @@ from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.resuming import Numbered, fit_numbered
 
-TIMEOUT = 6.0  # seconds that an exchange waits for its peers, on a machine that may be busy with other tests
-GROUP_TIMEOUT = timedelta(seconds=15)  # of the process group, to which a user's strategy gives its own
-SAVED, ARMED = 4, 6  # batches after which a checkpoint is written, and from which on the fault may strike
+TIMEOUT = 6.0  # timeout of exchanges in seconds, on a busy machine
+GROUP_TIMEOUT = timedelta(seconds=15)  # timeout of the process group
+SAVED, ARMED = 4, 6  # batches before the checkpoint, batches before the fault is armed
 
 
 class Point(NamedTuple):
-    owner: Any  # class, or name of the module, with the function that it strikes in
-    name: str  # of the function
-    calls: int = 0  # that have to come first, once armed
+    owner: Any  # class, or name of the module, that holds the function
+    name: str  # name of the function
+    calls: int = 0  # calls before the fault, once armed
     settings: tuple[str, str] = ("topk", "merged")
-    epochs: int = 2  # that it takes to get there
-    # A rank that has just begun its next step may leave the other one in what ranks agree on at the end of the last.
+    epochs: int = 2  # epochs needed to reach the point
+    # The other rank may wait in the end-of-step agreement if the victim has just begun its next step.
     message: str = (
         r"waited in vain in all_gather of (the group of \d parameters from|\d+ numbers on which)"
         r".*longer timeout=.*ckpt_path"
@@ -52,10 +52,10 @@ POINTS = {
     "between two collectives": Point(
         Communicator, "issue", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
     ),
-    # The others have all they need of this step, and hear of it in what Lightning itself broadcasts before the next.
+    # The survivors need nothing more in this step. The failure appears in Lightning's next broadcast.
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
     "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
-    # The others are in a step of plain DDP by then.
+    # The survivors are in a plain DDP step by then.
     "changing to DDP": Point(Engine, "send_dense", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point("lightning_sparse.loop.state", "_write", message=_SAVING),
 }
@@ -63,8 +63,6 @@ SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}
 
 
 class Struck(Numbered):
-    """A model that saves after one of its batches, arms a fault after another, and may then save once more."""
-
     def __init__(self, path, arm, saves_again):
         super().__init__(SAVED, path)
         self.saves_again = saves_again
@@ -73,7 +71,7 @@ class Struck(Numbered):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         if max(self.history) == ARMED:
-            self.arm()  # strikes within the batches that follow
+            self.arm()  # the fault strikes in a later batch
         if self.saves_again and max(self.history) == ARMED + 1:
             self.trainer.save_checkpoint(self.path)
 
@@ -93,7 +91,6 @@ def strategy_of(point):
 
 @contextmanager
 def impatient():
-    """Plan after a few steps, and decide after a few more; the same on every rank."""
     with ExitStack() as stack:
         for module, values in (
             (plan_module, {"_PARTS": (1, 2)}),
@@ -105,7 +102,7 @@ def impatient():
 
 
 def fit_struck(rank, point, victim, how, path):
-    """Fit until the fault ends it; return kind and message of what was raised, and how long that took once armed."""
+    """Fit until the fault ends the fit. Return the error's type and message, and the seconds since arming."""
     armed_at = [0.0]
 
     def arm():
@@ -139,14 +136,13 @@ def fit_whole(rank, compressor):
 
 
 def start_again(rank, point, path, never_stopped):
-    """Go on from the checkpoint; return the batches gone through, and where they differ from a fit without a fault."""
     model = Numbered()
     fit_numbered(rank, strategy_of(point), model, path)
     return sorted(model.history), differences({seen: never_stopped[seen] for seen in model.history}, model.history)
 
 
 def processes():
-    """Yield number, state, parent and session of every process; of those that have ended as ``Z``."""
+    """Yield number, state, parent and session of every process. The state of a zombie is ``Z``."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]

@@ -1,5 +1,3 @@
-"""A fit on each rank, and all that came of it."""
-
 import copy
 import logging
 from contextlib import contextmanager
@@ -20,17 +18,15 @@ REFUSED = (ValueError, TypeError, RuntimeError)
 
 
 class Fitted(NamedTuple):
-    """What came of a fit, on one rank."""
-
-    batches: list[Tensors]  # weights after each of them
+    batches: list[Tensors]  # weights after each batch
     start: Tensors
-    end: Tensors  # buffers, too
-    stats: list[dict[str, float]]  # after each batch
+    end: Tensors  # end state, including buffers
+    stats: list[dict[str, float]]  # statistics after each batch
     total: dict[str, float]  # statistics at the end
-    kept: dict[str, Any]  # by the strategy
-    optimizers: list[list[Any]]  # what each keeps of its parameters
-    said: list[str]  # by the strategy
-    notes: Any  # the model's own
+    kept: dict[str, Any]  # state that the strategy stores
+    optimizers: list[list[Any]]  # state per parameter, of each optimizer
+    said: list[str]  # log lines of the strategy
+    notes: Any  # notes of the model
 
 
 class Watch(Callback):
@@ -45,14 +41,12 @@ class Watch(Callback):
 
 
 class NotingLogger(DummyLogger):
-    """A logger that keeps what it is told."""
-
     def __init__(self):
         super().__init__()
         self.told = []
 
     def __setstate__(self, state):
-        self.__dict__.update(state)  # whatever a DummyLogger is asked for does nothing
+        self.__dict__.update(state)  # DummyLogger returns a no-op for every attribute
 
     def log_metrics(self, metrics, *args, **kwargs):
         self.told.append(dict(metrics))
@@ -81,7 +75,6 @@ def strategy_of(settings):
 
 
 def fit(rank, module, settings, source, arguments):
-    """Fit, two epochs of six batches if nothing else is said."""
     model, watch = module(), Watch()
     start = weights(model)
     more = {"limit_val_batches": 0, **arguments, "callbacks": [*arguments.get("callbacks", ()), watch]}
@@ -107,7 +100,7 @@ def fits(pool, module, settings=None, source=None, **arguments):
 
 
 def one_model(answers):
-    """Return what came of a fit, which is the same after every batch on all ranks."""
+    """Assert that all ranks have the same model after every batch, and return the results of rank 0."""
     first, *others = answers
     for other in others:
         assert_same(other.batches, first.batches)
@@ -116,12 +109,10 @@ def one_model(answers):
 
 
 def are_alike(one, other):
-    """Tell after which batches two ranks are one model."""
     return [not differences(*both) for both in zip(one.batches, other.batches)]
 
 
 def refuse(rank, act, *arguments):
-    """Do what must be refused; return kind and message of the error."""
     try:
         act(rank, *arguments)
     except REFUSED as error:
@@ -130,7 +121,6 @@ def refuse(rank, act, *arguments):
 
 
 def refusals(pool, module, settings, source=None, **arguments):
-    """Return, by rank, with which error a fit is refused."""
     return pool.run(refuse, fit, module, settings, source, arguments)
 
 
@@ -139,7 +129,7 @@ def resume(rank, module, settings, path, save_after, arguments):
 
 
 def assert_goes_on(pool, folder, settings, module=Numbered, save_after=8, **arguments):
-    """Ask for the same bits from a fit that was saved after a batch and resumed as from one that never stopped."""
+    """Assert that a fit resumed from a save is bitwise identical to a fit without a stop."""
     last, arguments = 6 * arguments.get("max_epochs", 2), {"limit_val_batches": 0, **arguments}
     for seen, found in pool.run(resume, module, settings, str(folder / "mid.ckpt"), save_after, arguments):
         assert found == []

@@ -1,4 +1,4 @@
-"""What ranks issue: every collective, of any thread, in the order of its calls; and devices that make them in that."""
+"""Record the collectives that ranks issue, from any thread and in the order of calls."""
 
 import time
 from collections import deque
@@ -16,16 +16,14 @@ from lightning_sparse.engine.step.worker import ExchangeWorker
 
 
 class Issued(NamedTuple):
-    """One collective, the same on all ranks of its communicator."""
-
     communicator: str
     ranks: tuple[int, ...]
     operation: str
-    numels: tuple[int, ...]  # of its tensors; none where ranks send each other different numbers
+    numels: tuple[int, ...]  # sizes of the tensors; empty if ranks send different sizes
 
 
 class Recording(TorchDispatchMode):
-    """Note what is issued on a thread, also by C++, such as by DDP's reducer."""
+    """Record the collectives issued on a thread, including collectives from C++ such as DDP's reducer."""
 
     def __init__(self, issued):
         super().__init__()
@@ -47,7 +45,7 @@ def _issued(operation, args):
 
 @contextmanager
 def recording(seconds=0.0):
-    """Note what is issued inside, where exchange workers sleep for some ``seconds`` before each of their tasks."""
+    """Record collectives, and let exchange workers sleep for ``seconds`` before each task."""
     issued = []
 
     class Recorded(ExchangeWorker):
@@ -64,9 +62,10 @@ def recording(seconds=0.0):
 
 
 def stuck_at(recordings):
-    """Return what the ranks wait for that begin a collective after the one before; ``None`` if all come to an end.
+    """Return the collectives of a deadlock, or ``None``.
 
-    A device with one queue for all communicators does so, as NCCL may have it.
+    Models a device with one queue for all communicators, which NCCL permits: each collective waits for the previous
+    one.
     """
     queues = [deque(issued) for issued in recordings]
     while any(queues):

@@ -1,10 +1,7 @@
-"""The phases of a wire format of several ranks, in one process and in step."""
-
 import torch
 
 
 def run_phases(phases):
-    """Do what collectives do; return what arrived on each rank, and what all ranks handed in, by phase."""
     received = [None] * len(phases)
     handed_in = []
     while True:

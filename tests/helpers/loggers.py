@@ -1,5 +1,3 @@
-"""What loggers have written, read back."""
-
 import csv
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

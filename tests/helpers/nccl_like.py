@@ -1,4 +1,4 @@
-"""A backend on processors with the manners of NCCL, over gloo: what it refuses, what it returns, what it takes."""
+"""A CPU backend over gloo with NCCL's restrictions, return values and arguments."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -15,19 +15,17 @@ _WITHOUT_NAME = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.co
 
 
 class Communicator(NamedTuple):
-    """A process group of this rank, and what was asked for with it."""
-
     ranks: tuple[int, ...]
     timeout: timedelta
-    calls: Counter[str]  # NCCL sets a communicator up, and takes memory of a GPU for it, at the first one
+    calls: Counter[str]  # counts calls: NCCL creates a communicator, and allocates its GPU memory, in the first call
 
 
 class NCCLLike(dist.ProcessGroup):
-    """A process group that dispatches to gloo, and minds what NCCL minds.
+    """A process group over gloo with NCCL's restrictions.
 
-    It has no sparse layouts and no 16-bit integers, takes dense tensors alone, returns no work from a call that is not
-    asynchronous, and gathers equally much from all. ``made`` holds the groups that this process has made and not given
-    back, by name.
+    It supports only dense tensors without 16-bit integers, returns no work from synchronous calls, and gathers equal
+    sizes.
+    ``made`` holds the live groups of this process by name.
     """
 
     made: ClassVar[dict[str, Communicator]] = {}
@@ -58,7 +56,7 @@ class NCCLLike(dist.ProcessGroup):
         return self._gloo
 
     def shutdown(self):
-        """Give it back; what it was used for stays known."""
+        """Do nothing, and so retain the record of this group's calls."""
 
     def perform(self, name, arguments):
         for tensor in tree_leaves(arguments[:2]):
@@ -93,7 +91,6 @@ def _named(name):
 _NAMES = ["allreduce", "broadcast", "allgather", "barrier", "reduce", "gather", "scatter", "reduce_scatter", "alltoall"]
 for _name in (*_NAMES, "alltoall_base", "_allgather_base", "_reduce_scatter_base"):
     setattr(NCCLLike, _name, _named(_name))
-# Renamed in torch 2.13.
 for _new, _old in {
     "all_gather_single": "_allgather_base",
     "all_to_all_single": "alltoall_base",
@@ -106,7 +103,7 @@ dist.Backend.register_backend(NAME, NCCLLike, extended_api=True, devices=["cpu"]
 
 @contextmanager
 def taken_for_nccl():
-    """Have this backend be NCCL for whoever asks which one a group has; yield what groups are used for inside."""
+    """Report this backend as NCCL. Yield the groups and their call counts."""
     ask = dist.get_backend_config
     for each in NCCLLike.made.values():
         each.calls.clear()

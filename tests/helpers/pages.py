@@ -1,5 +1,3 @@
-"""What the pages say, in parts."""
-
 import re
 from pathlib import Path
 
@@ -19,30 +17,25 @@ def prose(page):
 
 
 def spans(page):
-    """Return what a page writes as code within a line."""
     return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", prose(page))]
 
 
 def anchors(page):
-    """Return what links into a page may end with."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def section(page, heading):
-    """Return what follows a heading, up to the next of the second level."""
     _, _, after = page.read_text().partition(f"\n{heading}\n")
     return after.partition("\n## ")[0]
 
 
 def rows(page, heading):
-    """Return the cells, row by row, of the table that follows a heading."""
     table = re.search(r"(?:^\|.*\n)+", section(page, heading), re.MULTILINE)
     assert table is not None, f"{page} has no table after {heading!r}"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
 
 
 def shown_commands(command):
-    """Return the words that follow a command of this package, wherever a page has it on a line of its own."""
     text = "".join(page.read_text() for page in PAGES)
     return sorted(set(re.findall(rf"^lightning-sparse {command} (.*)$", text, re.MULTILINE)))

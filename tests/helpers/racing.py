@@ -1,8 +1,8 @@
-"""A device that can race, played on the host: streams, events, memory that is given out again, and a host that waits.
+"""A simulated device on the host that detects races: streams, events, memory reuse, and host waits.
 
-Tensors lie in the host's memory, and say that they are a GPU's. Each stream has a vector clock, and so each reading and
-writing of a tensor's memory is known to be after another one or not, whatever the order in which the host made them.
-There is no other rank: of as many as are asked for, each hands in what this one does.
+Tensors are in host memory and report a GPU as their device. Each stream has a vector clock. The clocks decide whether
+two accesses to a tensor's memory are ordered, independent of the order of the host's calls. There is only one rank:
+each collective behaves as if all ranks sent this rank's tensors.
 """
 
 import sys
@@ -33,15 +33,11 @@ _real_device = torch.Tensor.device.__get__
 
 
 class Wait(NamedTuple):
-    """One time that the host waited for the device."""
-
     what: str
-    where: str  # the function of this package that asked for it; "" where others did
+    where: str  # calling function of this package; "" if the caller is outside
 
 
 class Clock(dict):
-    """How many pieces of work of each stream are done, by its number."""
-
     def join(self, other):
         for number, time in other.items():
             self[number] = max(self.get(number, 0), time)
@@ -51,8 +47,6 @@ class Clock(dict):
 
 
 class Event:
-    """A point in the work of a stream, which has come to pass whenever the host asks."""
-
     def __init__(self, device, enable_timing=False):
         self._device, self._clock, self._has_passed = device, Clock(), False
 
@@ -75,8 +69,6 @@ class Event:
 
 
 class Stream:
-    """Work in the order in which hosts have queued it."""
-
     def __init__(self, device, name=None, priority=0):
         self._device, self.clock, self.number, self.priority = device, Clock(), len(device.streams), priority
         self.name = name or f"stream {self.number}"
@@ -98,31 +90,31 @@ class Stream:
 
 
 class _Memory:
-    """A tensor's memory: the stream for which it was taken, and the last work of each stream on it."""
+    """The stream that allocated a tensor's memory, and the last operations of each stream on the memory."""
 
     def __init__(self, stream):
         self.stream = stream
-        self.written = ()  # (stream's number, time, operation), or none
-        self.read = {}  # (time, operation) by stream's number
+        self.written = ()  # (stream number, time, operation), or empty
+        self.read = {}  # (time, operation) by stream number
 
 
 class _Host(threading.local):
-    """A thread of the host: the stream on which it queues work, and what it has waited for."""
+    """A host thread: its current stream, and the clock of the last wait."""
 
     def __init__(self, first):
         self.stream, self.clock = first, Clock()
-        self.asked = None  # device that the call in progress asks for
+        self.asked = None  # device requested by the current call
         self.is_seen = False
 
 
 class Device:
-    """What ``torch.get_device_module`` returns, as far as it is needed; ``races`` and ``waits`` are what was seen."""
+    """The subset of ``torch.get_device_module`` that the package uses; records ``races`` and ``waits``."""
 
     def __init__(self):
         self.races, self.waits, self.streams = [], [], []
         self.Stream = lambda device=None, priority=0: Stream(self, priority=priority)
         self.Event = partial(Event, self)
-        self._memories = {}  # of the device, by the storage's address
+        self._memories = {}  # device memory by storage address
         self._lock = threading.RLock()
         self._default = Stream(self, "default")
         self._collecting = Stream(self, "collective")
@@ -132,7 +124,7 @@ class Device:
         return self._host.stream
 
     def set_device(self, device):
-        """Do nothing: there is one."""
+        """Do nothing, because there is a single device."""
 
     def synchronize(self, device=None):
         for stream in self.streams:
@@ -149,7 +141,6 @@ class Device:
 
     @contextmanager
     def seen(self):
-        """See what this thread does inside."""
         if self._host.is_seen:
             yield
             return
@@ -161,23 +152,22 @@ class Device:
             self._host.is_seen = False
 
     def wait(self, what, clock=None):
-        """Have the host wait for what its stream holds, or for a clock."""
+        """Let the host wait for its stream, or for a clock."""
         self._host.clock.join(self._host.stream.clock if clock is None else clock)
         self.waits.append(Wait(what, _place()))
 
     def holds(self, tensor):
-        """Tell whether a tensor is on the device."""
         return _key(tensor) in self._memories
 
     def take(self, tensor):
-        """Take a tensor's memory for the device's, if it is new."""
+        """Allocate device memory for a tensor without memory on the device."""
         if (key := _key(tensor)) in self._memories:
             return
         self._memories[key] = _Memory(self._host.stream)
         weakref.finalize(tensor.untyped_storage(), self._give_back, key).atexit = False
 
     def use(self, operation, read, written):
-        """Queue a piece of work on the present stream, and look whether it is after what it needs."""
+        """Queue an operation on the current stream, and record a race if an access is unordered."""
         with self._lock:
             stream = self._host.stream
             stream.clock.join(self._host.clock)
@@ -206,7 +196,7 @@ class Device:
                     self.races.append(f"memory of {names[0]} is given out again beside {operation} on {names[1]}")
 
     def collect(self, tensor, echo, is_asynchronous):
-        """Have a collective answer as if each rank handed in the same; return what waits for it, as NCCL's does."""
+        """Run a collective as if each rank sent the same tensor. Return a work object if asynchronous."""
         if not is_asynchronous:
             return echo()
         self._collecting.clock.join(self._host.stream.clock)
@@ -217,7 +207,7 @@ class Device:
 
 class _Work(NamedTuple):
     device: Device
-    tensor: torch.Tensor  # held until it is waited for
+    tensor: torch.Tensor  # reference held until the wait
     clock: Clock
 
     def wait(self):
@@ -229,24 +219,23 @@ def _key(tensor):
 
 
 def _place():
-    """Return the function of this package that is being called, the innermost."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_code.co_name}"
 
 
-_MADE_ON_HOST = ("tensor", "as_tensor", "asarray", "new_tensor")  # and copied, which the host waits for
-_READ_BY_HOST = ("tolist", "numpy")  # beside what asks for a number
+_MADE_ON_HOST = ("tensor", "as_tensor", "asarray", "new_tensor")  # blocking copies of host values
+_READ_BY_HOST = ("tolist", "numpy")  # host reads of values, besides scalar reads
 _WAITED_FOR = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal", "bincount")
 _WITHOUT_WORK = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
-_JOINING = ("cat", "stack")  # which take no number of the host beside a device's
+_JOINING = ("cat", "stack")  # operations without 0-dim host arguments beside device tensors
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 _BETWEEN_DEVICES = ("copy_", "_to_copy", *_INDEXING)
 
 
 class _Calls(TorchFunctionMode):
-    """See which device calls ask for, and have the host answer."""
+    """Record the device that each call requests, and run the call on the host."""
 
     def __init__(self, device, host):
         super().__init__()
@@ -261,7 +250,7 @@ class _Calls(TorchFunctionMode):
         if is_made or (is_held and name in _READ_BY_HOST):
             self._device.wait(name)
         asked = CUDA if is_made else asked
-        if asked is None or name == "_parse_to":  # which only reads what a module is asked for
+        if asked is None or name == "_parse_to":  # ``_parse_to`` only parses the arguments of ``module.to``
             return func(*args, **kwargs)
         if name in ("cpu", "cuda", "to") and is_held != (asked == CUDA):
             func, args, kwargs = torch.Tensor.to, args if name == "to" else (first, CPU), {**kwargs, "copy": True}
@@ -274,7 +263,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _asked(name, args, kwargs):
-    """Return the device that a call names, if it is this one or the host."""
+    """Return the requested device: this device, the host, or ``None``."""
     if name in ("cpu", "cuda"):
         return CPU if name == "cpu" else CUDA
     named = (torch.device(each) for each in _leaves(args, kwargs) if _names_device(each))
@@ -290,7 +279,7 @@ def _on_host(argument):
 
 
 class _Operations(TorchDispatchMode):
-    """See what is read and written, and what the host waits for."""
+    """Record which tensors an operation reads and writes, and whether the host waits."""
 
     def __init__(self, device, host):
         super().__init__()
@@ -305,7 +294,7 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = list(_tensors(result))
         changed = [args[place] if place < len(args) else kwargs.get(key) for place, key in _changed_by(func)]
-        if name.startswith("_foreach"):  # which torch does not count as a change where a mode looks on
+        if name.startswith("_foreach"):  # torch does not count in-place _foreach changes in a dispatch mode
             torch.autograd.graph.increment_version(list(_tensors(*changed)))
         if self._host.asked == CUDA or (self._host.asked is None and is_held):
             for each in made:
@@ -315,11 +304,11 @@ class _Operations(TorchDispatchMode):
         return result
 
     def _waits(self, name, args, kwargs, given, is_held):
-        """Tell whether the host waits for an operation; refuse what no device can do."""
+        """Return whether the host waits for an operation. Raise an error if a device does not support the operation."""
         elsewhere = [each for each in given if (each.dim() or name in _JOINING) and not self._device.holds(each)]
         if is_held and elsewhere and name not in _BETWEEN_DEVICES:
             raise RuntimeError(f"{name} was given tensors of the host beside a device's")
-        # A copy to the device that is not blocking has read its source when it returns.
+        # A blocking copy to the device has read its source when the copy returns.
         is_blocking = not (kwargs.get("non_blocking", False) or (args[2:3] and args[2] is True))
         if name == "_to_copy" and self._host.asked is not None and is_held != (self._host.asked == CUDA):
             return is_held or is_blocking
@@ -347,14 +336,14 @@ def _tensors(*trees):
 
 @cache
 def _changed_by(func):
-    """Return the arguments that an operation writes into, by place and by name."""
+    """Return index and name of the arguments that an operation writes."""
     arguments = enumerate(func._schema.arguments)
     return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 @contextmanager
 def played(ranks=4):
-    """Play a device, and this rank of so many on it, which is one of those that all answer what it says."""
+    """Simulate a device and ``ranks`` ranks that all send this rank's tensors."""
     device = Device()
 
     def said(tensor):
@@ -372,7 +361,7 @@ def played(ranks=4):
         return device.collect(tensor, lambda: tensor.mul_(dist.get_world_size(group)), async_op)
 
     def run_backward(*args, **kwargs):
-        with _Calls(device, device._host):  # which backward, as a call, is out of, and its hooks' calls with it
+        with _Calls(device, device._host):  # the backward call and its hooks run outside the outer mode
             return real_backward(*args, **kwargs)
 
     real_backward = torch.autograd._engine_run_backward
@@ -393,21 +382,17 @@ def played(ranks=4):
 
 
 class Way(NamedTuple):
-    """How a model is trained on a played device."""
-
     given: Mapping[str, Any] = {}  # settings of the exchange
     build: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1)
     local_world_size: int = 1
     dtype: torch.dtype = torch.float32
-    backwards: int = 1  # of a step
+    backwards: int = 1  # backwards per step
     clips: bool = False
     scales: bool = False
-    skips: bool = False  # a layer in every second step
+    skips: bool = False  # whether every second step skips a layer
 
 
 class Skipping(nn.Module):
-    """A model with a layer that is not always used."""
-
     def __init__(self):
         super().__init__()
         self.first, self.between, self.last = nn.Linear(64, 48), nn.Linear(48, 48), nn.Linear(48, 20)
@@ -418,7 +403,7 @@ class Skipping(nn.Module):
 
 
 def train(way, steps):
-    """Train on the device that is played, and yield after each step what exchanges the gradients."""
+    """Train on the simulated device and yield the handle after each step."""
     torch.manual_seed(0)
     net = Skipping().to(CUDA, way.dtype)
     optimizer = way.build(net.parameters())

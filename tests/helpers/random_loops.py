@@ -1,4 +1,4 @@
-"""What was drawn for the Trainer, in a loop of one's own, with Fabric or without: it has to end with the same bits."""
+"""Run random trainings in a plain or Fabric loop. The result must be bitwise identical to the Trainer's."""
 
 import os
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -28,16 +28,15 @@ from tests.helpers.random_trainings import (
 from tests.helpers.trainers import accelerator, learning_in_turns
 
 _OF_THE_TRAINER = ("callbacks", "renews", "may_not_matter")
-# Each rank's own, unless something makes them alike, which is not done at the same times everywhere.
+# Local buffers: the entry points broadcast at different times.
 _OWN_BUFFERS = ("running mean", "normalized", "counter")
 
 
 def in_a_loop(training):
-    """Return what of a training a loop of one's own can do."""
     by_hand = "together" if training.by_hand else ""
     is_known = agrees(training.subject) and training.strategy not in MEASURED
     found = training.but(
-        is_sharded=False,  # which is the Trainer's alone
+        is_sharded=False,  # only the Trainer supports shards
         by_hand=by_hand,
         backwards=1,
         accumulates=1 if by_hand else training.accumulates,
@@ -45,7 +44,8 @@ def in_a_loop(training):
         clips="Lightning's" if training.clips == "torch's" else training.clips,
         **{name: Training.__dataclass_fields__[name].default for name in _OF_THE_TRAINER},
     )
-    # What is frozen is sent as zeros until the end, where the Trainer sends it no more. It competes with nothing.
+    # A plain loop sends frozen parameters as zeros until the end, but the Trainer stops. So frozen parameters must not
+    # compete.
     competes = found.subject.selects_across_bucket or found.subject.wire_format == "union"
     left_out = ("thawing",) if competes or found.local else ()
     left_out += _OWN_BUFFERS if by_hand or found.validates or found.local else ()
@@ -57,14 +57,10 @@ def in_a_loop(training):
 
 
 class Alone(Drawn):
-    """The drawn model, told what else its trainer tells it."""
-
     trainer = None
 
 
 class PlainLoop:
-    """A drawn training, one batch after the other; the model is wrapped by ``wrap``."""
-
     wrap = staticmethod(lambda module: module)
 
     def __init__(self, rank, training, has_more=False):
@@ -76,7 +72,7 @@ class PlainLoop:
         self.path = ""
         steps = training.epochs * -(-training.batches // training.accumulates)
         self.set_up({**settings_of(training), "total_steps": steps})
-        model.outer = (self.outer,)  # hidden from the module that it wraps
+        model.outer = (self.outer,)  # the tuple prevents registration as a submodule
         self.trainer.optimizers = self.optimizers
 
     def set_up(self, settings):
@@ -133,7 +129,7 @@ class PlainLoop:
         self.outer.train()
 
     def look(self):
-        """Look at what there is, which changes no bit: some of it on one rank alone."""
+        """Read statistics and state, on some ranks only. Reading must change no bit."""
         handle = self.handle if isinstance(self.handle, GradientSparsifier) else self.handle.handle(self.outer)
         handle.check_replicas()
         handle.state()
@@ -148,7 +144,7 @@ class PlainLoop:
     def parts(self):
         return {"model": self.model, **{str(n): each for n, each in enumerate([*self.optimizers, *self.schedules])}}
 
-    # What the entry point does.
+    # Operations of the entry point, for subclasses.
 
     def backward(self, loss):
         loss.backward()
@@ -161,7 +157,6 @@ class PlainLoop:
 
     @contextmanager
     def computing(self):
-        """Compute as Lightning does in a precision."""
         precision, before = self.training.precision, torch.get_default_dtype()
         with torch.autocast(DEVICE.type, torch.bfloat16, precision == "bf16-mixed", cache_enabled=False):
             torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else before)
@@ -185,14 +180,10 @@ class PlainLoop:
 
 
 class WrappedLoop(PlainLoop):
-    """The same around DDP."""
-
     wrap = DistributedDataParallel
 
 
 class FabricLoop(PlainLoop):
-    """The same with Fabric."""
-
     def set_up(self, settings):
         self.handle = SparseFabricStrategy(**settings)
         devices = self.training.ranks // self.training.nodes
@@ -236,7 +227,6 @@ LOOPS = {"plain": PlainLoop, "wrapped": WrappedLoop, "fabric": FabricLoop}
 
 
 def train_everywhere(rank, training, folder, loop):
-    """Train by the Trainer and in a loop of one's own, and go on from a file of the latter; return all three."""
     outcomes = {"trainer": fit(rank, training, f"{folder}/trainer")}
     node, local = divmod(rank, training.ranks // training.nodes)
     there = {"GROUP_RANK": str(node), "NODE_RANK": str(node), "LOCAL_RANK": str(local)}

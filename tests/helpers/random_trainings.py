@@ -1,4 +1,4 @@
-"""Trainings drawn at random: what is drawn is a :class:`Training`, printed as the Python that makes it again."""
+"""Trainings drawn at random. The ``repr`` of a :class:`Training` is the Python code that creates it again."""
 
 import dataclasses
 import random
@@ -44,56 +44,59 @@ from tests.helpers.trainers import expect, forget_groups, learning_in_turns, mak
 
 WIDTH = 6
 _EXPECTED_WARNINGS = (
-    ".*your dataloader is not resumable.*",  # batches follow from their number alone
+    ".*your dataloader is not resumable.*",  # the batch number alone determines the rows
     ".*callbacks used to create the checkpoint need to be provided.*",
-    ".*find_unused_parameters=True was specified in DDP constructor.*",  # some draws use everything
+    ".*find_unused_parameters=True was specified in DDP constructor.*",  # some draws use all parameters
     ".*gradient_as_bucket_view.*",
     ".*Grad strides do not match bucket view strides.*",
-    ".*is not corrected.*|.*makes its updates.*",  # of optimizers that were told not to be
+    ".*is not corrected.*|.*makes its updates.*",  # optimizers with corrections off
     ".*are not in this checkpoint, as with ddp.*",
     ".*exists and is not empty.*",
-    ".*OverlapTimeline has recorded nothing.*",  # of trainings that accumulate longer than they last
-    ".*gradients were changed between backward and the optimizer's step.*",  # by torch's own clipping
+    ".*OverlapTimeline has recorded nothing.*",  # trainings shorter than an accumulation
+    ".*gradients were changed between backward and the optimizer's step.*",  # warning about torch's own clipping
 )
 
-State = dict[str, list[Any]]  # what a tensor of that name held
+State = dict[str, list[Any]]  # tensor values by name
 
 
 @dataclass(frozen=True)
 class Training:
-    """All of a training; two that are equal end with the same bits. The defaults are the plainest there is."""
+    """The parameters of a training.
 
-    seed: int = 0  # of weights and batches
+    Equal values give bitwise identical results. The defaults are the simplest training.
+    """
+
+    seed: int = 0  # seed of weights and batches
     ranks: int = 2
     nodes: int = 1
-    is_sharded: bool = False  # over the two ranks of each node
-    strategy: str = "topk"  # in STRATEGIES
+    is_sharded: bool = False  # whether FSDP shards the model over the two ranks of each node
+    strategy: str = "topk"  # key of STRATEGIES
     density: float = 0.1
     wire: str = "float32"
     schedule: str = "layerwise"
     exchange: str = "auto"
     levels: Any = 1
-    correction: Any = "auto"  # of Adam
+    correction: Any = "auto"  # Adam correction
     local: Optional[LocalSteps] = None
-    callbacks: tuple[str, ...] = ()  # of this package, which change what is sent
-    optimizer: str = "sgd"  # in OPTIMIZERS
-    optimizers: int = 1  # several are stepped by hand
-    by_hand: str = ""  # how the user steps; "" is Lightning's own way
-    renews: Optional[int] = None  # batch of the training at which there are other optimizers
-    adds: Optional[int] = None  # batch of the training before which there is another layer
-    shares: bool = False  # all optimizers have one parameter in common
-    backwards: int = 1  # for a step by hand
-    accumulates: int = 1  # batches for a step
-    clips: str = ""  # by norm, in CLIPS
-    falls: str = ""  # how the learning rate does with every step, in SCHEDULES
+    callbacks: tuple[str, ...] = ()  # callbacks of this package that change the messages
+    optimizer: str = "sgd"  # key of OPTIMIZERS
+    optimizers: int = 1  # several optimizers imply manual optimization
+    by_hand: str = ""  # form of manual optimization; "" is automatic
+    renews: Optional[int] = None  # batch number of a replacement of the optimizers
+    adds: Optional[int] = None  # batch number before which a layer is added
+    shares: bool = False  # whether all optimizers share a parameter
+    backwards: int = 1  # backwards per manual step
+    accumulates: int = 1  # batches per step
+    clips: str = ""  # clipping by norm, from CLIPS
+    falls: str = ""  # learning rate schedule, key of SCHEDULES
     precision: str = "32-true"
-    parts: tuple[str, ...] = ()  # of the model, in PARTS
+    parts: tuple[str, ...] = ()  # model parts, from PARTS
     epochs: int = 2
-    batches: int = 5  # of an epoch
+    batches: int = 5  # batches per epoch
     validates: Optional[int] = None  # batches between two validations
-    saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
-    moves: int = 0  # to so many ranks, on which the file is gone on from as well
-    may_not_matter: tuple[str, ...] = ()  # in MAY_NOT_MATTER
+    saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and a number
+    moves: int = 0  # number of ranks of another resume from the file; 0 for none
+    may_not_matter: tuple[str, ...] = ()  # changes without effect, from MAY_NOT_MATTER
 
     def __repr__(self):
         said = [
@@ -112,12 +115,10 @@ class Training:
 
     @property
     def norm(self):
-        """What gradients are clipped to."""
         return 0.05 if self.seed % 2 else 0.5
 
     @property
     def drifts(self):
-        """Whether replicas are different models between two exchanges."""
         return self.local is not None or not agrees(self.subject)
 
     @property
@@ -130,15 +131,15 @@ class Training:
 
     @property
     def has_momentum(self):
-        """Whether SGD's momentum is accumulated before selection."""
         return self.subject.feedback.momentum is not None or "MomentumCorrection" in self.callbacks
 
     @property
     def is_possible(self):
-        """Whether Lightning and DDP can do it.
+        """Return whether Lightning and DDP support the training.
 
-        Several optimizers are stepped by hand, nothing is validated between two batches of a step by hand, where
-        Lightning would drop their gradients, and a loss has a gradient.
+        Several optimizers need manual optimization. A validation inside a manual accumulation is excluded because
+        Lightning
+        would drop the gradients. Each loss needs a gradient.
         """
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
@@ -146,13 +147,12 @@ class Training:
 
     @property
     def uses_partly(self):
-        """Whether some backwards leave parameters out."""
         seldom = any(part in ("thawing", "averaged") or "used" in part for part in self.parts)
         return "toggled" in self.by_hand or seldom
 
     @property
     def _needs_other_things(self):
-        """Whether one thing cannot go with another one, in torch and Lightning themselves."""
+        """Yield whether torch or Lightning excludes a combination of features."""
         in_step = self.renews is not None and (
             self.renews % self.batches % self.accumulates or (self.accumulates > 1 and "by turns" in self.by_hand)
         )
@@ -163,21 +163,21 @@ class Training:
 
     @property
     def _has_idle(self):
-        """Whether the third optimizer has its turn with a layer that may not be used: its loss has no gradient."""
+        """Return whether the third optimizer may train only an unused layer, which gives a loss without a gradient."""
         is_seldom = any("used" in part for part in self.parts) and "normalized" not in self.parts
         return "toggled" in self.by_hand and self.optimizers == 3 and is_seldom and not self.shares
 
     @property
     def is_reproducible(self):
-        """Whether nothing that is measured, or decided anew after a restart, changes its numbers."""
         return self.strategy != "auto"
 
     @property
     def is_resumable(self):
-        """Whether files hold all that there is: of buffers and of what callbacks average, what rank 0 has.
+        """Return whether a file holds the full state. A file has only rank 0's buffers and averages.
 
-        By hand, and where batches are accumulated, DDP does not make buffers alike before each forward; nor ever those
-        of an average, nor, once that has been validated in the model's place, the model's before the next forward.
+        DDP does not broadcast buffers before each forward in manual optimization or accumulation. DDP never broadcasts
+        the
+        buffers of an average.
         """
         is_ddp = self.local is None or self.local.synchronous_steps > 0
         keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and is_ddp
@@ -188,38 +188,36 @@ class Training:
 
     @property
     def _loses_in_shards(self):
-        """Whether Lightning's folder lacks something: states that some parameters do not have yet.
+        """Return whether Lightning's folder lacks optimizer states that do not exist yet.
 
-        Of several replicas it has the states of one; the others' come back when training begins.
+        The folder has the states of a single replica. The start of training restores the other states.
         """
         return self._is_saved_last or any("used" in part for part in self.parts)
 
     @property
     def moved(self):
-        """The same on other ranks, two on a node where there are two nodes of them."""
         nodes = 2 if self.moves == 4 and self.nodes == 2 else 1
         return self.but(ranks=self.moves, nodes=nodes, levels=self.levels if nodes == 2 else 1, moves=0)
 
     @property
     def can_move(self):
-        """Whether files are whole for other ranks, and the model is that of the beginning."""
         return self.moves > 0 and self.saves is not None
 
     @property
     def _misses_validation(self):
-        """Whether a validation comes right after the save, which ends a round, and which Lightning leaves out later."""
+        """Return whether a validation directly follows the save. A resumed fit has no such end of a round."""
         if self.local is None or self.validates is None or self.saves is None or self.saves[0] != "batch":
             return False
         return ((self.saves[1] - 1) % self.batches + 1) % self.validates == 0
 
     @property
     def _leaves_gradients(self):
-        """Whether others are added to gradients that are there at the save, and that no file holds."""
+        """Return whether the save happens within an accumulation, because files hold no gradients."""
         if self.saves is None or (self.by_hand == "by turns" and self.optimizers > 1):
             return self.saves is not None
         if self.accumulates == 1:
             return False
-        numbers = {"batch": 1, "validation": self.validates, "epoch": self.batches}  # of batches between two
+        numbers = {"batch": 1, "validation": self.validates, "epoch": self.batches}  # batches between two events
         batch = (self.saves[1] * numbers[self.saves[0]] - 1) % self.batches + 1
         if self.saves[0] == "validation":
             batch = ((self.saves[1] - 1) % (self.batches // self.validates) + 1) * self.validates
@@ -228,7 +226,7 @@ class Training:
 
     @property
     def rounds_anew(self):
-        """Whether steps may be DDP's, which sums over three ranks as buckets lie, and those change after a start."""
+        """Return whether three-rank sums of DDP may round differently after a resume, because buckets change."""
         is_ddp = (
             self.has_adam and self.correction is not None if self.local is None else self.local.synchronous_steps > 0
         )
@@ -236,33 +234,29 @@ class Training:
 
     @property
     def _is_saved_last(self):
-        """Whether no forward comes after the save, before which buffers would be made alike."""
+        """Return whether no forward follows the save. A forward would broadcast buffers."""
         last = {"batch": self.batches, "validation": self.batches // (self.validates or self.batches), "epoch": 1}
         return self.saves is not None and self.saves[1] >= self.epochs * last[self.saves[0]]
 
     @property
     def has_twin(self):
-        """Whether DDP trains the same model where everything is sent."""
-        # DDP itself has no word for what thaws or is added. Turns add to what their optimizers have stepped with.
+        """Return whether DDP trains the same model if all elements are sent."""
+        # DDP does not support thawed or added parameters. Accumulation by turns adds to gradients of earlier steps.
         adds_up = self.accumulates > 1 and "by turns" in self.by_hand
-        # What goes backward in the turn of another optimizer, and is dropped, has gone into velocities.
+        # Velocities have accumulated the gradients that another optimizer's turn drops.
         drops = self.has_momentum and self.by_hand == "by turns" and self.optimizers > 1
         is_ours = self.adds is not None or "thawing" in self.parts
         if not is_exact(self.subject) or is_ours or adds_up or drops:
             return False
-        # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
-        # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
-        # They are also what is in gradients, for whoever makes steps of them; and decay adds up in them otherwise.
+        # With dense messages no residual exists for momentum correction with optimizers other than SGD. Masked momentum
+        # is lost. A shared parameter has one velocity. Clipping and replaced optimizers see velocities, and weight
+        # decay accumulates in velocities.
         is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips != ""
         is_other = is_other or self.renews is not None
-        decays = self.optimizer == "sgd" and self.falls == "cycle"  # which gives it a momentum
+        decays = self.optimizer == "sgd" and self.falls == "cycle"  # OneCycleLR gives SGD a momentum
         return not (self.has_momentum and (decays or (is_other and self.optimizer != "sgd")))
 
     def variants(self):
-        """Return what must end alike, by name: without what may not matter, with it, and that gone on from its file.
-
-        And with everything sent, and the same behind DDP.
-        """
         found = {"plain": self.but(may_not_matter=())}
         if self.may_not_matter:
             found["all"] = self
@@ -281,7 +275,10 @@ STRATEGIES = {
     "dgc masked": lambda: {"compressor": DGC(masks_momentum=True)},
     "a2sgd often": lambda: {"compressor": A2SGD(param_sync_every=3)},
     "auto": lambda: {"compressor": "lags", "schedule": "auto"},
-    "switching": lambda: {"compressor": "lags", "schedule": "auto"},  # to DDP and back, whatever times say
+    "switching": lambda: {
+        "compressor": "lags",
+        "schedule": "auto",
+    },  # between compression and DDP, independent of measured times
 }
 CALLBACKS = {
     "MomentumCorrection": MomentumCorrection,
@@ -289,9 +286,9 @@ CALLBACKS = {
 }
 OPTIMIZERS = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, weight_decay=1e-2),
-    # Without decay, which has another weight where momentum is accumulated before selection.
+    # No weight decay, because decay acts differently if momentum is accumulated before selection.
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
-    # The second moment learns within the few steps that there are; eps keeps roundings from becoming steps.
+    # The betas let the second moment adapt in few steps. The large eps dampens rounding differences.
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3),
     "amsgrad": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3, amsgrad=True),
     "rmsprop": lambda parameters: RMSprop(parameters, lr=0.01, eps=1e-2),
@@ -299,17 +296,21 @@ OPTIMIZERS = {
 SCHEDULES = {
     "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
     "stairs": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
-    # Momentum, or the first beta, goes the other way where there is one.
+    # OneCycleLR cycles momentum or the first beta in the opposite direction, if the optimizer has either.
     "cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 0.05, total_steps=100, cycle_momentum=not {"momentum", "betas"}.isdisjoint(optimizer.defaults)
     ),
 }
-CLIPS = ("Lightning's", "each its own", "stops", "torch's")  # alike for all optimizers and to the end, or not
+CLIPS = (
+    "Lightning's",
+    "each its own",
+    "stops",
+    "torch's",
+)  # forms of clipping: a shared norm, a norm per optimizer, only the first epoch, torch's function
 
 
-# What changes no bit ----------------------------------------------------------------------------------------------
+# Changes without effect ---------------------------------------------------------------------------------------------
 
-# Of the strategy, an argument that takes the drawn one's place.
 _ARGUMENTS = {
     "layerwise": {"schedule": "layerwise"},
     "single": {"schedule": "single"},
@@ -329,16 +330,20 @@ _OBSERVERS = {
     "memory moves before forward": lambda folder: LambdaCallback(on_train_batch_start=move_memory),
     "memory moves before the step": lambda folder: LambdaCallback(on_before_optimizer_step=move_memory),
 }
-_OF_MODEL = ("buffers assigned", "memory moves before forward", "memory moves before the step")  # with DDP, too
+_OF_MODEL = (
+    "buffers assigned",
+    "memory moves before forward",
+    "memory moves before the step",
+)  # changes that DDP supports, too
 MAY_NOT_MATTER = (*_ARGUMENTS, *_OBSERVERS, "buffers assigned", "exchanges dawdle")
 
 
 class AverageAtValidation(Callback):
-    """The commonest average at home: swap at the start of validation, and swap back at its end."""
+    """A weight average that replaces the weights during validation."""
 
     def __init__(self):
         self.average = {}
-        self.failures = 0  # what was validated was not the average, or what is trained did not come back
+        self.failures = 0  # number of validations with wrong weights
 
     def on_train_batch_end(self, trainer, pl_module, *batch):
         for name, parameter in pl_module.named_parameters():
@@ -370,20 +375,17 @@ def write(module, tensors):
 
 
 def look_alone(trainer, *batch):
-    """Have rank 0, and no other, ask for what the strategy knows."""
     if trainer.is_global_zero and isinstance(trainer.strategy, SparseDDPStrategy):
         trainer.strategy.compression_stats()
         trainer.strategy.exchange_plan()
 
 
 def dawdle(trainer, pl_module, batch, batch_idx):
-    """Have one rank after the other be late."""
     if batch_idx % trainer.world_size == trainer.global_rank:
         time.sleep(0.02)
 
 
 def go_backward_before(trainer, *batch):
-    """Have gradients that Lightning sets to zero before its own backward."""
     optimizer_parameters = [
         each for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]
     ]
@@ -392,7 +394,6 @@ def go_backward_before(trainer, *batch):
 
 
 def move_memory(trainer, pl_module, *rest):
-    """Give all parameters other memory, as ``vector_to_parameters`` and ``flatten_parameters`` do."""
     for parameter in pl_module.parameters():
         parameter.data = parameter.data.clone()
 
@@ -405,9 +406,7 @@ PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "averaged", "written by hand", "dea
 
 
 class Drawn(LightningModule):
-    """A model of about 200 parameters, and the loop that was drawn for it."""
-
-    outer = ()  # what it is wrapped in, in a loop of one's own
+    outer = ()  # wrapped model of a plain loop
 
     def __init__(self, training, has_more=False):
         super().__init__()
@@ -417,7 +416,7 @@ class Drawn(LightningModule):
         self._build(training.seed)
         if has_more:
             self.more = nn.Linear(8, 8)
-        self.batches_seen = []  # what it was after each batch
+        self.batches_seen = []  # state after each batch
         self.validated = []
 
     def _build(self, seed):
@@ -431,15 +430,15 @@ class Drawn(LightningModule):
             self.again.weight = self.middle.weight
         if self._seldom:
             self.seldom = nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.ones((1,) if is_sharded else ()))  # which FSDP does not take
+        self.scale = nn.Parameter(torch.ones((1,) if is_sharded else ()))  # FSDP does not shard 0-dim parameters
         self.head = nn.Linear(8, WIDTH)
         if "teacher" in parts:
             self.teacher = deepcopy(self.first).requires_grad_(False)
-        if "averaged" in parts:  # by torch's class, whose copy asks for gradients, too
+        if "averaged" in parts:  # the copy in torch's class requires gradients
             self.averaged = AveragedModel(self.first)
         if "frozen" in parts or "thawing" in parts:
             self.middle.requires_grad_(False)
-        if "dead" in parts:  # whose second half has a gradient of zero for good
+        if "dead" in parts:  # the second half always has zero gradients
             self.dead = nn.Parameter(torch.zeros(8))
         self._build_buffers(parts)
 
@@ -460,13 +459,11 @@ class Drawn(LightningModule):
         return next((part for part in self.drawn.parts if "used" in part), "")
 
     def rows(self, batch_index):
-        """Return what this rank, and nobody else, trains on now."""
         number = 1000 * self.current_epoch + 10 * batch_index + self.global_rank
         generator = torch.Generator().manual_seed(100_000 * self.drawn.seed + number)
         return torch.randn(5, WIDTH, generator=generator).to(self.device, self.dtype)
 
     def forward(self, rows, batch_index):
-        """Return the error of each element."""
         parts = self.drawn.parts
         hidden = torch.tanh(self.norm(self.first(rows)))
         error = self._distance(hidden, rows)
@@ -491,7 +488,7 @@ class Drawn(LightningModule):
         return (self.head(hidden) * self.scale - rows).square() + 0.1 * error
 
     def _distance(self, hidden, rows):
-        """Return how far what two copies of the first layer say, which only follow it, is from what it says."""
+        """Return the distance of the first layer's output from the output of its teacher and average."""
         error = torch.zeros((), device=rows.device)
         if "teacher" in self.drawn.parts:
             error = (hidden - torch.tanh(self.teacher(rows))).square().mean()
@@ -555,7 +552,6 @@ class Drawn(LightningModule):
             _listed(self.lr_schedulers())[number].step()
 
     def _norm(self, number):
-        """Return what the gradients of an optimizer are clipped to now; ``None`` for nothing."""
         drawn = self.drawn
         if not drawn.clips or (drawn.clips == "stops" and self.current_epoch > 0):
             return None
@@ -584,7 +580,7 @@ class Drawn(LightningModule):
         names = [name for name in ("first", "head", "norm", "seldom", "middle", "again") if hasattr(self, name)]
         children = (child for child in map(self.get_submodule, names) if any(True for _ in child.parameters()))
         for number, child in enumerate(children):
-            owned = set(chain.from_iterable(layers))  # of layers that are tied
+            owned = set(chain.from_iterable(layers))  # skips parameters of tied layers
             layers[number % drawn.optimizers] += [each for each in child.parameters() if each not in owned]
         layers[0] += [self.dead] if "dead" in drawn.parts else []
         for number, mine in enumerate(layers):
@@ -597,8 +593,6 @@ class Drawn(LightningModule):
             return optimizers
         schedules = [SCHEDULES[drawn.falls](each) for each in optimizers]
         return optimizers, [{"scheduler": each, "interval": "step"} for each in schedules]
-
-    # What happens beside it.
 
     def on_train_batch_start(self, batch, batch_idx):
         if "thawing" in self.drawn.parts:
@@ -622,7 +616,7 @@ class Drawn(LightningModule):
         if "written by hand" in drawn.parts:
             self.head.weight.clamp_(-0.4, 0.4)
         self.batches_seen.append(self.state())
-        self.saver.count(self.trainer, "batch")  # callbacks come before this hook
+        self.saver.count(self.trainer, "batch")  # callbacks run before this hook
 
     def state(self):
         return state(chain(self.named_parameters(), self.named_buffers()))
@@ -633,8 +627,6 @@ def add_to(optimizer, layer):
 
 
 class InShards(Drawn):
-    """The model in shards; DDP has it whole."""
-
     def configure_model(self):
         if self.device_mesh is not None:
             for module in (self.first, self.head, self):
@@ -661,30 +653,27 @@ def clip_as_torch_does(optimizer, norm):
 
 
 class Outcome(NamedTuple):
-    """What a training did on a rank."""
-
-    batches: list[State]  # the model after each
+    batches: list[State]  # model after each batch
     validated: list[State]
     start: State
-    saved: State  # what this rank would write into the file
+    saved: State  # state that this rank would write to a file
     end: State
-    optimizers: list[Any]  # their states at the end
-    failures: int  # that callbacks have found
+    optimizers: list[Any]  # optimizer states at the end
+    failures: int  # failures that callbacks count
 
 
 class Saver(Callback):
     def __init__(self, point, path):
         self.point, self.path = point, path
         self.counts = {"batch": 0, "validation": 0, "epoch": 0}
-        self.start = {}  # nothing where nothing is left to train
+        self.start = {}  # empty if no batch remains
         self.saved = {}
 
     def count(self, trainer, what):
         self.counts[what] += 1
         if self.point == (what, self.counts[what]):
             trainer.save_checkpoint(self.path)
-            # The file is rank 0's; what the others would have written has to be the same.
-            # All ranks write shards together.
+            # Rank 0 writes the file, and the state of the other ranks must be equal. All ranks write shards together.
             is_sharded = isinstance(trainer.strategy, SparseModelParallelStrategy)
             saved = {} if is_sharded else trainer.strategy.lightning_module_state_dict()
             self.saved = state(saved.items()) or {"all ranks": []}
@@ -701,7 +690,6 @@ class Saver(Callback):
 
 
 def settings_of(training):
-    """Return what was drawn of the exchange, as every entry point takes it."""
     density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
     whole = {} if training.is_sharded else {"schedule": training.schedule, "levels": training.levels}
     return {
@@ -716,7 +704,6 @@ def settings_of(training):
 
 
 def build_strategy(training, is_ddp=False):
-    """Build the strategy that was drawn, or DDP's for the same model."""
     if is_ddp:
         return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=training.uses_partly)
     if training.is_sharded:
@@ -728,12 +715,10 @@ def build_strategy(training, is_ddp=False):
 
 
 def expect_warnings():
-    """Expect what some trainings are warned of."""
     expect(*_EXPECTED_WARNINGS)
 
 
 def switch(choice):
-    """Have compression and DDP take turns, the one left as it is left for good."""
     while True:
         choice.wants_dense = False
         yield
@@ -769,9 +754,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
         **validates,
     )
     expect_warnings()
-    loaders = [
-        DataLoader(range(batches), batch_size=None) for batches in (training.batches, 1)
-    ]  # rows follow from them
+    loaders = [DataLoader(range(batches), batch_size=None) for batches in (training.batches, 1)]
     with ExitStack() as patched:
         patched.enter_context(changing_hands())
         patched.enter_context(learning_in_turns(training.seed % 2 == 1))
@@ -793,7 +776,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
 
 
 def train(rank, training, folder):
-    """Train what must end alike; a file that was not written, as training ended before, is not gone on from."""
+    """Train all variants. Skip the resume if training ended before the save."""
     outcomes = {}
     for name, each in training.variants().items():
         first = "all" if "all" in outcomes else "plain"
@@ -805,7 +788,6 @@ def train(rank, training, folder):
 
 
 def go_on(rank, training, folder, first, saved):
-    """Go on from a file, with the layers that were there."""
     has_more = "more.weight" in saved
     return fit(rank, training, f"{folder}/gone on {first}", f"{folder}/{first}/mid.ckpt", has_more=has_more)
 
@@ -817,7 +799,7 @@ def keeps_nothing(compressor):
     return compressor.is_lossless or not keeps(compressor)
 
 
-# What documented limits refuse, and what the message has to say.
+# Documented limits: part of the message, and the condition.
 REFUSALS = {
     "local_steps=": (
         lambda it: (
@@ -858,11 +840,20 @@ REFUSALS = {
     ),
 }
 MEASURED = ("auto", "switching")
-_SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "qsgd", *MEASURED)  # on two levels
+_SHARED = (
+    "topk",
+    "lags",
+    "lags by updates",
+    "omgs",
+    "dgc",
+    "dgc masked",
+    "dense",
+    "qsgd",
+    *MEASURED,
+)  # strategies with two levels
 
 
 def refusals(training):
-    """Return what the message of its refusal may say; nothing if it is not refused."""
     return [message for message, is_refused in REFUSALS.items() if is_refused(training)]
 
 
@@ -873,7 +864,6 @@ _BESIDE_SHARDS = ("a rank dawdles", "exchanges dawdle")
 
 
 def in_shards(training):
-    """Return what of a training there is where a model is sharded by FSDP."""
     kept = {name: getattr(training, name) for name in _KEPT_IN_SHARDS}
     return Training(
         **kept,
@@ -890,7 +880,6 @@ def in_shards(training):
 
 
 def drawn(seed):
-    """Draw a training that is not refused."""
     training = drawn_freely(seed)
     if seed % 12 == 5:
         training = in_shards(training)
@@ -905,13 +894,12 @@ def drawn(seed):
 
 
 def drawn_to_be_refused(message):
-    """Draw a training of which a documented limit refuses one thing alone, so that the message is about that."""
+    """Draw a training that violates a single documented limit."""
     found = (training for seed in count() if refusals(training := drawn_freely(seed)) == [message])
     return next(found)
 
 
 def simpler(training, name):
-    """Yield trainings that have less in one field, the plainest first."""
     value, default = getattr(training, name), Training.__dataclass_fields__[name].default
     if value == default:
         return
@@ -919,7 +907,7 @@ def simpler(training, name):
     if isinstance(value, LocalSteps):
         for each, plain in vars(LocalSteps(value.every)).items():
             if plain != getattr(value, each):
-                with suppress(ValueError):  # Nesterov's momentum needs one
+                with suppress(ValueError):  # Nesterov needs a momentum
                     yield training.but(local=dataclasses.replace(value, **{each: plain}))
     elif name in ("callbacks", "parts", "may_not_matter"):
         yield from (training.but(**{name: (each,)}) for each in value)
@@ -929,7 +917,6 @@ def simpler(training, name):
 
 
 def minimal(training, fails, seconds):
-    """Leave out of a training, for so many seconds, what it needs not to fail; nothing that makes it another matter."""
     end, before = time.monotonic() + seconds, None
     while training != before:
         before = training
@@ -944,7 +931,6 @@ def minimal(training, fails, seconds):
 
 
 def drawn_freely(seed):
-    """Draw a training, whatever is refused."""
     chance = random.Random(seed)
     pick = chance.choice
 
@@ -959,7 +945,7 @@ def drawn_freely(seed):
     by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
     parts = tuple(part for part in PARTS if seldom(0.15))
     unused = [part for part in parts if "used" in part]
-    parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
+    parts = tuple(part for part in parts if part not in unused[1:])  # only the first partly used layer remains
     precision = pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"])
     accumulates = pick([1, 1, 1, 2, 3]) if by_hand != "by turns" else 1
     epochs, batches = pick([1, 2, 3]), pick([3, 4, 5, 6])
@@ -1006,15 +992,12 @@ def drawn_freely(seed):
 
 
 def _with_more(training, chance):
-    """Add, one after the other, what is seldom and goes with the rest."""
     drawn = {
         "renews": chance.randrange(training.epochs * training.batches),
         "adds": chance.randrange(training.epochs * training.batches),
         "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
     }
-    shares = {
-        "moves": 0.3,
-    }  # the seldomer, the less goes with it
+    shares = {"moves": 0.3}  # higher for features that combine rarely
     for name, value in drawn.items():
         if chance.random() < shares.get(name, 0.12):
             more = training.but(**{name: value})
@@ -1042,15 +1025,15 @@ def _callbacks(chance, strategy, optimizer):
 
 
 def _can(training, name):
-    """Tell whether something changes no bit of a training, as pages say."""
+    """Return whether a change has no effect on a training, according to the documentation."""
     if not training.but(may_not_matter=(name,)).is_possible:
         return False
     if name in ("layerwise", "single", "merged"):
         return training.strategy not in MEASURED and is_bucketing_free(training.subject)
     if name == "gradients of their own":
-        # DDP itself, in synchronous and dense steps, rounds otherwise where it exchanges a gradient several times.
+        # DDP, which also runs synchronous and dense steps, rounds differently if it reduces a gradient several times.
         return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)
-    if name == "a backward before Lightning's":  # within a step it would be added to the gradients before
+    if name == "a backward before Lightning's":  # inside a step, this backward would add to existing gradients
         return training.by_hand == "" and training.accumulates == 1
     if name == "OverlapTimeline":
         return training.local is None

@@ -1,5 +1,3 @@
-"""Fits that are saved, and fits that go on from what was saved."""
-
 import re
 
 import torch
@@ -8,17 +6,17 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.trainers import Small, expect, make_trainer, weights
 
-BATCHES = 6  # an epoch
+BATCHES = 6  # batches per epoch
 _EXPECTED_WARNINGS = (
-    ".*your dataloader is not resumable.*",  # the batches below follow from their number alone
+    ".*your dataloader is not resumable.*",  # the batch number alone determines the rows
     ".*callbacks used to create the checkpoint need to be provided.*",
 )
 
 
 class Numbered(Small):
-    """A model whose batches follow from epoch, number and rank, and that notes its weights after each of them.
+    """A model with batches determined by epoch, number and rank. The model stores its weights after each batch.
 
-    It may save after a number of batches, and its learning rate changes by a factor after every step.
+    The model may save after a batch, and multiplies the learning rate by a factor after every step.
     """
 
     def __init__(self, save_after=None, path="", learning_rate_factor=0.9):
@@ -29,7 +27,6 @@ class Numbered(Small):
         self.history = {}
 
     def rows(self, batch_index):
-        """Return what this rank, and nobody else, trains on now."""
         seed = 10_000 * self.global_rank + 100 * self.current_epoch + batch_index
         return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
 
@@ -50,8 +47,6 @@ class Numbered(Small):
 
 
 class Starting(Numbered):
-    """A model that notes what its rank starts with, and saves when training has ended."""
-
     def on_train_start(self):
         engine = getattr(self.trainer.strategy, "engine", None)
         kept = {"memory": {}} if engine is None else engine.state_dict()
@@ -85,7 +80,6 @@ def kept_at_end(trainer):
 
 
 def resume_exactly(rank, build, path, save_after, arguments, module=Numbered):
-    """Fit with a save in between, and go on from it in a new Trainer."""
     first = module(save_after, path)
     never_stopped = fit_numbered(rank, build(), first, **arguments)
     second = module()
@@ -98,7 +92,6 @@ def resume_exactly(rank, build, path, save_after, arguments, module=Numbered):
 
 
 def files_in(folder):
-    """Return the names of all files below a folder, those of saves without their random part and the model's number."""
     return sorted(
         re.sub(r"[0-9a-f]{32}/0/", "", str(path.relative_to(folder))) for path in folder.rglob("*") if path.is_file()
     )

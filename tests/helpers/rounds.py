@@ -1,5 +1,3 @@
-"""Rounds of local steps, models for them, and the workers of a slow reference."""
-
 from collections.abc import Container
 from typing import Any
 
@@ -24,8 +22,6 @@ ROUNDS: dict[str, dict[str, Any]] = {
 
 
 class Local(Numbered):
-    """A model with BatchNorm, trained by AdamW on rows of this rank's own."""
-
     def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
@@ -40,8 +36,6 @@ class Local(Numbered):
 
 
 class Overflowing(Local):
-    """A model whose gradients overflow on one rank, in one step."""
-
     overflows_in: Container[int] = (1,)
 
     def training_step(self, batch, batch_index):
@@ -53,8 +47,6 @@ class Overflowing(Local):
 
 
 class Steady(Numbered):
-    """A model that learns as much in every step, more on later ranks."""
-
     def training_step(self, batch, batch_index):
         return (1 + self.global_rank) * sum(each.sum() for each in self.parameters())
 
@@ -68,8 +60,6 @@ def scaling():
 
 
 class Worker(Numbered):
-    """A rank of the reference, in this process."""
-
     def __init__(self, rank):
         super().__init__()
         self.rank = rank

@@ -1,5 +1,3 @@
-"""Models behind the engine, and the compressors that are registered, by what they declare."""
-
 # ruff: noqa: F401
 
 from lightning_sparse.testing.subjects import (
@@ -25,11 +23,10 @@ from lightning_sparse.testing.wrapping import (
 
 
 def declaring(promise):
-    """Return the names of the compressors that declare a property, and so are held to the law that follows from it."""
     return [name for name in COMPRESSOR_NAMES if promise(subject_of(name))]
 
 
-# One of each kind: LAGS chooses as top-k does and MiCRO as ExDyna, and QSGD is dense on a wire of four bits.
+# LAGS selects as top-k, MiCRO as ExDyna, and QSGD is dense with a wire of four bits.
 DIFFERENT_NAMES = [name for name in COMPRESSOR_NAMES if name not in ("lags", "micro", "qsgd")]
 DENSITY = {name: density_for(name) for name in COMPRESSOR_NAMES}
 KEEPING_NAMES = declaring(keeps)

@@ -1,6 +1,3 @@
-"""The numbers that a user is told, by name."""
-
-# What a strategy's ``compression_stats`` returns, whatever it sends.
 STATS = {
     "density",
     "wire_bytes",
@@ -15,5 +12,4 @@ STATS = {
     "exchange_seconds",
     "exposed_seconds",
 }
-# What the monitor logs beside them.
 MEASURED = {"backward_seconds", "commit_seconds", "step_seconds", "samples_per_second", "residual_to_gradient"}

@@ -1,4 +1,4 @@
-"""What ``make test`` runs of many cases, all of which ``make test-all`` runs."""
+"""Samples of test cases for ``make test``. ``make test-all`` runs all cases."""
 
 from collections import Counter
 
@@ -6,12 +6,10 @@ import pytest
 
 
 def exhaustive(values):
-    """Return values of an argument that only ``make test-all`` tries."""
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
 def values_of(item):
-    """Return the values of a case's arguments; those of a check of the conformance kit are its compressor and case."""
     params = item.callspec.params
     if check := params.get("check"):
         params = {"compressor": check.compressor, **check.case}
@@ -19,7 +17,7 @@ def values_of(item):
 
 
 def sample(items, most=None):
-    """Return about as few of a test's cases as have every value of every argument; of more than ``most``, some."""
+    """Return about the fewest cases that cover every value of every argument, and at most ``most`` cases."""
     values = {item: values_of(item) for item in items}
     missing, chosen, times = set().union(*values.values()), [], Counter()
 

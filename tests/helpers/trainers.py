@@ -1,5 +1,3 @@
-"""Run Lightning Trainers inside a pool's processes."""
-
 import os
 import time
 import warnings
@@ -18,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sparse.engine.adam import memory
 from tests.helpers.devices import DEVICE
 
-# Lightning's own with this torch, and what is true of tests: few workers, few batches, several ranks on one data set.
+# Lightning's warnings with this torch, and properties of tests: few workers, few batches, one data set on several
+# ranks.
 EXPECTED_WARNINGS = (
     ".*LeafSpec.*is deprecated.*",
     ".*does not have many workers.*",
@@ -27,26 +26,25 @@ EXPECTED_WARNINGS = (
     ".*Using `DistributedSampler` with the dataloaders.*",
     ".*`training_step` returned `None`.*",
     ".*was called without a model.*",
-    ".*attempting to slice a submesh.*",  # torch 2.9, of the mesh of one replica, which Lightning's users slice by name
-    ".*TypedStorage is deprecated.*",  # torch 2.9, of its own saving of shards
-    # On a GPU. DDPStrategy wraps the model on a stream of its own, which is not that of the forward.
+    ".*attempting to slice a submesh.*",  # torch 2.9: Lightning users slice the mesh of one replica by name
+    ".*TypedStorage is deprecated.*",  # torch 2.9: saving of shards
+    # On a GPU, DDPStrategy wraps the model on another stream than the stream of the forward.
     ".*AccumulateGrad node's stream does not match.*",
-    ".*GPU available but not used.*",  # by tests that are about the CPU
-    ".*and so few do not get to DDP's loss.*",  # with rounds of local steps; see tests/strategy/test_local_steps.py
+    ".*GPU available but not used.*",  # tests of the CPU
+    ".*and so few do not get to DDP's loss.*",  # rounds of local steps; see tests/strategy/test_local_steps.py
     ".*a validation ends a round, and validations come.*",
-    # Of Adam and of Muon; see tests/strategy/test_optimizers.py.
+    # Adam and Muon; see tests/strategy/test_optimizers.py.
     ".*(learns how large gradients are|takes directions) from what arrives.*",
-    ".*`srun` command is available.*",  # where SLURM is installed, for the tests that are about it
+    ".*`srun` command is available.*",  # machines with SLURM
 )
 _entry_points = cache(registry.entry_points)
 
 
 class SharedGPU(CUDAAccelerator):
-    """The first GPU for every rank, where Lightning wants one for each."""
+    """The first GPU for every rank, because Lightning requires one device per rank."""
 
     @staticmethod
     def parse_devices(devices):
-        """Return the index of the first GPU once for each of ``devices`` ranks."""
         return [0] * devices
 
 
@@ -66,8 +64,6 @@ class Rows(Dataset[Tensor]):
 
 
 class Small(LightningModule):
-    """A small network with a loss worth minimising."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -96,8 +92,6 @@ class Small(LightningModule):
 
 
 class Late(torch.autograd.Function):
-    """What takes so many seconds in backward."""
-
     @staticmethod
     def forward(ctx, tensor, seconds):
         ctx.seconds = seconds
@@ -110,7 +104,7 @@ class Late(torch.autograd.Function):
 
 
 class Adversaries(Small):
-    """Two optimizers that toggle in each batch, the first with so many losses, each with a backward of its own."""
+    """Two optimizers that toggle in each batch. The first has ``losses`` losses with a backward each."""
 
     def __init__(self, losses=1):
         super().__init__()
@@ -136,8 +130,6 @@ class Adversaries(Small):
 
 
 class Line(nn.Module):
-    """A regression on data without noise, of which each rank sees other batches."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -178,18 +170,16 @@ class WithAdam(Small):
 
 
 def learning_in_turns(learns=True):
-    """Have second moments of small models be learned in turns, as those of large ones are; or leave that as it is."""
+    """Refresh second moments of small models in turns, as for large models, if ``learns``."""
     return mock.patch.object(memory, "_MIN_ELEMENTS", 1 if learns else memory._MIN_ELEMENTS)
 
 
 def expect(*more):
-    """Ignore the warnings that tests expect, and more."""
     for message in (*EXPECTED_WARNINGS, *more):
         warnings.filterwarnings("ignore", message=message)
 
 
 def make_trainer(rank, strategy, local_world_size=None, **arguments):
-    """Build a Trainer that uses the pool's processes as its ranks, so many on a node, and is quiet."""
     devices = dist.get_world_size() if local_world_size is None else local_world_size
     os.environ.update(LOCAL_RANK=str(rank % devices), NODE_RANK=str(rank // devices))
     expect()
@@ -213,19 +203,14 @@ def run_fit(rank, strategy, model=None, **arguments):
 
 
 def weights(module):
-    """Copy the parameters, to carry them out of the process."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def forget_groups():
-    """Give back what fits before have left to those who use their models: process groups, whose threads never sleep.
-
-    How tensors were redistributed over them torch is to forget, too.
-    """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
-    else:  # in torch 2.9
+    else:  # torch 2.9
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

@@ -1,5 +1,3 @@
-"""``sparse_auto``: whichever is faster, in real processes whose steps take, by their clock, what the tests decide."""
-
 from itertools import groupby
 from unittest import mock
 
@@ -12,8 +10,8 @@ from lightning_sparse.loop import backend_choice
 from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
 pytestmark = pytest.mark.clock
-SETTLED = 300  # steps, and three epochs, after which the first choice has been made, with room to spare
-_ALL_ELSE = 5e-3  # seconds of a step, whoever exchanges
+SETTLED = 300  # steps, or three epochs, after which the first choice is made
+_ALL_ELSE = 5e-3  # seconds of a step outside of the exchange
 
 
 def nothing(step):
@@ -25,8 +23,6 @@ def much(step):
 
 
 class Priced(Small):
-    """A model with a price on each step that is left to DDP, and one on each of the engine's, for a clock to tell."""
-
     def __init__(self, plain_cost, engine_cost):
         super().__init__()
         self.plain_cost, self.engine_cost = plain_cost, engine_cost
@@ -55,7 +51,6 @@ class Priced(Small):
 
 
 def fit_priced(rank, costs, steps):
-    """Fit; return parameters, which steps were plain, what waited, and statistics."""
     model = Priced(*costs)
     strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
     trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)

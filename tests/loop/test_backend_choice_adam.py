@@ -1,5 +1,3 @@
-"""``sparse_auto`` with AdamW, whose residual is of updates."""
-
 from unittest import mock
 
 import torch
@@ -13,7 +11,6 @@ STEPS = 160
 
 
 def losses_of_auto(rank):
-    """Train with a made-up clock, by which compression is slower; return losses, and which steps were plain."""
     model, losses, were_plain, seconds = Line().to(DEVICE), [], [], [0.0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     correction = AdamCorrection(warmup_steps=10, density_decay_steps=10)
@@ -35,8 +32,8 @@ def losses_of_auto(rank):
 
 
 def test_a_change_to_plain_ddp_leaves_the_loss_alone(pair):
-    """Late in a training updates that wait are many, and one step of all of them goes far beyond the minimum."""
+    """Late in training the residual has many updates, and a single step with all updates overshoots."""
     for losses, were_plain in pair.run(losses_of_auto):
-        changes = len(were_plain) - were_plain[::-1].index(False) - 2  # the trials are over
+        changes = len(were_plain) - were_plain[::-1].index(False) - 2  # after the trials
         assert changes < STEPS - 40
         assert max(losses[changes:]) < 2 * max(losses[changes - 20 : changes])

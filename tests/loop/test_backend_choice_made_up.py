@@ -1,4 +1,4 @@
-"""What ``sparse_auto`` chooses, when, and what it says, by measurements that are made up: no clock, no processes."""
+"""Decisions and messages of ``sparse_auto`` for given measurements, without clocks and processes."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Cost = Callable[[int], float]
 
 
 class MadeUpEngine:
-    """As much of an engine as the choice asks for; a plan takes it some steps."""
+    """The part of the engine that the choice uses. A plan is ready after some steps."""
 
     def __init__(self, density, exposed):
         self.planner = self.densities = self.recorder = self.totals = self
@@ -28,7 +28,7 @@ class MadeUpEngine:
         self._steps = 0
 
     def forget_times(self):
-        """Forget the times of trials."""
+        """Do nothing."""
 
     def make_step(self):
         self._steps += 1
@@ -43,7 +43,7 @@ class MadeUpEngine:
 
 
 def live(theirs, ours, steps, density=0.01, exposed=0.0, device="cpu"):
-    """Live through steps that take so many seconds; return which were plain, and what was said."""
+    """Simulate steps with given durations. Return the DDP steps and the log lines."""
     engine, said, were_plain = MadeUpEngine(density, exposed), list[str](), list[bool]()
     with mock.patch.object(backend_choice, "perf_counter", return_value=0.0) as clock:
         choice = AutoBackend(engine, torch.device(device), said.append)
@@ -68,7 +68,7 @@ def test_it_says_what_it_does_and_what_came_of_it():
         "a step takes 100.0 ms with DDP and 40.0 ms with compression (the difference may be wrong by 0.0 ms), in 2"
         " turns of each; r = 3 as measured; chosen: compression, which saves 60.0%."
     )
-    # Hopeless: a step of each turn is enough, after two that settle.
+    # Clear results need only a short step per turn, after two warm-up steps.
     assert sum(were_plain) == 6
     assert "r =" not in live(lambda step: 0.1, lambda step: 0.04, 200, exposed=float("nan"))[1][-1]
 
@@ -84,7 +84,7 @@ def test_it_says_what_it_does_and_what_came_of_it():
 def test_what_is_not_worth_the_delay_is_left_to_ddp(ours, density, why):
     with mock.patch.object(MadeUpEngine, "forget_times") as forget_times:
         were_plain, said = live(lambda step: 0.1, lambda step: ours, 300, density)
-    assert forget_times.called  # what the trials have exposed is no part of DDP's steps
+    assert forget_times.called  # the trials' exposed time does not count for DDP
     assert all(were_plain[-100:])
     assert said[-1].endswith(f"as measured; chosen: plain DDP, {why}")
 
@@ -93,7 +93,7 @@ def test_turns_are_repeated_while_they_do_not_tell():
     lives = [live(noisy(0.1, 0.3, seed), noisy(0.08, 0.3, 100 + seed), 300)[0] for seed in range(20)]
     turns = [sum(was_plain for was_plain, _ in groupby(were_plain[:-100])) for were_plain in lives]
     assert sum(turns) > 4 * len(turns)
-    # A fifth would be worth it, but is not to be seen in such noise; two fifths in less noise are.
+    # The noise hides an advantage of a fifth. An advantage of two fifths with less noise is visible.
     assert sum(not were_plain[-1] for were_plain in lives) <= 4
     lives = [live(noisy(0.1, 0.1, seed), noisy(0.06, 0.1, 100 + seed), 300)[0] for seed in range(20)]
     assert sum(were_plain[-1] for were_plain in lives) <= 2
@@ -115,7 +115,6 @@ def test_timed_steps_end_when_the_models_device_has_done_them_whichever_is_the_c
 
 
 def turns(ours, theirs, noise, count, seed=0):
-    """Make up turns of six steps each, whose seconds are off by normal noise, a fraction of them."""
     draw = random.Random(seed)
 
     def steps(seconds):

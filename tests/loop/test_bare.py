@@ -1,5 +1,3 @@
-"""A model that nothing wraps trains as one in DDP does; gradients that accumulate stay on their rank in all forms."""
-
 import copy
 import gc
 import io
@@ -35,8 +33,6 @@ SPARSE = {"density": 0.05, "warmup_epochs": 0}
 
 
 class Following(nn.Module):
-    """A model whose loss depends on what its buffer has seen; ranks are built with different numbers."""
-
     def __init__(self, rank=0):
         super().__init__()
         torch.manual_seed(rank)
@@ -50,13 +46,11 @@ class Following(nn.Module):
 
 
 def built(rank, form):
-    """Return a model in a form, and what it is inside."""
     module = Following(rank).to(DEVICE)
     return (module if form == "bare" else DistributedDataParallel(module)), module
 
 
 def train(rank, model, optimizer, steps, apart=nullcontext, after=lambda step: None):
-    """Train over two batches a step, the first of which is ``apart``."""
     for step in steps:
         with apart():
             model(batch(rank, 100 * step)).backward()
@@ -67,7 +61,7 @@ def train(rank, model, optimizer, steps, apart=nullcontext, after=lambda step: N
 
 
 def train_in_a_form(rank, form, kind, settings):
-    """Return the tensors of each step, between which rank 0 evaluates alone what can be; plain DDP is a form, too."""
+    """Return the tensors of each step. Between steps, rank 0 evaluates an unwrapped model alone."""
     model, module = built(rank, form)
     optimizer = OPTIMIZERS[kind](model.parameters())
     notes = []
@@ -100,7 +94,6 @@ def test_it_is_the_training_of_a_wrapped_one_to_the_bit(pair, kind, settings):
 
 
 def train_through_a_call(rank, form, settings, way):
-    """Train a model, or what ``functional_call`` makes of it, frozen in part from the third step on."""
     torch.manual_seed(0)
     module = Edges().to(DEVICE)
     model = module if form == "bare" else DistributedDataParallel(module)
@@ -109,7 +102,7 @@ def train_through_a_call(rank, form, settings, way):
         for step in range(6):
             module.matrix.requires_grad_(step not in (2, 3))
             named = {name: each * 1.0 for name, each in model.named_parameters()}
-            if way == "detached":  # in a forward whose backward nobody needs
+            if way == "detached":  # forward without a backward
                 functional_call(model, {name: each.detach() for name, each in named.items()}, (batch(rank, step),))
             called = partial(functional_call, model, named) if way == "replaced" else model
             called((batch(rank, step),) if way == "replaced" else batch(rank, step)).backward()
@@ -129,7 +122,6 @@ def test_weights_may_be_replaced_for_a_forward(pair, form, settings, way):
 
 
 def overflow_beside_what_nobody_owns(rank):
-    """Leave out a step that is not finite, beside a layer that no optimizer has; return residuals after each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
     optimizer = OPTIMIZERS["SGD"](model[2].parameters())
@@ -149,13 +141,12 @@ def overflow_beside_what_nobody_owns(rank):
 def test_what_no_optimizer_has_does_not_stay_infinite(pair):
     (residuals, sent, one), (_, _, other) = pair.run(overflow_beside_what_nobody_owns)
     assert_same(one, other)
-    assert max(sent) < 1.5 * min(sent)  # those of a step, not of all so far
+    assert max(sent) < 1.5 * min(sent)  # per step, not in total
     assert torch.equal(residuals[2], residuals[1])
     assert all(not torch.equal(*each) for each in pairwise(residuals[2:]))
 
 
 def renew_the_optimizer(rank, kind):
-    """Make a new optimizer in mid-training; return how often that is warned of."""
     model, _ = built(rank, "bare")
     settings = {"SGD": {"compressor": DGC()}, "AdamW": CORRECTED, "plain": {}}[kind]
     build = OPTIMIZERS.get(kind, partial(torch.optim.SGD, lr=0.01))
@@ -170,11 +161,10 @@ def renew_the_optimizer(rank, kind):
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, "plain"])
 def test_a_new_optimizer_that_nobody_has_told_of_is_warned_of(pair, kind):
     told, others = pair.run(renew_the_optimizer, kind)
-    assert (len(told), others) == (int(kind != "plain"), [])  # where what it does was taken over
+    assert (len(told), others) == (int(kind != "plain"), [])  # a warning if state was taken over
 
 
 def train_summed(rank, form, kind, is_apart):
-    """Train over two batches a step, by a backward each, the first ``is_apart``, or by one of their sum."""
     torch.manual_seed(0)
     module = Edges().to(DEVICE)
     model = module if form == "bare" else DistributedDataParallel(module)
@@ -206,7 +196,6 @@ def test_gradients_that_accumulate_are_exchanged_once_as_their_sum(pair, form, k
 
 
 def step_by_own_gradients(rank, form, kind, is_inside):
-    """Step where gradients accumulate, or after that, without a backward that exchanges them; drop them and go on."""
     model, module = built(rank, form)
     optimizer = OPTIMIZERS[kind](model.parameters())
     with sparsify_gradients(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
@@ -233,9 +222,9 @@ def test_a_step_by_a_ranks_own_gradients_is_refused(pair, form, kind, is_inside)
 
 
 def train_a_copy(rank, again):
-    """Train copies of a model that is trained, and of one that is closed; return them, and the model before and after.
+    """Train copies of a trained and of a closed model. Return the copies and the original.
 
-    A model that is closed is refused, until sparsify_gradients or DDP has it ``again``.
+    A closed model raises an error until sparsify_gradients or DDP wraps it ``again``.
     """
     model, module = built(rank, "bare")
     optimizer = OPTIMIZERS["SGD"](model.parameters())
@@ -308,7 +297,7 @@ def test_a_model_is_given_once(pools, ranks, forms):
 
 def sharded_as_fsdp1(module):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on one rank it shards nothing, and says so
+        warnings.simplefilter("ignore")  # FSDP warns on one rank
         return FullyShardedDataParallel(module, device_id=DEVICE)
 
 
@@ -330,8 +319,6 @@ def test_a_wrapper_inside_is_refused_by_its_name(pools, ranks, wrap):
 
 
 class Checkpointed(nn.Module):
-    """Two layers, of which the second is checkpointed, or not for ``None``."""
-
     def __init__(self, use_reentrant):
         super().__init__()
         torch.manual_seed(0)
@@ -361,8 +348,6 @@ def test_a_checkpoint_is_as_none(pair, use_reentrant):
 
 
 class Laid(nn.Module):
-    """Parameters that lie in memory in other orders than their shapes tell, or leave gaps, and one of no dimension."""
-
     def __init__(self):
         super().__init__()
         self.picture = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
@@ -377,7 +362,6 @@ class Laid(nn.Module):
 
 
 def train_dense_steps(rank, is_ours):
-    """Make steps that send everything, in the later of which gradients keep their memory."""
     torch.manual_seed(0)
     model = Laid().to(DEVICE)
     wrapped = model if is_ours else DistributedDataParallel(model)
@@ -399,7 +383,7 @@ def test_dense_steps_have_ddps_gradients_however_parameters_lie(pair):
 
 
 def close(rank, optimizer, settings):
-    """Return whether what a training has kept is gone as it is closed, without waiting for a collection."""
+    """Return whether a close frees the memory without a garbage collection."""
     model = Edges().to(DEVICE)
     optimizer = optimizer(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
@@ -430,7 +414,7 @@ def test_what_was_kept_takes_no_memory_once_it_is_closed(pair, optimizer, settin
 
 
 class Remembering(torch.optim.SGD):
-    """Step by the gradients that were there at the first step, which are zeroed in place."""
+    """An optimizer with references to the gradients of its first step, which are zeroed in place."""
 
     def step(self, closure=None):
         parameters = self.param_groups[0]["params"]
@@ -458,7 +442,7 @@ def test_whoever_holds_a_gradient_has_its_mean_in_dense_steps(pair):
 
 
 def train_large(rank, compressor, is_zeroed_in_place):
-    """Train layers so large that their gradients change places with residuals, unless gradients keep their memory."""
+    """Train large layers, with gradients swapped with residuals unless gradients have fixed memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 64)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -481,9 +465,9 @@ def test_large_gradients_are_the_same_whether_they_keep_their_memory(pair, compr
 
 
 class Factors(nn.Module):
-    """Two parameters, large enough for their gradients to change places with residuals, that are added up.
+    """Two large parameters with gradients that are swapped with residuals.
 
-    Torch gives both one gradient in one memory, unless one is copied on the way.
+    Torch gives both the same gradient memory, unless one is cloned.
     """
 
     def __init__(self, shares):
@@ -501,12 +485,11 @@ class Factors(nn.Module):
 
 
 def train_factors(rank, compressor, shares, creates_graph=False, backwards=1, look=lambda parameter: None):
-    """Train large gradients that others hold; return them, the weights, and what is kept."""
     model = Factors(shares).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     gradients = []
     with sparsify_gradients(model, optimizer, compressor, **SPARSE) as handle, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, of graphs that are created
+        warnings.simplefilter("ignore", UserWarning)  # torch's warning about ``create_graph``
         model.first.register_post_accumulate_grad_hook(look)
         for step in range(4):
             for each in range(backwards):
@@ -532,7 +515,6 @@ def test_a_mean_that_arrived_before_stays_in_a_gradient_that_backward_makes_anew
 
 
 def train_looked_at(rank):
-    """Train while a hook keeps gradients, and empties what it has kept of the step before."""
     held = []
 
     def look(parameter):

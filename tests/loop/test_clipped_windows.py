@@ -1,4 +1,4 @@
-"""Clips after each of several backwards of one step, as in truncated backpropagation through time."""
+"""Clipping after each of several backwards in a step, as in truncated backpropagation through time."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ CORRECTION = AdamCorrection(warmup_steps=10, density_decay_steps=0)
 
 
 def mean_length(rank, norm):
-    """Return the mean length of later steps, each of several exchanged backwards, clipped after each if at all."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

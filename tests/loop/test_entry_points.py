@@ -1,5 +1,3 @@
-"""One training, the same through each entry point: the Trainer, Fabric, a plain loop and Hugging Face's Trainer."""
-
 from functools import partial
 from importlib.util import find_spec
 
@@ -39,7 +37,7 @@ def test_a_training_is_the_same_to_the_bit_through_each_entry_point(pools, tmp_p
     ranks = pools[4 if "levels" in settings else 2]
     expected = ranks.run(through_the_trainer, settings, tmp_path, False)
     first, second, *_ = ({**each} for each in expected)
-    if "local_steps" not in settings:  # then a rank's statistics of BatchNorm are its own until DDP's next forward
+    if "local_steps" not in settings:  # BatchNorm's statistics are local with local steps
         for name in [name for name in first if "running" in name]:
             del first[name], second[name]
     assert_same(second, first)

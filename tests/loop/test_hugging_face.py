@@ -1,5 +1,3 @@
-"""Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify_gradients``."""
-
 from importlib import import_module
 from importlib.util import find_spec
 from unittest import mock
@@ -22,7 +20,6 @@ pytestmark = [
 
 
 def train(rank, example, folder, density, resumes):
-    """Train as an example does, in this process as one of those that a launcher has started."""
     with as_hugging_face_wants(rank):
         module = load(example)
         arguments = {}
@@ -51,13 +48,12 @@ def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
     (_, whole), (_, other) = pair.run(train, example, tmp_path, 0.05, False)
     assert_same(whole, other)
     state = torch.load(next(tmp_path.rglob("rank_00001.pt")), weights_only=True)
-    assert any(each.any() for each in state["memory"]["update"].values())  # something waits to be taken up
+    assert any(each.any() for each in state["memory"]["update"].values())  # the file has a residual
     for _, resumed in pair.run(train, example, tmp_path, 0.05, True):
         assert_same(resumed, whole)
 
 
 def stopping(event, step):
-    """Return a callback that raises once, as Ctrl-C does, when an event of the Trainer comes at a step."""
     left = [step]
 
     def stop(self, args, state, control, **others):
@@ -69,7 +65,6 @@ def stopping(event, step):
 
 
 def stopped_and_resumed(rank, settings, folder, event):
-    """Stop a training after its save, and have the same Trainer go on from there."""
     transformers = import_module("transformers")
     train = transformers.Trainer.train
 
@@ -87,7 +82,8 @@ def stopped_and_resumed(rank, settings, folder, event):
     ("settings", "event"),
     [
         ({"density": 0.1, "optimizer_correction": CORRECTION}, "on_step_begin"),
-        ({"compressor": "lags", "density": 0.1, "local_steps": 5}, "on_evaluate"),  # while the shared model is shown
+        # The shared model is swapped in during the evaluation.
+        ({"compressor": "lags", "density": 0.1, "local_steps": 5}, "on_evaluate"),
     ],
 )
 def test_stopped_a_trainer_resumes_to_the_bit(pair, tmp_path, settings, event):

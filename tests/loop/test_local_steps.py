@@ -1,5 +1,3 @@
-"""Rounds of local steps in a plain loop: what is forgotten, skipped or written aside leaves ranks one model."""
-
 import copy
 import io
 import re
@@ -37,7 +35,6 @@ def train(rank, model, optimizer, steps, after=lambda step: None):
 
 
 def train_accumulating(rank, through_ddp):
-    """Train over two batches a step in the midst of a round and to the end; return what there is then."""
     ddp, optimizer = wrapped()
     model = ddp if through_ddp else ddp.module
     with sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
@@ -60,7 +57,7 @@ def test_ranks_train_alone_and_end_as_one(pair, through_ddp):
 
 
 def train_parts(rank):
-    """Train two parts of a model in turn, each called by itself, through synchronous steps into a round, and end it."""
+    """Train two parts of a model in turn, from synchronous steps into a round, and end the round."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).to(DEVICE)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -84,7 +81,6 @@ def test_rounds_begin_after_synchronous_steps_where_parts_of_a_model_are_called(
 
 
 def start_from_data(rank, settings, synchronizes=False):
-    """Write a part of the model in its first forward, and learn nothing; return what was written, and what there is."""
     model = torch.nn.Linear(4, 4).to(DEVICE)
     written = torch.full((4,), 1.0 + rank, device=DEVICE)
     with sparsify_gradients(model, torch.optim.SGD(model.parameters(), lr=0.0), **settings) as handle:
@@ -108,7 +104,7 @@ def test_what_the_first_forward_writes_is_where_rounds_begin(pair, synchronizes)
 
 
 def forget(rank, folder):
-    """Return what is said where the shared model is forgotten, and train on after what is right."""
+    """Return the errors of a missing ``shared_model()``, with correct use in between."""
     said = []
 
     def refused(act):
@@ -125,14 +121,14 @@ def forget(rank, folder):
 
     ddp, optimizer = wrapped()
     with sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
-        evaluate(ddp)  # before the first step the model is one
+        evaluate(ddp)  # before the first step all models are equal
         ddp.state_dict()
         train(rank, ddp, optimizer, range(EVERY))
         for each in (ddp, ddp.module):
             refused(lambda: evaluate(each))  # noqa: B023
             refused(each.state_dict)
         ddp.train()
-        for forked in (copy.deepcopy(ddp.module), pickled(ddp.module)):  # an average of this rank's, such as an EMA
+        for forked in (copy.deepcopy(ddp.module), pickled(ddp.module)):  # local averages such as an EMA
             evaluate(forked)
             forked.state_dict()
         with handle.shared_model():
@@ -170,7 +166,6 @@ def test_what_is_forgotten_is_refused_with_its_cure(pair, tmp_path):
 
 
 def adopt(rank):
-    """Load other weights in the midst of a round, and share them; return them, and what is shared then."""
     ddp, optimizer = wrapped()
     with sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
         train(rank, ddp, optimizer, range(EVERY + 2))
@@ -190,7 +185,6 @@ def test_weights_that_are_loaded_in_training_are_shared_when_told(pair):
 
 
 def end_inside(rank, settings, ends, inside):
-    """End a round early, in the midst of it, maybe while the shared model is shown; return models then and later."""
     net = Net().to(DEVICE)
     optimizer = optimizer_of(net)[0]
     with sparsify_gradients(net, optimizer, **settings) as handle:
@@ -211,7 +205,6 @@ def test_a_round_ends_while_the_shared_model_is_shown_as_it_does_outside(pair, e
 
 
 def skip(rank):
-    """Train with a scaler that skips a step on one rank only; return its scales and the parameters at the end."""
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
     ddp, optimizer = wrapped()
     scales = []
@@ -233,8 +226,6 @@ def test_ranks_may_skip_different_steps(pair):
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization in two halves, between which its user goes backward again."""
-
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
         self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
@@ -259,7 +250,6 @@ def step_by_hand(parameters):
 
 
 def train_oddly(rank, in_halves):
-    """Train 10 steps that no optimizer's own ``step`` makes; return the model, statistics and what is warned of."""
     ddp = DistributedDataParallel(Net().to(DEVICE))
     optimizer = SAM(ddp.parameters())
     with warnings.catch_warnings(record=True) as caught, sparsify_gradients(ddp, optimizer, **SPARSE) as handle:
@@ -282,13 +272,12 @@ def test_steps_that_are_not_seen_leave_ranks_one_model(pair, in_halves, steps):
     (one, stats, warned), (other, _, unwarned) = pair.run(train_oddly, in_halves)
     assert_same(one, other)
     assert stats.get("total_steps", 0) == steps
-    assert in_halves == ("total_wire_bytes" in stats)  # before the first step a model is shared as it is
+    assert in_halves == ("total_wire_bytes" in stats)  # before the first step no exchange is needed
     assert [("no optimizer that is known" in each) for each in warned] == [True] * (not in_halves)
     assert not unwarned
 
 
 def thaw(rank):
-    """Unfreeze a layer in the midst of a round; return the model after the next."""
     ddp, optimizer = wrapped()
     ddp.module.network[0].requires_grad_(False)
     before = tensors_of(ddp.module)
@@ -305,7 +294,6 @@ def test_what_is_unfrozen_in_a_round_is_not_trained_apart(pair):
 
 
 def freeze(rank, kind, first):
-    """Freeze a layer at a step; return what it is where that round has ended, and the model after more of them."""
     ddp, optimizer = wrapped()
     layer = ddp.module.network[0]
     with sparsify_gradients(ddp, optimizer, **ROUNDS[kind]) as handle:
@@ -328,7 +316,6 @@ def test_what_is_frozen_is_moved_by_no_later_round(pair, kind, first):
 
 
 def step_frozen(rank):
-    """Have an optimizer step with what is frozen between backward and step, and trained again then; return both."""
     ddp, optimizer = wrapped()
     before = tensors_of(ddp.module)
     with sparsify_gradients(ddp, optimizer, "dense", local_steps=EVERY):
@@ -348,18 +335,14 @@ def test_what_steps_while_it_is_frozen_is_exchanged(pair):
 
 
 class Growing(Net):
-    """A network of which a layer is frozen for a while, and to which one is added meanwhile."""
-
     def __init__(self):
         super().__init__()
         self.more = torch.nn.ModuleList()
 
     def forward(self, rows):
-        """Add up both ways."""
         return {"loss": (self.network(rows) + sum(each(rows) for each in self.more) - rows).square().mean()}
 
     def change(self, step, optimizer):
-        """Be as from a step on."""
         self.network[0].requires_grad_(not 3 <= step < 9)
         if step == 5:
             self.more.append(torch.nn.Linear(32, 32).to(DEVICE))
@@ -367,9 +350,9 @@ class Growing(Net):
 
 
 def go_on(rank, folder, kind, save_at, is_anew, inside=False):
-    """Save in a round, and go on from there, anew or after further steps; return the model of both, and one without.
+    """Save in a round, and resume in a new or the same session. Return the models of both runs.
 
-    What was saved may be loaded while the shared model is shown.
+    The state may be loaded while the shared model is swapped in.
     """
     torch.manual_seed(0)
     net = Growing().to(DEVICE)
@@ -426,7 +409,7 @@ def close_step(rank, ddp, optimizer, step):
 
 
 def close_around(rank, folder, save_at):
-    """Train with LBFGS, which looks into its state before its closure goes forward; go on from a save, too."""
+    """Train with LBFGS, which reads its state before the closure's forward, with and without a resume."""
     ends, saved = [], None
     for first in (0, save_at):
         ddp, _ = wrapped()
@@ -456,7 +439,7 @@ def test_a_closure_goes_on_to_the_bit(pair, tmp_path, save_at):
 
 
 def evaluate_at_once(rank, folder, settings, steps, ends_round):
-    """Save where the model is that of all ranks, load that anew, and return the losses before and after."""
+    """Save with equal models, load in a new session, and return the losses before and after."""
     losses, saved = [], None
     for _ in range(2):
         net = Net().to(DEVICE)
@@ -472,7 +455,7 @@ def evaluate_at_once(rank, folder, settings, steps, ends_round):
                 for part, state in zip((net, optimizer), saved):
                     part.load_state_dict(state)
                 handle.load_state(folder)
-                handle.save_state(folder.with_name("again"))  # which takes up the loaded state
+                handle.save_state(folder.with_name("again"))  # saving applies the loaded state
             net.eval()
             with torch.no_grad():
                 losses.append(float(net(rows_of(0, 0).to(DEVICE))["loss"]))
@@ -490,7 +473,7 @@ def test_a_model_of_all_ranks_is_evaluated_as_it_was_loaded(pair, tmp_path, sett
 
 
 def fail(rank):
-    """Leave the loop by an error of one rank, for which nobody waits."""
+    """Leave the loop after an error on one rank, without a deadlock."""
     ddp, optimizer = wrapped()
 
     def break_off(step):
@@ -507,7 +490,7 @@ def test_an_error_leaves_a_round_open(pair):
 
 
 class Unhooked(torch.optim.SGD):
-    """An optimizer that has not called its base's constructor: it has no hooks."""
+    """An optimizer without a call of the base constructor, and so without hooks."""
 
     def __init__(self, parameters):
         self.param_groups = [{"params": list(parameters), "lr": 0.1}]

@@ -1,4 +1,4 @@
-"""Gradients that users clip themselves, where Adam's updates have arrived in their place."""
+"""Users clip Adam's gradients, while updates have replaced the gradients."""
 
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -29,8 +29,6 @@ def noting_warnings():
 
 
 class ClipsItself(Numbered):
-    """AdamW's gradients are clipped in one of the places that users have for it."""
-
     def __init__(self, place):
         super().__init__()
         self.place = place
@@ -79,15 +77,14 @@ def clipped_by_handle(ddp, handle):
 
 
 def train(rank, change, has_scaler=False, **ddp_arguments):
-    """Train with AdamW, two backwards for a step, and ``change`` gradients; return how many warnings there were."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(Edges().to(DEVICE), bucket_cap_mb=100, **ddp_arguments)  # one bucket for all
+    ddp = DistributedDataParallel(Edges().to(DEVICE), bucket_cap_mb=100, **ddp_arguments)  # one bucket in total
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0, enabled=has_scaler)
     with noting_warnings() as told, sparsify_gradients(ddp, optimizer, scaler=scaler, **SETTINGS) as handle:
         for step in range(DENSE + 4):
             ddp.zero_grad(set_to_none=False)
-            with nullcontext() if ddp.static_graph else ddp.no_sync():  # which DDP has no way for there
+            with nullcontext() if ddp.static_graph else ddp.no_sync():  # a static graph does not support no_sync
                 scaler.scale(ddp(batch(rank, step))).backward()
             scaler.scale(ddp(batch(rank, step + 100))).backward()
             scaler.unscale_(optimizer)
@@ -124,8 +121,6 @@ def test_whoever_clips_otherwise_is_told_nothing(pair, change, arguments):
 
 
 class Two(nn.Module):
-    """Two vectors, of which the first has gradients that mostly cancel over two ranks."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.zeros(400)) for _ in range(2))
@@ -137,7 +132,6 @@ class Two(nn.Module):
 
 
 def clip_factors(rank, turns):
-    """Clip to a norm of one, in steps that use other parameters; return factors by what was used last."""
     model, found = Two(), {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     with sparsify_gradients(model, optimizer, **SETTINGS) as handle:
@@ -155,7 +149,7 @@ def clip_factors(rank, turns):
     "turns", [(("first", "second"), ("second",)), (("first",), ("second",))], ids=["one rests", "in turns"]
 )
 def test_a_norm_is_that_of_the_mean_of_what_a_step_uses(pair, turns):
-    # Means have norms of two each, which is far from what ranks' own have.
+    # The means have norms of two each, far from the local norms.
     norms = {1: 2.0, 2: 8**0.5}
     for found in pair.run(clip_factors, turns):
         assert found == {names: pytest.approx(1 / norms[len(names)], rel=0.05) for names in turns}

@@ -1,5 +1,3 @@
-"""Weights and optimizers that are loaded in mid-training: nothing of the weights before is added to them."""
-
 import copy
 from functools import partial
 
@@ -28,7 +26,7 @@ SETTINGS = {
 
 
 class Recipe:
-    """The rollback of many projects: load the last snapshot as the loss rises far above that of the snapshot."""
+    """A common rollback recipe: load the last snapshot if the loss rises far above the snapshot's loss."""
 
     def __init__(self, model, optimizer, restore=None):
         self.model, self.optimizer, self.restore = model, optimizer, restore
@@ -150,7 +148,7 @@ def residual_norms(rank, act):
             optimizer.zero_grad()
             if step == 2:
                 act(model, optimizer)
-            (model(step, rank) * (step < 2)).backward()  # the last gradients are zero: residuals stay
+            (model(step, rank) * (step < 2)).backward()  # zero last gradients leave residuals
             optimizer.step()
         residuals = handle.engine.memory.state_dict()["residual"]
         return {name: bool(each.norm() > 0) for name, each in residuals.items()}
@@ -161,7 +159,6 @@ def load_a_layer(model, optimizer):
 
 
 def show_averages(model, optimizer):
-    """Evaluate other weights, and load those of the training again."""
     own = copy.deepcopy(model.state_dict())
     model.load_state_dict({name: each / 2 for name, each in own.items()})
     model.load_state_dict(own)

@@ -1,5 +1,3 @@
-"""A training loop without Lightning: what is its own (test_entry_points.py has the rest), and what is refused."""
-
 import copy
 import re
 import warnings
@@ -112,7 +110,6 @@ def test_statistics_of_a_step_have_the_exchanges_of_all_its_backwards(pair, back
 
 
 def buckets_left(rank):
-    """Return whether the buckets of DDP, of which gradients are views, exist before the call, and after."""
     ddp = wrapped(gradient_as_bucket_view=True)
     ddp(batch(rank, 0)).backward()
     buckets = [StorageWeakRef(each.grad.untyped_storage()) for each in ddp.parameters()]
@@ -145,7 +142,7 @@ def test_to_join_ranks_that_have_no_batch_is_refused_with_the_cure(pair, way, se
 
 def optimizer_of(kind, parameters):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own module calls what torch has deprecated
+        warnings.simplefilter("ignore")  # torch's module uses deprecated functions of torch
         from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
     if kind == "ZeRO":
         return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1)
@@ -153,7 +150,6 @@ def optimizer_of(kind, parameters):
 
 
 def train_with(rank, kind, settings):
-    """Make two steps with an optimizer; return the warnings."""
     ddp = wrapped()
     optimizer = optimizer_of(kind, ddp.parameters())
     with warnings.catch_warnings(record=True) as caught:
@@ -174,7 +170,6 @@ def test_an_adaptive_optimizer_inside_another_one_is_warned_of_once(pair):
 
 
 def train_scaled(rank, kind, is_scaled, overflow_at=None):
-    """Train with a gradient scaler that grows; note parameters, what is kept, and the scale around each step."""
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=is_scaled, init_scale=2.0**10, growth_interval=2)
     notes = []
     with sparsified(kind, density=0.05, scaler=scaler) as (ddp, optimizer, handle):
@@ -198,11 +193,11 @@ def train_scaled(rank, kind, is_scaled, overflow_at=None):
 @each_optimizer
 def test_an_overflow_is_skipped_and_leaves_what_is_kept(pair, optimizer):
     for notes in pair.run(train_scaled, optimizer, True, 4):
-        assert notes[-1][3] == 6  # steps that statistics count
+        assert notes[-1][3] == 6  # steps in the statistics
         for step, (before, after) in enumerate(pairwise(notes)):
             assert (after[2] < before[2]) == (step == 4)
             if step == 4:
-                for _, state, *_ in (before, after):  # that learns from the step before
+                for _, state, *_ in (before, after):  # uses gradients of the previous step
                     for kind in ("second_moment_step", "refresh_due", "refresh_gradient"):
                         state["memory"].pop(kind, None)
                 assert_same(after[:2], before[:2])
@@ -218,8 +213,6 @@ def test_a_changing_loss_scale_changes_nothing(pair, optimizer):
 
 
 class Adversaries(nn.Module):
-    """Two networks that are trained against each other."""
-
     def __init__(self):
         super().__init__()
         self.maker, self.critic = nn.Linear(16, 16), nn.Linear(16, 16)
@@ -230,7 +223,6 @@ class Adversaries(nn.Module):
 
 
 def train_adversaries(rank, kind, compressor, density, arguments):
-    """Go backward twice before two optimizers step, the first three times without an exchange; drop a step."""
     torch.manual_seed(0)
     ddp = wrapped(Adversaries(), **arguments)
     parts = ddp.module.maker, ddp.module.critic
@@ -266,7 +258,6 @@ def test_several_exchanges_for_one_step_are_one_step(pair, kind, compressor, arg
 
 
 def train_over_epochs(rank):
-    """Return what is said where epochs are not told, and the densities where they are."""
     untold = sparsified("SGD", density=0.01, warmup_epochs=2)
     with untold as (ddp, *_), pytest.raises(RuntimeError, match="set_epoch") as refusal:
         ddp(batch(rank, 0)).backward()
@@ -339,8 +330,6 @@ def give(rank, arguments):
 
 
 class Layers(nn.Module):
-    """Three layers, of which the last may be replaced, and the middle left out."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
@@ -360,7 +349,7 @@ def train_replaced(rank, wraps, change):
     model = Layers().to(DEVICE)
     called = DistributedDataParallel(model) if wraps else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(rank)  # new layers differ
+    torch.manual_seed(rank)  # different new layers on each rank
     with sparsify_gradients(called, optimizer, density=0.5, warmup_epochs=0):
         for step in range(6):
             if step == 3 and change == "added":
@@ -382,8 +371,6 @@ def test_layers_may_be_added_and_replaced(pair, wraps, change):
 
 
 class Stopping(torch.autograd.Function):
-    """An error in backward."""
-
     @staticmethod
     def forward(context, rows):
         return rows.clone()
@@ -462,7 +449,6 @@ def test_nodes_are_told_apart_by_names_of_hosts(pools):
 
 
 def change_a_bit(rank, settings):
-    """Check ranks that are one model, and again when one has changed; in a round the shared model has to be one."""
     with sparsified("SGD", density=0.05, **settings) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(3))
         handle.check_replicas()
@@ -515,7 +501,6 @@ def test_states_of_others_are_refused(pair, tmp_path):
 
 
 def resumed_from(rank, folder, has_saved):
-    """Train and save, or load; return the residuals at the save, or after the load."""
     with sparsified("SGD", compressor="dgc", density=0.05) as (ddp, optimizer, handle):
         if has_saved:
             handle.load_state(folder)
@@ -543,7 +528,6 @@ def test_the_example_of_the_page_runs(interpreter, tmp_path):
 
 
 def momenta_of(rank, case):
-    """Train with momentum taken over; return that of each backward, and momentum and decay as the user sees them."""
     model = Edges().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
     used, shown = [], []

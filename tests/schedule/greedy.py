@@ -1,12 +1,13 @@
-"""The published greedy merge of OMGS-SGD, which the exact planner is compared with.
+"""The published greedy merge of OMGS-SGD, for comparison with the exact planner.
 
 Shi et al., "Communication-efficient distributed deep learning with merged gradient sparsification on GPUs", INFOCOM
-2020. It decides as the released code does (github.com/HKBU-HPML/OMGS-SGD), which is not optimal, for four reasons:
+2020.
+This code follows the released code (github.com/HKBU-HPML/OMGS-SGD), which is not optimal for four reasons:
 
-1. The first tensor of backpropagation always joins the second one's bucket, and the clocks do not know that it did.
-2. The extra wait of a merge leaves out selecting from the next tensor alone, so too much is merged.
-3. Where the channel is idle before the next tensor is ready, merging cannot help; the rule does not ask.
-4. It looks one tensor ahead: it never accepts a merge that pays only together with the next one.
+1. The first tensor of backpropagation always joins the second tensor's bucket, but the clocks ignore this merge.
+2. The extra wait of a merge excludes the selection of the next tensor alone, so the code merges too much.
+3. An idle channel before the next tensor is ready makes merging useless, but the rule does not check this.
+4. The rule looks one tensor ahead and rejects merges that pay only together with the next merge.
 """
 
 from itertools import accumulate, pairwise
@@ -16,7 +17,7 @@ from lightning_sparse.schedule.merging import Cost
 
 
 class Problem(NamedTuple):
-    """Sums over the first k tensors, for k from 0, and costs of elements."""
+    """Sums over the first k tensors, for k from 0, and element costs."""
 
     elements: list[int]
     ready: list[float]
@@ -24,7 +25,7 @@ class Problem(NamedTuple):
     exchange_cost: Cost
 
     def select_seconds(self, start, stop):
-        """Return the cost of selecting from the tensors from ``start`` up to but without ``stop``, merged."""
+        """Return the cost of a merged selection from the tensors ``start`` to ``stop - 1``."""
         return self.select_cost(self.elements[stop] - self.elements[start])
 
     def exchange_seconds(self, start, stop):
@@ -32,14 +33,14 @@ class Problem(NamedTuple):
 
 
 def greedy_buckets(sizes, backward_seconds, select_cost, exchange_cost):
-    """Merge as the authors of OMGS-SGD do, with the arguments of :func:`~lightning_sparse.schedule.plan_buckets`."""
+    """Merge as OMGS-SGD does, with the arguments of :func:`~lightning_sparse.schedule.plan_buckets`."""
     elements, ready = list(accumulate(sizes, initial=0)), list(accumulate(backward_seconds, initial=0.0))
     stops = greedy_stops(Problem(elements, ready, select_cost, exchange_cost))
     return [list(range(*edges)) for edges in pairwise((0, *stops))]
 
 
 def greedy_stops(problem):
-    """Return where buckets stop merged as in the released code; selection stops backward, as in its problem."""
+    """Return the bucket ends of the released code. As in the paper, selection stops backward."""
     tensors = len(problem.ready) - 1
     if tensors <= 2:
         return [tensors]
@@ -57,7 +58,7 @@ def greedy_stops(problem):
 
 
 def _extra_wait(problem, start, stop, queued):
-    """Return how much later the bucket's message leaves if the next tensor joins, beyond what it would have queued."""
+    """Return the additional delay of the bucket's message if the next tensor joins."""
     selects_more = problem.select_seconds(start, stop + 1) - problem.select_seconds(start, stop)
     alone = problem.select_seconds(stop, stop + 1)
     return problem.ready[stop + 1] - problem.ready[stop] + selects_more - alone - queued

@@ -1,5 +1,3 @@
-"""Merge problems to plan for: random ones, and the published one."""
-
 import csv
 import math
 import random
@@ -11,7 +9,7 @@ Cost = Callable[[int], float]
 
 
 class Problem(NamedTuple):
-    """The arguments of ``plan_buckets``, in their order."""
+    """Arguments of ``plan_buckets``, in order."""
 
     sizes: list[int]
     backward_seconds: list[float]
@@ -27,10 +25,11 @@ DENSITY = 0.001
 
 
 def published(workers):
-    """ResNet-50 as the authors of OMGS-SGD ran it: one all-gather for the values and one for the indices of a bucket.
+    """ResNet-50 as in the OMGS-SGD paper: an all-gather of values and another of indices per bucket.
 
-    ``resnet50_backprop.csv`` holds the tensors of ResNet-50 in the order of backpropagation, and its 0.12 seconds of
-    backward on that card (scripts/infocom20/plot_loss2.py in github.com/trl730109/DreamDDP) shared out by operations.
+    ``resnet50_backprop.csv`` has the tensors of ResNet-50 in the order of backpropagation. The 0.12 seconds of backward
+    on that
+    card (scripts/infocom20/plot_loss2.py in github.com/trl730109/DreamDDP) are divided by operations.
     """
     table = (Path(__file__).parent / "resnet50_backprop.csv").read_text()
     rows = list(csv.DictReader(table.splitlines()))
@@ -44,7 +43,7 @@ def published(workers):
 
 
 def random_problem(seed, tensors):
-    """Backward, selection and exchange within a factor of some tens of each other; costs of every shape."""
+    """Draw a problem with backward, selection and exchange times within a factor of tens, and costs of every shape."""
     rng = random.Random(seed)
     sizes = [rng.choice((0, 1, int(10 ** rng.uniform(2, 6.7)))) for _ in range(tensors)]
     if rng.random() < 0.5:
@@ -58,7 +57,7 @@ def random_problem(seed, tensors):
 
 
 def _cost(rng, elements, seconds, parts):
-    """Make a cost that takes about so many seconds for so many elements, and a share of that for starting."""
+    """Return a cost of about ``seconds`` for ``elements``, with a share for start-up."""
     startup = rng.choice((0.0, 0.3, 1.0)) * seconds / parts
     edge = rng.uniform(0.01, 1) * elements
     shapes = [

@@ -1,5 +1,3 @@
-"""What can be sent for nothing, against the definition; lines through timings of a busy machine."""
-
 import random
 
 import pytest

@@ -1,5 +1,3 @@
-"""The planner against every plan there is, and against the published figures."""
-
 import itertools
 import math
 
@@ -24,7 +22,7 @@ def every_plan(tensors):
 
 
 def slow_total(buckets, problem, selection):
-    """Say when the last message has arrived, event by event, as the paper's recurrences have it."""
+    """Return the arrival of the last message, event by event, with the paper's recurrences."""
     backward = channel = 0.0
     for bucket in buckets:
         elements = sum(problem.sizes[position] for position in bucket)
@@ -54,7 +52,7 @@ def test_equals_brute_force(tensors, selection):
         assert planned_total(problem, selection) == pytest.approx(best, rel=1e-9, abs=1e-15), seed
 
 
-OPTIMA = {  # of the published problem, by selection and workers
+OPTIMA = {  # optima of the published problem, by selection and workers
     "backward": {4: 0.237302, 8: 0.241253, 16: 0.263407},
     "worker": {4: 0.159624, 8: 0.180158, 16: 0.248392},
 }

@@ -1,5 +1,3 @@
-"""Groupings that are tried are about equal; fewer buckets win a tie."""
-
 import pytest
 
 from lightning_sparse.schedule.plan import best_of, equal_plans

@@ -1,7 +1,7 @@
-"""A real SLURM cluster on this machine: a controller and several nodes, each a slurmd with a hostname of its own.
+"""A real SLURM cluster on this machine: a controller and several nodes, each a slurmd with its own hostname.
 
-Everything runs as root in a process namespace of its own, whose first process dies with the test run: the kernel then
-ends daemons, jobs and what the jobs have started, whatever happened. No service of the system is used, no fixed port.
+Everything runs as root in a separate process namespace. The first process of the namespace dies with the test run, and
+the kernel then ends all daemons and jobs. No service and no fixed port of the system is used.
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 
-REQUIRED = "LIGHTNING_SPARSE_NEEDS_SLURM"  # set where its absence is an error, as in continuous integration
+REQUIRED = "LIGHTNING_SPARSE_NEEDS_SLURM"  # set if a missing SLURM is an error, as in continuous integration
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
@@ -56,7 +56,7 @@ _NODE = (
     "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=2 Boards=1 SocketsPerBoard=1"
     " CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
 )
-# First process of the namespace. It ends, and with it all others, as soon as one of the daemons does.
+# First process of the namespace. It ends, and the kernel with it all others, when a daemon ends.
 _FIRST_PROCESS = """\
 set -eu
 folder=$1
@@ -90,7 +90,7 @@ def missing():
 
 
 class Cluster:
-    """Nodes ``n1``, ``n2``, ... of 2 processors each, which write all they write to an empty folder."""
+    """Nodes ``n1``, ``n2``, ... with 2 CPUs each. All output goes to an empty folder."""
 
     def __init__(self, folder, nodes):
         self.folder = folder
@@ -98,7 +98,7 @@ class Cluster:
         ours = {name: os.environ[name] for name in os.environ if not name.startswith(("SLURM_", "SBATCH_", "MASTER_"))}
         self.environment = {**ours, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
         self._write_files()
-        # Both ends of the chain: unshare dies with the test run, and the first process of the namespace with unshare.
+        # unshare dies with the test run, and the first process of the namespace with unshare.
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command += ["bash", "-c", _FIRST_PROCESS, "bash", str(folder), *self.names]
         with (folder / "daemons.log").open("w") as log:
@@ -112,7 +112,6 @@ class Cluster:
             raise
 
     def run(self, *command, folder=None):
-        """Run a command such as ``sbatch`` for at most a minute; return what it printed."""
         done = subprocess.run(
             command, env=self.environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
         )
@@ -123,7 +122,7 @@ class Cluster:
         return self.run("sbatch", "--parsable", *options, folder=folder).strip()
 
     def wait_until_ended(self, job, timeout):
-        """Return what SLURM knows of a job after its end; raise an error with the logs if that takes longer."""
+        """Return SLURM's record of an ended job. Raise an error with the logs after ``timeout``."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             words = self.run("scontrol", "--oneliner", "show", "job", job).split()
@@ -175,7 +174,7 @@ def _path():
 
 
 def _free_ports(count):
-    """Return ports that nobody listens at; held together until all are known, so that they differ."""
+    """Return free ports. All sockets stay open until the end, so that the ports differ."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,5 +1,3 @@
-"""A training that takes its time, and what it writes down of itself."""
-
 import json
 import os
 import signal
@@ -21,16 +19,16 @@ def restarts():
 
 
 class Slow(Small):
-    """Let rank 0 sleep in each step, so that a signal meets the others while they wait for it.
+    """A model with a sleep on rank 0 in each step, so that a signal arrives while the others wait.
 
-    ``waits_at`` are the steps before which a job waits for the signal, by how often it has been put back.
+    ``waits_at`` has the steps before which a job waits for the signal, by number of requeues.
     """
 
     def __init__(self, waits_at: Sequence[int] = ()):
         super().__init__()
         self.waits_at = dict(enumerate(waits_at)).get(restarts())
         self._is_signalled = threading.Event()
-        GracefulStop.SECONDS = 0.0  # ranks compare after each step
+        GracefulStop.SECONDS = 0.0  # compare signals after each step
 
     def on_train_start(self):
         handler = signal.getsignal(signal.SIGUSR1)
@@ -50,8 +48,6 @@ class Slow(Small):
 
 
 class Recorder(Callback):
-    """Append to a file a JSON object for every step, and one at the end, of what has become of the training."""
-
     def __init__(self, path: str):
         self.path = Path(path)
 

@@ -1,5 +1,3 @@
-"""Adam's updates made before selection: against a slow reference, against DDP, and in a Trainer."""
-
 import copy
 import re
 from contextlib import nullcontext
@@ -27,9 +25,9 @@ CORRECTED = ["topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc"]
 
 
 def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, correction=CORRECTION):
-    """Train with a corrected optimizer, without a Trainer; yield before the first step, and after every step.
+    """Train with a corrected optimizer, without a Trainer. Yield before the first step and after every step.
 
-    The gradient of step ``poisoned`` is not finite on rank 1; that step of the optimizer is left out.
+    The gradient of step ``poisoned`` is non-finite on rank 1, and the optimizer skips that step.
     """
     torch.manual_seed(0)
     with learning_in_turns(), sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
@@ -52,7 +50,6 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
 
 
 def train(rank, *settings):
-    """Return parameters after every step, this rank's gradients of every step, and the parameters at the start."""
     torch.manual_seed(0)
     start = {name: parameter.detach().clone() for name, parameter in Edges().named_parameters()}
     history, seen = [], []
@@ -65,10 +62,10 @@ def train(rank, *settings):
 
 
 def reference(start, gradients, density, arguments, shares=1, clips=lambda name, step: None):
-    """Make the same steps, slowly and plainly, for all ranks at once: gradients by rank and step.
+    """Compute the same steps slowly, for all ranks. ``gradients`` are by rank and step.
 
-    Parameters start in the order of optimizers. Elements are selected from each of so many shares of a parameter by
-    itself. ``clips`` tells the largest magnitude of an element that was asked for in a step.
+    Parameters start in the order of optimizers. Each of ``shares`` shares of a parameter is selected separately.
+    ``clips`` returns the largest magnitude of an element in a step.
     """
     (beta1, beta2), decay = arguments.get("betas", (0.9, 0.999)), arguments.get("weight_decay", 0.0)
     is_decoupled = arguments.get("decoupled_weight_decay", False)
@@ -77,13 +74,13 @@ def reference(start, gradients, density, arguments, shares=1, clips=lambda name,
     weights = {name: tensor.cpu().double() for name, tensor in start.items()}
     first, second, largest = ({name: torch.zeros_like(tensor) for name, tensor in weights.items()} for _ in range(3))
     waiting = [{name: torch.zeros_like(tensor) for name, tensor in weights.items()} for _ in range(ranks)]
-    known = dict.fromkeys(weights, DENSE)  # the step that a second moment is of
-    # The first time each learns in a turn of its own.
+    known = dict.fromkeys(weights, DENSE)  # step of each second moment
+    # Each second moment has its own turn for the first refresh.
     due = {name: DENSE + 1 + int(number * 0.618034 % 1 * REFRESH) for number, name in enumerate(weights)}
     for step in range(1, len(gradients[0]) + 1):
         is_dense, last = step <= DENSE, step - 1
         for name, weight in weights.items():
-            if not is_dense and last >= due[name]:  # from the gradients of the step before
+            if not is_dense and last >= due[name]:  # gradients of the previous step
                 share = max(0.5, beta2 ** (last - known[name]))
                 rounded = torch.stack([each.bfloat16() for each in before[name]]).sum(dim=0) / ranks
                 unbiased = share * second[name] / (1 - beta2 ** known[name]) + (1 - share) * rounded.double().square()
@@ -167,16 +164,15 @@ def assert_close_to(expected, histories):
         for step, (ours, theirs) in enumerate(zip(history, expected)):
             for name in theirs:
                 mine = ours[name].cpu().double()
-                if name == "prime":  # whose gradients are all equal: rounding decides which of them are sent
+                if name == "prime":  # equal gradients: rounding decides the selection
                     torch.testing.assert_close(mine.mean(), theirs[name].mean(), rtol=1e-4, atol=1e-5)
                     continue
-                # Of two elements of the same size either may be sent.
+                # Ties may be broken differently.
                 differ = torch.isclose(mine, theirs[name], rtol=1e-4, atol=1e-5).logical_not().sum()
                 assert differ <= 2 + mine.numel() // 500, f"{differ} elements of {name} after step {step + 1}"
 
 
 def train_changing(rank, as_tensors):
-    """Change the numbers of one group and not of the other in the course of training; return what comes of it."""
     arguments = {"lr": torch.tensor(RATE) if as_tensors else RATE, "foreach": False}
     training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, arguments, 8)
     ddp, _, optimizer, _ = next(training)
@@ -220,7 +216,7 @@ def test_replicas_agree_and_no_update_is_lost(pair, compressor, wire):
     for ours, theirs in zip(one, other):
         for kind in ("parameters", "seconds"):
             assert_same(ours[kind], theirs[kind])
-    for step in range(DENSE + 2, len(one)):  # from the second corrected step on: all that waits is an update by then
+    for step in range(DENSE + 2, len(one)):  # from the second corrected step on, all residuals are updates
         for name, before in one[step - 1]["parameters"].items():
             known = int(one[step]["memory"]["second_moment_step"][name])
             owed = torch.zeros_like(before).double()
@@ -231,7 +227,7 @@ def test_replicas_agree_and_no_update_is_lost(pair, compressor, wire):
                 owed += book[step - 1]["memory"]["update"][name].view_as(before).double()
                 owed -= book[step]["memory"]["update"][name].view_as(before).double()
             applied = (before.double() - one[step]["parameters"][name].double()) / RATE
-            # A parameter is rounded to 24 bits when an update is taken from it.
+            # Applying an update rounds the parameter to 24 bits.
             atol = 1e-3 + 3e-7 * before.abs().max().item() / RATE
             torch.testing.assert_close(applied, owed / 2, rtol=1e-3, atol=atol)
 
@@ -274,7 +270,6 @@ def test_while_all_is_sent_it_is_ddp(pair, compressor, density, steps):
 
 
 def poison(rank, compressor, poisoned):
-    """Train with a step that is not finite; return all that is kept before and after it, and whether it was noticed."""
     states, gradients = [], []
     for ddp, engine, optimizer, _ in corrected_steps(
         rank, torch.optim.AdamW, {"compressor": compressor, "density": 0.1}, {}, poisoned + 3, poisoned
@@ -286,7 +281,7 @@ def poison(rank, compressor, poisoned):
 
 
 def learned_of(state):
-    """Return second moments without their bias, by name, and take away what is learned from other steps."""
+    """Return unbiased second moments by name, and remove the state that other steps change."""
     engine, optimizer = state
     memory = engine["memory"]
     steps = memory.pop("second_moment_step")
@@ -306,11 +301,9 @@ def test_what_is_not_finite_moves_nothing_that_is_kept(pair, compressor, poisone
         _, here, there = map(learned_of, (before, after, later))
         assert_same(before, after)
         assert learning
-        for name in learning:  # from the step that was not finite, with the next: nothing
+        for name in learning:  # neither the non-finite step nor the next step updates second moments
             torch.testing.assert_close(here[name], there[name])
 
-
-# In a Trainer -----------------------------------------------------------------------------------------------------
 
 SOON = {
     "compressor": "topk",
@@ -367,11 +360,11 @@ def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pools, tmp_path):
     plain, *_ = fits(pools[2], NumberedAdam, None, paths["ours"])
     started, *_ = fits(pools[2], NumberedAdam, SOON, paths["theirs"])
     for name in started.kept["memory"]["update"]:
-        # Each has four steps of at most 0.01 left.
+        # Each fit has four steps of at most 0.01 left.
         assert (plain.end[name] - ended["ours"][name]).abs().max() < 0.05
         assert (started.end[name] - ended["theirs"][name]).abs().max() < 0.05
     assert started.kept["memory"]["update"].keys() == started.end.keys()
-    # The second moment is there, so that nothing is warmed up.
+    # The second moment exists, so no warm-up is needed.
     assert started.total["density"] == pytest.approx(0.05, abs=0.01)
     first, *others = fits(pools[3], NumberedAdam, SOON, paths["ours"])
     assert any("mean of the residuals" in line for line in first.said)
@@ -395,7 +388,7 @@ class Unfreezing(NumberedAdam):
 
 def test_a_parameter_that_joins_late_is_sent_whole_first(pair):
     densities = [stats["density"] for stats in one_model(fits(pair, Unfreezing, SOON)).stats]
-    assert densities[3] < 0.3  # the last layer alone, corrected
+    assert densities[3] < 0.3  # only the last layer, corrected
     assert densities[4] > 0.4  # half of the elements join
     assert densities[5] > 0.4
     assert densities[-1] < 0.1
@@ -418,8 +411,8 @@ def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair, alg
     free = one_model(fits(pair, Clipped, SOON))
     assert not torch.equal(one_model(clipped).end["network.0.weight"], free.end["network.0.weight"])
     for each in clipped:
-        assert all(after < before for before, after in each.notes[:2])  # sent whole: as with DDP
-        assert all(after == before for before, after in each.notes[2:])  # an update must not be taken for a gradient
+        assert all(after < before for before, after in each.notes[:2])  # dense, as with DDP
+        assert all(after == before for before, after in each.notes[2:])  # an update must not be treated as a gradient
 
 
 class Stepless(torch.optim.Adam):
@@ -472,10 +465,10 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
     for each in told[2:]:
         tags = {tag for tag in each if re.search("/(update_error|residual_to_gradient)/", tag)}
         assert tags == {f"sparse_parameters/update_error/{name}" for name in names}
-        # Of a mean over ranks and parameters.
+        # The logged value is a mean over ranks and parameters.
         assert min(each[tag] for tag in tags) < 1.1 * each["sparse/update_error"]
         assert max(each[tag] for tag in tags) > 0.9 * each["sparse/update_error"]
-    # Of so small a model all learn in one step.
+    # In a small model all second moments refresh in the same step.
     assert [each["sparse/second_moment_age"] for each in told[2:]] == [2, 1] * 4
 
 
@@ -489,8 +482,6 @@ def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turn
 
 
 class InHalves(ByHand):
-    """A weight whose loss is backpropagated at once, or in halves of it, before AdamW or Adam steps."""
-
     def __init__(self, is_halved, kind, **arguments):
         super().__init__()
         self.is_halved, self.kind, self.arguments = is_halved, kind, arguments
@@ -524,9 +515,9 @@ def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(pair, kind, ar
 
 
 class Turns(NumberedAdam):
-    """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not.
+    """Two networks with optimizers that alternate within a batch, and optionally freeze each other.
 
-    Each clips to a norm of its own, or to none, before the batch ``clips_until``.
+    Each optimizer clips to its own norm, or not, before the batch ``clips_until``.
     """
 
     def __init__(self, *save, toggles=False, clips=(None, None), clips_until=12):
@@ -543,7 +534,7 @@ class Turns(NumberedAdam):
         for optimizer, network, clip in zip(self.optimizers(), self.network, self.clips):
             with optimizer.toggle_model() if self.toggles else nullcontext():
                 optimizer.zero_grad()
-                # Gradients grow, so that a second moment that is not learned any more is far too small.
+                # Gradients grow, so an outdated second moment is far too small.
                 self.manual_backward((network(rows) - rows).square().mean() * (1 + batch_index) ** 2)
                 if clip is not None and self.global_step // 2 < self.clips_until:
                     self.clip_gradients(optimizer, clip, "norm")
@@ -564,12 +555,11 @@ def test_each_of_several_optimizers_is_clipped_as_if_it_were_alone(pair, toggles
 
 
 LARGEST = 2e-3
-# By the optimizer of the matrix, which is clipped in some steps, and by that of all others, which is in one.
+# Clipped steps of the matrix's optimizer and of the other optimizer.
 ASKED = {True: {DENSE, 4, 5, 8}, False: {6}}
 
 
 def train_clipped(rank):
-    """Train with two optimizers that clip by value in different steps; see :func:`train`."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Edges().to(DEVICE))
     named = dict(ddp.module.named_parameters())

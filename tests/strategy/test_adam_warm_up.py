@@ -1,5 +1,3 @@
-"""The first steps of a corrected AdamW: they are DDP's, end when the second moment is known, and never come back."""
-
 from functools import partial
 
 import pytest
@@ -13,13 +11,11 @@ from tests.helpers.resuming import Numbered
 from tests.helpers.trainers import Small
 
 DENSITY = 0.05
-SPARSE = {"compressor": "lags", "density": DENSITY}  # as users build it: nothing is said about Adam
-LONG = {"max_epochs": 1000}  # Lightning's own default, which EarlyStopping is to end
+SPARSE = {"compressor": "lags", "density": DENSITY}  # default settings, without Adam
+LONG = {"max_epochs": 1000}  # Lightning's default, for EarlyStopping
 
 
 class Watched(Numbered):
-    """A model trained by AdamW, whose gradients may grow, and that may stop after some batches."""
-
     def __init__(self, save_after=None, path="", growth=1.0, stop_after=None):
         super().__init__(save_after, path)
         self.growth, self.stop_after, self.seen = growth, stop_after, 0
@@ -40,7 +36,7 @@ def densities(pair, module, settings=SPARSE, source=None, **trainer):
     return [stats["density"] for stats in one_model(fits(pair, module, settings, source, **trainer)).stats]
 
 
-def test_the_first_steps_are_ddps_to_the_bit(pair):  # of more ranks DDP's sums have another order
+def test_the_first_steps_are_ddps_to_the_bit(pair):  # with more ranks DDP adds in another order
     ours, theirs = (fits(pair, partial(Watched, stop_after=10), each, **LONG) for each in (SPARSE, None))
     for one, other in zip(ours, theirs):
         assert [stats["density"] for stats in one.stats] == [1.0] * 10
@@ -75,17 +71,17 @@ def test_in_few_bits_adam_still_learns_from_sixteen(pair):
     assert_same(sixteen.batches[:5], four.batches[:5])
     assert [each["wire_bytes"] for each in sixteen.stats[:5]] == [each["wire_bytes"] for each in four.stats[:5]]
     assert four.stats[6]["density"] > 0.8
-    assert four.stats[5]["wire_bytes"] < 0.5 * sixteen.stats[5]["wire_bytes"]  # before anything is learned
+    assert four.stats[5]["wire_bytes"] < 0.5 * sixteen.stats[5]["wire_bytes"]  # before the first refresh
     learned = [each.stats[7]["wire_bytes"] - each.stats[5]["wire_bytes"] for each in (four, sixteen)]
     assert learned[0] == pytest.approx(learned[1], rel=0.1)
 
 
 def test_gradients_that_grow_are_sent_whole_for_longer_but_not_for_ever(pair):
     found = densities(pair, partial(Watched, growth=1.2, stop_after=105), **LONG)
-    assert found[:60] == [1.0] * 60  # a hundredth of them all
+    assert found[:60] == [1.0] * 60  # a hundredth of all steps
     assert found[104] < 1.0
     found = densities(pair, partial(Watched, growth=1.2), max_epochs=4)
-    assert found[9] == 1.0  # 24 steps in all: a hundredth is less than the least
+    assert found[9] == 1.0  # 24 steps in all: the minimum applies instead of a hundredth
     assert found[14] < 0.1
 
 

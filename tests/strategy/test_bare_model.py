@@ -1,4 +1,4 @@
-"""The Trainer's model, which nothing wraps: its buffers are those that it has behind DDP."""
+"""The Trainer's unwrapped model has the same buffers as behind DDP."""
 
 import inspect
 from functools import partial
@@ -14,8 +14,6 @@ WHOLE = {"compressor": "topk", "density": 1.0, "warmup_epochs": 0}
 
 
 class Counted(Numbered):
-    """A model with running statistics, which it notes in each training and validation step."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))

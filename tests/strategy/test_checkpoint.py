@@ -1,5 +1,3 @@
-"""Checkpoints as files: complete or not there, deleted together, and refused with a cure where they are broken."""
-
 import os
 import re
 import shutil
@@ -28,8 +26,6 @@ RANKS = ["rank_00000.pt", "rank_00001.pt"]
 
 
 class Noting(TorchCheckpointIO):
-    """A plugin of the user's own, which notes what it is given to write."""
-
     written: ClassVar[list[Any]] = []
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -38,8 +34,6 @@ class Noting(TorchCheckpointIO):
 
 
 class Saves(Numbered):
-    """A model that does something after some of its batches, with notes of what a plugin has written."""
-
     def __init__(self, actions):
         super().__init__()
         self.actions = actions
@@ -65,7 +59,6 @@ def act(rank, actions, *plugins):
 
 
 def assert_went_on(pool, path, expected, first, **arguments):
-    """Go on from a checkpoint, and ask for the same bits from a batch on."""
     for resumed, whole in zip(fits(pool, Numbered, DGC, str(path), **arguments), expected):
         assert_same(resumed.batches, whole.batches[first - 1 :])
 
@@ -103,7 +96,7 @@ def test_a_new_save_takes_the_place_of_the_old_one(pair, tmp_path, plugin):
     actions = {batch: partial(save, path) for batch in (2, 5, 8)}
     saved = fits(pair, partial(Saves, actions), DGC, plugins=[plugin()] if plugin else [])
     assert sorted(set(files_in(tmp_path))) == with_ranks("same.ckpt")
-    # Of an asynchronous plugin, what the last file but one has named is removed at the next save.
+    # An asynchronous plugin removes the second last file at the next save.
     assert len(list((tmp_path / "same.ckpt.sparse").iterdir())) == (1 if plugin in (None, Noting) else 2)
     assert_went_on(pair, path, saved, 9)
 
@@ -121,7 +114,6 @@ def test_the_users_plugin_writes_lightnings_file_by_the_path_that_the_user_gave(
 
 
 def write_half(content, path):
-    """Write the half of a file, and end the process."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, path)
     os.truncate(path, os.path.getsize(path) // 2)
@@ -148,13 +140,11 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(forked, tmp_path, poin
     failures = [failure for failure, _ in forked[2].answers(dies, path, point)]
     assert "the process died" in failures
     assert_went_on(forked[2], path, fits(forked[2], Numbered, DGC), first)
-    # What the crash left behind goes with the next save.
     forked[2].run(act, {4: partial(save, path)})
     assert files_in(tmp_path) == with_ranks("crash.ckpt")
 
 
 def fill_disk(rank, path, part):
-    """Fail to save over a checkpoint and train on; return what was raised, what comes of it, and the files then."""
     raised = []
 
     def full(*_, **__):
@@ -188,7 +178,6 @@ def test_a_full_disk_is_an_error_on_every_rank_and_spares_the_old_checkpoint(pai
 
 
 def go_on_elsewhere(rank, path, settings=DGC):
-    """Go on with a strategy; return what was raised or warned of, and how many batches were gone through."""
     model = Numbered()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
@@ -279,7 +268,6 @@ def test_the_file_alone_goes_on_with_empty_residuals_and_says_so(pair, tmp_path,
 
 
 def parts_read(rank, path):
-    """Go on from a checkpoint; return the names of the files that this rank has read."""
     names = []
     read = state_module._read
 
@@ -299,5 +287,5 @@ def test_parts_are_shared_out_among_the_ranks_that_go_on(pools, tmp_path, ranks)
     pools[4 if ranks < 3 else 2].run(act, {4: partial(save, path)})
     answers = pools[ranks].run(parts_read, path)
     read = [int(re.findall(r"\d+", name)[0]) for names in answers for name in names]
-    # Whoever is left without a share looks into somebody else's, for its form.
+    # A rank without a share reads another rank's file for the shapes.
     assert sorted(read) == ([0, 1, 2, 3] if ranks < 3 else [0, 0, 1])

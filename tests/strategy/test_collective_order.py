@@ -1,6 +1,6 @@
-"""All ranks issue the collectives of all communicators in one order, whatever each rank's speed and use.
+"""All ranks issue the collectives of all communicators in one order, independent of speed and use.
 
-NCCL asks for that: where two ranks launch two collectives in different orders, it may wait for ever.
+NCCL may deadlock if two ranks launch two collectives in different orders.
 """
 
 import time
@@ -33,15 +33,12 @@ SECONDS, LONG_SECONDS = 0.002, 0.02
 
 
 def dawdle(module, seconds):
-    """Be slow in forward, and in each part of backward."""
     next(module.children()).register_forward_pre_hook(lambda layer, given: time.sleep(seconds))
     for parameter in module.parameters():
         parameter.register_hook(lambda gradient: time.sleep(seconds))
 
 
 class Partly(Numbered):
-    """A model with BatchNorm, that logs in each step, and of which one rank uses a layer that the others do not."""
-
     def __init__(self, optimizer="SGD"):
         super().__init__()
         self.optimizer = optimizer
@@ -74,8 +71,6 @@ class Partly(Numbered):
 
 
 class Twice(Partly):
-    """Two optimizers that toggle, one of which steps after two backwards."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.automatic_optimization = False
@@ -102,8 +97,6 @@ class Freezing(Partly):
 
 
 class Embedded(Partly):
-    """A model of whose embedding each rank has other rows."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.rows_of = nn.Embedding(8, 32)
@@ -113,7 +106,7 @@ class Embedded(Partly):
 
 
 class SyncedOnProcessors(NormTogether, nn.SyncBatchNorm):
-    """BatchNorm over ranks, which torch has for GPUs only; it exchanges in backward."""
+    """SyncBatchNorm for the CPU, which communicates in backward."""
 
 
 class SyncedEmbedded(Embedded):
@@ -122,8 +115,6 @@ class SyncedEmbedded(Embedded):
 
 
 class OwnCollective(Partly):
-    """A model whose backward has a collective of the user's own."""
-
     def loss(self, batch_index):
         hidden = self.network[:3](self.rows(batch_index))
         return self.network[3](SumOverRanks.apply(hidden)).square().mean()
@@ -136,11 +127,11 @@ class Outcome(NamedTuple):
 
 
 def fit(rank, module, settings, arguments, seconds, backend):
-    """Fit on ranks of which one is slow in backward and one has a slow exchange worker, maybe as on a backend."""
+    """Fit with a slow backward on one rank and a slow exchange worker on another, optionally on a backend."""
     model, strategy = module(), strategy_of(settings)
     if rank == SLOW_BACKWARD:
         dawdle(model, seconds)
-    # It would refuse a SyncBatchNorm on processors.
+    # The handle raises an error for a SyncBatchNorm on the CPU.
     check = mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle")
     claim = mock.patch.object(loop_module, "backend_of", return_value=backend) if backend else nullcontext()
     more = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, **arguments}
@@ -166,7 +157,7 @@ class Case(NamedTuple):
 
 
 def orders_differ(fit_once):
-    """Tell whether orders differ in one fit of a few: on a busy machine those that may differ do so now and then."""
+    """Return whether orders differ in one of a few fits. A busy machine shows a possible difference only sometimes."""
     return any(stuck_at(fit_once()) is not None for _ in range(4))
 
 
@@ -229,7 +220,7 @@ def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools):
     assert stuck_at([outcome.issued for outcome in outcomes]) is None
     assert len([each for each in outcomes[0].said if AFTER_BACKWARD in each]) == 1
     given = SparseDDPStrategy(**case.settings).settings
-    for outcome in outcomes:  # what the user has chosen stays, for a later fit
+    for outcome in outcomes:  # the user's choice stays for a later fit
         assert outcome.settings.overlaps_backward == given.overlaps_backward
 
 
@@ -255,8 +246,6 @@ def test_a_queue_is_stuck_where_orders_differ(recordings, where):
 
 
 class Cut(nn.Linear):
-    """A layer that FSDP has cut, as it is known by."""
-
     def set_requires_gradient_sync(self, *arguments):
         """Do nothing."""
 
@@ -271,6 +260,7 @@ def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overla
     kept, said = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend)
     is_nccl, meets = backend == "nccl", isinstance(layer, (nn.SyncBatchNorm, Cut))
     assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and meets))
-    is_explicit = kept.overlaps_backward != overlaps_backward and not isinstance(layer, Cut)  # of shards a page tells
+    # a page documents the case of shards
+    is_explicit = kept.overlaps_backward != overlaps_backward and not isinstance(layer, Cut)
     assert len(said) == is_explicit
     assert given.overlaps_backward == overlaps_backward

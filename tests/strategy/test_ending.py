@@ -1,5 +1,3 @@
-"""What a training tells of itself at its end: one line, and the same numbers."""
-
 import re
 from functools import partial
 
@@ -9,14 +7,12 @@ from lightning_sparse import LocalSteps, SparseDDPStrategy
 from tests.helpers.fits import fits, listening
 from tests.helpers.trainers import Small, WithAdam, make_trainer
 
-ELEMENTS = 32 * 64 + 64 + 64 * 32 + 32  # of Small
-DENSE = 4.0 * ELEMENTS  # bytes that leave one of two ranks in a step of DDP
+ELEMENTS = 32 * 64 + 64 + 64 * 32 + 32  # elements of Small
+DENSE = 4.0 * ELEMENTS  # bytes sent by one of two ranks in a DDP step
 SIXTEEN = {"limit_train_batches": 16}
 
 
 class Stopping(Small):
-    """A model that notes statistics at the end, and may end its training after five batches, or fail then."""
-
     def __init__(self, how=""):
         super().__init__()
         self.how = how
@@ -35,7 +31,6 @@ class StoppingAdam(Stopping, WithAdam):
 
 
 def closing_of(lines):
-    """Return the one line of the end, which is the last."""
     (line,) = [line for line in lines if "steps sent" in line]
     assert line is lines[-1]
     return line
@@ -49,7 +44,7 @@ def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair, mo
         assert stats["total_steps"] == 32
         assert stats["total_dense_bytes"] == 32 * DENSE
         assert stats["total_compression_ratio"] == stats["total_dense_bytes"] / stats["total_wire_bytes"]
-        if module is StoppingAdam:  # whose dense steps count
+        if module is StoppingAdam:  # dense steps count
             assert stats["total_wire_bytes"] > 10 * DENSE
         assert 0 < stats["exposed_share"] < 1
         assert stats == seen
@@ -92,7 +87,7 @@ def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair, accumula
     for each in local:
         assert each.total["total_steps"] == 32
         assert each.total["total_dense_bytes"] == 32 * DENSE
-        # 5 steps of DDP, and 27 local ones in 7 rounds.
+        # 5 DDP steps and 27 local steps in 7 rounds.
         assert each.total["total_wire_bytes"] == pytest.approx(12 * DENSE, rel=0.01)
         assert 0 < each.total["exposed_share"] < 1
     assert "32 steps sent" in closing_of(local[0].said)

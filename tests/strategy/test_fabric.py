@@ -1,5 +1,3 @@
-"""Fabric: the laws, several models, precision, saving and loading, and what is refused."""
-
 import copy
 import os
 from contextlib import contextmanager
@@ -29,11 +27,10 @@ OPTIMIZERS = {
 
 @contextmanager
 def launched(rank, strategy, precision=None):
-    """Yield a Fabric whose ranks are the pool's processes."""
     arguments = {}
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     expect()
-    if precision == "scaled":  # by number of bits Fabric has it on a GPU only
+    if precision == "scaled":  # by number of bits, Fabric scales on a GPU only
         scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
         arguments["plugins"] = [MixedPrecision("16-mixed", DEVICE.type, scaler)]
     elif precision is not None:
@@ -48,13 +45,11 @@ def launched(rank, strategy, precision=None):
 
 
 def sparse(kind="SGD", **settings):
-    """Build a strategy without a warm-up, which tests have no time for."""
     correction = CORRECTION if kind == "AdamW" else "auto"
     return SparseFabricStrategy(**{"warmup_epochs": 0, "optimizer_correction": correction, **settings})
 
 
 def set_up(fabric, kind, is_joint=True):
-    """Set up a model, which is the same on every rank, and its optimizer: together, or one after the other."""
     torch.manual_seed(0)
     model = Edges()
     if is_joint:
@@ -99,7 +94,6 @@ def test_density_one_equals_ddp(pair, optimizer, precision, is_joint, clip):
 
 
 def train_two_models(rank, is_one, clip):
-    """Train two models by one optimizer of both, whose gradients are clipped at once, or by one for each."""
     with launched(rank, sparse("AdamW", compressor="lags", density=0.05)) as fabric:
         torch.manual_seed(0)
         parts = torch.nn.Linear(64, 64), Edges()
@@ -110,7 +104,7 @@ def train_two_models(rank, is_one, clip):
         for step in range(8):
             fabric.backward(models[1](models[0](batch(rank, step))))
             for model, optimizer in zip(models, optimizers):
-                if step >= 2:  # before it whole gradients have arrived, which are clipped together
+                if step >= 2:  # earlier gradients are dense and clipped together
                     fabric.clip_gradients(model, optimizer, **clip)
             for optimizer in optimizers:
                 optimizer.step()
@@ -128,9 +122,9 @@ ROUNDS = {"local_steps": LocalSteps(2), "optimizer_correction": "auto"}
 
 
 def train_in_two(rank, kind, settings, path):
-    """Train two models in one go, and with all built anew from the midst; return what there is at the end.
+    """Train two models with and without a rebuild in the middle. Return both results.
 
-    What was saved is loaded twice: before training, and after two further steps while the shared models are shown.
+    The state is loaded twice: before training, and after two more steps while the shared models are swapped in.
     """
     ends, stats = [], []
     for start in (0, 3):
@@ -173,7 +167,7 @@ def test_loaded_it_goes_on_to_the_bit(pair, tmp_path, optimizer, settings):
     for whole, resumed, stats in answers:
         assert_same(resumed, whole)
         assert_same(whole, answers[0][0])
-        assert_same(whole[0], whole[1])  # neither has come near the other
+        assert_same(whole[0], whole[1])  # the models stay separate
         assert all(each["total_wire_bytes"] > 0 for each in stats)
     assert {each.name for each in tmp_path.iterdir()} == {"half.ckpt", "half.ckpt.sparse"}
 

@@ -1,5 +1,3 @@
-"""One level or two: what is taken, what is refused, and a fit on two nodes that four processes play."""
-
 import math
 from functools import partial
 
@@ -50,8 +48,6 @@ def test_other_numbers_of_levels_are_refused(levels):
 
 
 class Trained(Small):
-    """A model trained by an optimizer of a kind, which notes its losses and what is logged."""
-
     def __init__(self, kind=torch.optim.SGD):
         super().__init__()
         self.kind = kind
@@ -89,7 +85,7 @@ def test_a_fit_on_two_nodes(pools, settings, kind, trainer):
     answers = fits(pools[4], partial(Trained, kind), {**SPARSE, **settings}, **{**NODES, **trainer})
     one_model(answers)
     for each in answers:
-        assert sum(each.notes[-8:]) < sum(each.notes[:8])  # of an epoch each
+        assert sum(each.notes[-8:]) < sum(each.notes[:8])  # one epoch each
         assert each.total["inter_node_bytes"] < each.total["wire_bytes"] or math.isnan(each.total["select_seconds"])
         assert 0 < each.total["total_inter_node_bytes"] < each.total["total_wire_bytes"]
     assert any("two levels, the 2 ranks of each of 2 nodes" in line for line in answers[0].said)
@@ -118,6 +114,6 @@ def test_whoever_looks_on_sees_shares(pools, compressor):
     more = {"local_world_size": 2, "callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
     answers = fits(pools[4], Logged, {**SPARSE, "compressor": compressor}, **more)
     one_model(answers)
-    logged = {tag: number for told in answers[0].notes for tag, number in told.items()}  # the latest
+    logged = {tag: number for told in answers[0].notes for tag, number in told.items()}  # latest values
     assert 0 < logged["sparse/inter_node_bytes"] < logged["sparse/wire_bytes"]
     assert 0.04 <= logged["sparse/density"] <= 1

@@ -1,5 +1,3 @@
-"""Rounds of local steps in a Trainer: any optimizer, any loop, and what is validated, saved and resumed."""
-
 import copy
 import warnings
 from functools import partial
@@ -26,8 +24,6 @@ from tests.helpers.trainers import Small, run_fit, weights
 
 
 class Narrow(Local):
-    """The same in bfloat16, without BatchNorm."""
-
     def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
@@ -38,8 +34,6 @@ class Narrow(Local):
 
 
 class Teaching(Local):
-    """A network beside a frozen one that follows it, written in a way that no version of a tensor counts."""
-
     def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.teacher = nn.Linear(32, 64)
@@ -51,8 +45,6 @@ class Teaching(Local):
 
 
 class Observing(Local):
-    """A buffer without an element that the first forward gives as many as rows have, as observers of ranges do."""
-
     def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.register_buffer("largest", torch.zeros(0))
@@ -72,8 +64,6 @@ def test_a_buffer_that_took_its_shape_in_training_goes_on_to_the_bit(pair, tmp_p
 
 
 class LateAverage(Local):
-    """A copy of the network that begins in the second epoch, and that no optimizer has."""
-
     def on_train_batch_start(self, *batch):
         if self.current_epoch == 1 and not hasattr(self, "average"):
             self.average = copy.deepcopy(self.network)
@@ -96,8 +86,6 @@ def test_an_average_that_begins_late_is_no_part_of_rounds(pair):
 
 
 class TeachingOnOne(Teaching):
-    """The teacher follows on rank 0 alone, until the others hear of it."""
-
     def on_before_zero_grad(self, *args):
         if self.global_rank == 0:
             super().on_before_zero_grad(*args)
@@ -119,8 +107,6 @@ def test_a_round_goes_on_to_the_bit(pair, tmp_path, kind, module, save_after):
 
 
 class SavedLast(Numbered):
-    """A model that saves when its last epoch ends, in the midst of a round."""
-
     def on_train_epoch_end(self):
         if self.path:
             self.trainer.save_checkpoint(self.path)
@@ -134,8 +120,6 @@ def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair, tm
 
 
 class FromData(Numbered):
-    """A model that writes a layer in its first forward, by this rank's rows, as ActNorm does, and learns nothing."""
-
     notes = None
 
     def __init__(self, save_after=None, path=""):
@@ -163,8 +147,6 @@ def test_what_the_first_forward_writes_is_where_rounds_begin(pair, accumulates):
 
 
 class Starting(Local):
-    """A model that notes what it starts with."""
-
     def on_train_start(self):
         self.notes = weights(self)
 
@@ -201,8 +183,6 @@ def test_rounds_and_gradients_keep_different_things(pair, tmp_path):
 
 
 class Validated(Local):
-    """A model that notes with which parameters and buffers it is validated."""
-
     def __init__(self):
         super().__init__()
         self.notes = []
@@ -212,8 +192,6 @@ class Validated(Local):
 
 
 class Swaps(AverageAtValidation):
-    """An average that is validated."""
-
     def on_train_end(self, trainer, pl_module):
         pl_module.notes = self.failures
 
@@ -230,13 +208,11 @@ def test_a_validation_ends_a_round_whatever_is_validated(pair, kind):
         assert of_average.total["total_wire_bytes"] == of_model.total["total_wire_bytes"]
     ours, theirs = (each.notes for each in validated)
     assert_same(ours, theirs)
-    assert len(ours) == 5  # once before training
-    assert all(differences(one, other) for one, other in pairwise(ours))  # what is watched has moved
+    assert len(ours) == 5  # one sanity check before training
+    assert all(differences(one, other) for one, other in pairwise(ours))  # the weights have moved
 
 
 class Averaging(Validated):
-    """A network beside its average, which no optimizer has, and which may or may not ask for gradients."""
-
     def __init__(self, asks, path=""):
         super().__init__()
         self.path, self.save_after = path, 8 if path else None
@@ -261,15 +237,13 @@ def test_what_no_optimizer_has_is_left_to_whoever_writes_it(pair, tmp_path, kind
         assert_same(ours.batches, theirs.batches)
         assert_same(ours.notes, theirs.notes)
         assert_same(ours.end, theirs.end)
-        if kind != "synchronous":  # its first steps send, as DDP does, all that asks for gradients
+        if kind != "synchronous":  # synchronous steps send all parameters that require gradients, as DDP does
             assert ours.total["total_wire_bytes"] == theirs.total["total_wire_bytes"]
         assert_same(later.batches, ours.batches[8:])
         assert_same(later.end, ours.end)
 
 
 class Loads(Callback):
-    """Load other weights when training starts, before which there are others, in a hook or at once."""
-
     def __init__(self, hook, by_rank):
         setattr(self, hook, self._load)
         self.by_rank = by_rank
@@ -281,14 +255,11 @@ class Loads(Callback):
 
 @torch.no_grad()
 def scale_weights(module, factor):
-    """Write other weights, of few bits, so that means of them are exact."""
     for parameter in module.parameters():
         parameter.mul_(64).round_().mul_(factor / 16)
 
 
 class Scaled(Validated):
-    """It has had the mean of those weights from the start."""
-
     def __init__(self, by_rank):
         super().__init__()
         scale_weights(self, 1.0 + by_rank / 2)
@@ -297,7 +268,7 @@ class Scaled(Validated):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_training_starts_from_what_callbacks_load(pair, kind):
-    by_rank = 0.5 if kind != "synchronous" else 0.0  # DDP's first steps leave ranks as they are
+    by_rank = 0.5 if kind != "synchronous" else 0.0  # DDP's first steps average gradients only
     checks = {"num_sanity_val_steps": 1, "limit_val_batches": 1}
     expected = fits(pair, partial(Scaled, by_rank), ROUNDS[kind], **checks)
     for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
@@ -305,14 +276,12 @@ def test_training_starts_from_what_callbacks_load(pair, kind):
             fits(pair, Validated, ROUNDS[kind], callbacks=[Loads(hook, by_rank)], **checks), expected
         ):
             assert_same(loaded.batches, known.batches)
-            # A check before training sees what is loaded before it.
+            # The sanity check runs before the later hooks.
             first = 0 if hook == "on_fit_start" and not by_rank else 1
             assert_same(loaded.notes[first:], known.notes[first:])
 
 
 class SavedTwice(Local):
-    """It saves in the midst of a round, and when training has ended."""
-
     def on_fit_end(self):
         self.trainer.save_checkpoint(f"{self.path}.end")
 
@@ -328,15 +297,12 @@ def test_what_is_saved_and_there_at_the_end_is_the_shared_model(pair, tmp_path, 
 
 
 class Adversaries(Small):
-    """Two networks that are trained in turn by optimizers of their own, by hand."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.judge = nn.Linear(32, 1)
 
     def training_step(self, batch, batch_index):
-        """Train one, then the other, which steps every second time."""
         rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(self.global_rank)).to(self.device)
         first, second = self.optimizers()
         self.toggle_optimizer(first)
@@ -356,8 +322,6 @@ class Adversaries(Small):
 
 
 class Partial(Local):
-    """A model of which some ranks use a part only, and of which a part is frozen after some steps."""
-
     def __init__(self):
         super().__init__()
         self.side = nn.Linear(32, 32)
@@ -370,15 +334,12 @@ class Partial(Local):
         return ((out + self.side(rows) if self.global_rank % 2 else out) - rows).square().mean()
 
     def on_train_batch_start(self, batch, batch_idx):
-        """Freeze one part and unfreeze another, in the midst of a round."""
         if batch_idx == 2:
             self.network[0].requires_grad_(False)
             self.late.requires_grad_(True)
 
 
 class Unseen(Small):
-    """A model that steps its optimizer where Lightning does not see it."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
@@ -410,8 +371,6 @@ def test_any_loop_trains_one_model(pair, kind, module, arguments, more):
 
 
 class OverflowingFirst(Overflowing):
-    """In all steps of the first round; a scheduler would warn of it."""
-
     overflows_in = range(4)
 
     def configure_optimizers(self):
@@ -452,7 +411,6 @@ def test_synchronous_steps_are_those_of_ddp_to_the_bit(pools, ranks, module, arg
 
 
 def averaging_after(synchronous, every, **arguments):
-    """Return a strategy's arguments: plain averages after some synchronous steps."""
     return {"compressor": "dense", "local_steps": LocalSteps(every, synchronous_steps=synchronous), **arguments}
 
 
@@ -461,7 +419,7 @@ def test_rounds_follow_synchronous_steps(pair, synchronous):
     answers = fits(pair, Numbered, averaging_after(synchronous, 2))
     workers = [Worker(rank) for rank in range(2)]
     ends_round = [seen < synchronous or (seen + 1 - synchronous) % 2 == 0 for seen in range(11)]
-    for seen in range(11):  # the last round is closed after the last batch's note
+    for seen in range(11):  # the last round ends after the note of the last batch
         for worker in workers:
             worker.backward_on(seen)
         if seen < synchronous:
@@ -477,8 +435,6 @@ def test_rounds_follow_synchronous_steps(pair, synchronous):
 
 
 class Looking(Local):
-    """It notes what would be saved of its buffers."""
-
     def __init__(self):
         super().__init__()
         self.notes = []
@@ -502,8 +458,6 @@ def test_a_search_for_a_rate_goes_back_to_synchronous_steps(pair, tmp_path):
 
 
 class Counting(Numbered):
-    """It notes which steps are plain."""
-
     def on_before_zero_grad(self, *args):
         self.notes = [*getattr(self, "notes", []), self.trainer.strategy.is_dense]
 
@@ -520,16 +474,12 @@ def test_another_number_counts_until_rounds_begin(pair, tmp_path, before, after,
 
 
 class Averages(AverageAtValidation):
-    """A moving average of the weights, which is the model at the end."""
-
     def on_train_end(self, trainer, pl_module):
         write(pl_module, self.average)
         pl_module.notes = weights(pl_module)
 
 
 class NotedSWA(StochasticWeightAveraging):
-    """Lightning's own."""
-
     def on_fit_start(self, *arguments):
         warnings.filterwarnings("ignore", message=".*SWA is currently only supported every epoch.*")
         super().on_fit_start(*arguments)
@@ -560,8 +510,6 @@ def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, average
 
 
 class Renaming(Numbered):
-    """A model whose parameters get other names in its second epoch; maybe one of its layers is frozen until then."""
-
     def __init__(self, thaws):
         super().__init__()
         self.network[2].requires_grad_(not thaws)
@@ -582,7 +530,6 @@ def test_a_parameter_that_gets_another_name_in_a_round_is_exchanged(pair, kind, 
 
 
 def told(rank, local_steps, module, arguments):
-    """Fit; return the lines and the warning about rounds."""
     lines = []
     strategy = SparseDDPStrategy("dense", local_steps=local_steps)
     warn = "lightning_sparse.loop.loop.warn_user"

@@ -1,5 +1,3 @@
-"""Momentum that the memory takes over from the optimizer, and gives back."""
-
 import re
 import warnings
 from functools import partial
@@ -27,8 +25,6 @@ def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair, ar
 
 
 class InPieces(WithSGD):
-    """A model that backpropagates its loss in pieces before the optimizer steps; the first and the last have heads."""
-
     def __init__(self, pieces, **arguments):
         super().__init__(**arguments)
         self.automatic_optimization = False
@@ -75,7 +71,7 @@ def test_several_backwards_in_one_step_are_one_step_of_momentum(pair, arguments,
     ids=["dgc", "topk", "omgs"],
 )
 def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(pair, compressor, momentum):
-    # With a learning rate so small, gradients do not depend on what was selected before.
+    # The learning rate is so small that gradients do not depend on earlier selections.
     one, several = (
         {name: sum(each.notes[name] + each.kept["memory"]["residual"][name] for each in of) for name in of[0].notes}
         for of in in_pieces(pair, compressor, 0.05, {}, lr=1e-6, momentum=momentum)
@@ -84,8 +80,6 @@ def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(pair, co
 
 
 class Watched(WithSGD):
-    """It saves in between, and notes the group of its optimizer when stepping, and at the end."""
-
     def __init__(self, path):
         super().__init__(weight_decay=0.01, nesterov=True)
         self.path = path
@@ -112,8 +106,6 @@ def test_what_is_taken_while_the_optimizer_updates_nobody_misses(pair, tmp_path)
 
 
 class Replacing(WithOptimizer):
-    """It trains by another optimizer from its fifth batch on, or sets up all anew."""
-
     def __init__(self, first, then=None, **arguments):
         super().__init__(first, **arguments)
         self.then = then
@@ -143,8 +135,6 @@ def test_optimizers_that_are_replaced_in_mid_training_train_as_with_ddp(pair, fi
 
 
 class MuonOfMatrices(torch.optim.Muon):
-    """Muon that leaves biases as they are, and refuses nothing."""
-
     def __init__(self, parameters, **arguments):
         super().__init__([each for each in parameters if each.dim() == 2], **arguments)
 
@@ -206,7 +196,7 @@ def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_wa
 ):
     first, second = pair.run(warned_of, compressor, density, WithOptimizer(kind, lr=0.01))
     assert [kind.__name__ in line for line in first] == [True] * is_warned
-    assert second == []  # once, not once a rank
+    assert second == []  # a single warning, not a warning per rank
 
 
 def test_adam_is_corrected_wherever_a_density_is_below_1(pair):
@@ -218,7 +208,7 @@ def test_adam_is_corrected_wherever_a_density_is_below_1(pair):
 
 
 def test_momentum_without_an_optimizer_is_refused_by_what_is_missing():
-    # What Lightning puts in the place of an optimizer that a module does not have handles nothing of the model.
+    # Lightning's placeholder for a missing optimizer has no parameters of the model.
     stand_in = torch.optim.Adam([torch.zeros(1)])
     with pytest.raises(ValueError, match="configure_optimizers"):
         OptimizerView({"weight": nn.Parameter(torch.zeros(2))}, [stand_in], DGC().feedback)
@@ -229,4 +219,4 @@ def test_adam_beside_sgd_is_refused_with_what_would_help():
     optimizers = [torch.optim.AdamW([matrix]), torch.optim.SGD([vector], 0.1)]
     with pytest.raises(ValueError, match=r"AdamW works .*train all of the model") as refusal:
         OptimizerView({"matrix": matrix, "vector": vector}, optimizers, DGC().feedback)
-    assert "optimizer_correction" not in str(refusal.value)  # 'auto' is what there is
+    assert "optimizer_correction" not in str(refusal.value)  # 'auto' is the default

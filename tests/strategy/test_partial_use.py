@@ -1,5 +1,3 @@
-"""Parameters that are frozen, unfrozen, added late, shared or unused: nobody waits in vain, no replica goes astray."""
-
 from datetime import timedelta
 from functools import cache, partial
 from itertools import cycle, pairwise
@@ -17,15 +15,13 @@ from tests.helpers.fits import NotingLogger, assert_goes_on, fits, one_model, re
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY, DIFFERENT_NAMES, EXACT_NAMES, KEEPING_NAMES
 
-FROZEN = range(4, 8)  # of twelve batches
+FROZEN = range(4, 8)  # twelve batches in all
 UNUSED = {"find_unused_parameters": True}
 OWN_BUCKETS = {"gradient_as_bucket_view": False}
 IN_PAIRS = {"accumulate_grad_batches": 2}
 
 
 class Parts(Numbered):
-    """A model whose two layers have the names that finetuning callbacks want, with notes of the residual."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.network = nn.Sequential()
@@ -53,8 +49,6 @@ class Freezing(Parts):
 
 
 class Discarding(Parts):
-    """What freezing should come to: every gradient is there, and those of the backbone are dropped for a while."""
-
     def on_before_optimizer_step(self, optimizer):
         if self.batches_before in FROZEN:
             self.backbone.zero_grad(set_to_none=True)
@@ -70,8 +64,6 @@ def whole(compressor, **others):
 
 @pytest.fixture(scope="module")
 def with_ddp(pools):
-    """Return what gives, for a model, what plain DDP makes of it; each is fitted once."""
-
     @cache
     def fitted(module, accumulated=1):
         return fits(pools[2], module, accumulate_grad_batches=accumulated)[0]
@@ -97,7 +89,7 @@ def assert_close(ours, expected):
 )
 def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, with_ddp, settings, arguments):
     ours = one_model(fits(pair, Freezing, settings, **arguments))
-    # Some carry the momentum themselves, also where nothing is sent; clipping looks at what the reference drops.
+    # DGC and SDAGC update momentum without messages, and clipping includes the dropped gradients.
     if settings["compressor"] not in ("dgc", "sdagc") and "gradient_clip_val" not in arguments:
         assert_close(ours, with_ddp(Discarding, *arguments.values()))
 
@@ -108,7 +100,8 @@ def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, with_ddp, 
     [*((name, 1) for name in DIFFERENT_NAMES if name in AGREEING_NAMES), ("topk", 2)],
 )
 def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pools, compressor, local_world_size):
-    settings, ranks = settings_of(compressor, wire="bfloat16"), 2 * local_world_size  # so that all that can keep do
+    # A narrow wire gives every compressor a residual.
+    settings, ranks = settings_of(compressor, wire="bfloat16"), 2 * local_world_size
     answers = fits(
         pools[ranks], Freezing, settings, local_world_size=ranks if local_world_size == 1 else local_world_size
     )
@@ -122,8 +115,6 @@ def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pools,
 
 
 class Late(Parts):
-    """Only the head is in the optimizer, until a callback adds the backbone."""
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
 
@@ -140,8 +131,6 @@ def test_a_finetuning_callback_keeps_replicas_together(pair, compressor):
 
 
 class Growing(Parts):
-    """A layer is added in the middle of training, with weights of this rank's own."""
-
     def __init__(self):
         super().__init__()
         self.more = nn.ModuleList()
@@ -174,8 +163,6 @@ def test_callbacks_follow_what_is_trained(pair, module):
 
 
 class OneSided(Parts):
-    """Ranks unfreeze different parameters."""
-
     def __init__(self):
         super().__init__()
         self.backbone.requires_grad_(False)
@@ -205,8 +192,6 @@ SOON = settings_of("topk", timeout=timedelta(seconds=3))
 
 
 class Succeeding(Numbered):
-    """A model of which a layer is another one from the second epoch on, when all gradients are zero."""
-
     def __init__(self, *arguments, width, kind):
         super().__init__(*arguments)
         self.width, self.kind = width, kind
@@ -249,14 +234,13 @@ def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(p
     (start,) = answers[0].notes
     for each in answers:
         assert all(torch.equal(weights["network.2.weight"], start) for weights in each.batches[6:])
-        # What is kept of the other layer stays.
         assert not torch.equal(each.end["network.0.weight"], each.batches[6]["network.0.weight"])
     assert_same(answers[0].end, answers[1].end)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("save_after", [6, 8], ids=["before it", "after it"])
-@pytest.mark.parametrize("kept", [name for name in SUCCESSIONS if name != "updates"])  # of an optimizer that goes, too
+@pytest.mark.parametrize("kept", [name for name in SUCCESSIONS if name != "updates"])  # state of a removed optimizer
 def test_resumed_it_goes_on_to_the_bit_with_a_new_layer(pair, tmp_path, kept, save_after):
     settings, kind = SUCCESSIONS[kept]
     settings = {"warmup_epochs": 0, "schedule": "layerwise", **settings}
@@ -264,8 +248,6 @@ def test_resumed_it_goes_on_to_the_bit_with_a_new_layer(pair, tmp_path, kept, sa
 
 
 class Moved(Numbered):
-    """In the second epoch a layer is added that no rank uses, and another has got another name, or not."""
-
     def __init__(self, *arguments, kind, is_renamed):
         super().__init__(*arguments)
         self.kind, self.is_renamed = kind, is_renamed
@@ -283,7 +265,7 @@ class Moved(Numbered):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("stored", [name for name in SUCCESSIONS if name != "partitions"])  # which go by the order
+@pytest.mark.parametrize("stored", [name for name in SUCCESSIONS if name != "partitions"])  # follow the order
 def test_what_is_stored_follows_a_parameter_to_another_name(pair, stored):
     settings, kind = SUCCESSIONS[stored]
     settings = {"warmup_epochs": 0, "schedule": "layerwise", **settings}
@@ -314,7 +296,7 @@ def test_what_is_frozen_within_a_step_is_stepped_with_once_more(pair, module):
     first = one_model(fits(pair, module, settings_of("topk"), accumulate_grad_batches=3))
     history = [each["backbone.weight"] for each in first.batches]
     moved = [batch for batch, each in enumerate(pairwise(history), 1) if not torch.equal(*each)]
-    assert moved == [2, 5, 8, 11]  # frozen from the second of the batches 3, 4, 5 to the second of 6, 7, 8
+    assert moved == [2, 5, 8, 11]  # frozen from the second batch of 3, 4, 5 to the second of 6, 7, 8
 
 
 def test_a_rank_that_unfreezes_alone_does_not_wait_for_ever(forked):
@@ -339,8 +321,6 @@ def test_a_shared_parameter_is_frozen_and_trained_as_one(pair, compressor):
 
 
 class Thawing(Parts):
-    """The backbone is frozen when the model is built, and unfrozen from a batch on."""
-
     def __init__(self, *arguments, thaws_at):
         super().__init__(*arguments)
         self.thaws_at = thaws_at
@@ -351,7 +331,7 @@ class Thawing(Parts):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(  # before the save and after it, in turn
+@pytest.mark.parametrize(  # alternately before and after the save
     ("compressor", "thaws_at"), [*zip(DIFFERENT_NAMES, cycle([4, 10]))]
 )
 def test_resumed_it_goes_on_to_the_bit_whatever_was_frozen(pair, tmp_path, compressor, thaws_at):
@@ -370,8 +350,6 @@ def test_one_process_freezes_and_unfreezes_too(forked):
 
 
 class AddedWithin(Late):
-    """A layer is there from within a training_step on."""
-
     def training_step(self, batch, batch_index):
         if batch_index == 2:
             self.backbone = nn.Linear(32, 64)
@@ -380,8 +358,6 @@ class AddedWithin(Late):
 
 
 class ThawedWithin(Parts):
-    """A layer is unfrozen within a training_step."""
-
     def __init__(self):
         super().__init__()
         self.backbone.requires_grad_(False)

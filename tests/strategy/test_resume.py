@@ -1,5 +1,3 @@
-"""Nothing is lost at a restart: what the ranks keep is saved, and taken up to the bit, or in the mean."""
-
 import re
 import warnings
 from functools import partial
@@ -15,7 +13,7 @@ from tests.helpers.fits import assert_goes_on, fits, one_model
 from tests.helpers.resuming import Numbered, Starting, fit_numbered, kept_at_end, momenta
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES
 
-# A method whose numbers depend on the grouping is exact where that is given, and not left to what is measured.
+# Methods that depend on the bucketing need a fixed bucketing to be exact.
 REPRODUCIBLE = [
     (compressor, schedule)
     for compressor in COMPRESSOR_NAMES
@@ -41,8 +39,6 @@ class OneCycle(Numbered):
 
 
 class Heads(Numbered):
-    """A head for even batches, another one for odd batches, and a layer that nobody needs."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
@@ -54,8 +50,6 @@ class Heads(Numbered):
 
 
 class Thawing(Numbered):
-    """A model of which a part is frozen in the first epoch, and when a training begins."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.network[0].requires_grad_(False)
@@ -65,8 +59,6 @@ class Thawing(Numbered):
 
 
 class ByHand(Numbered):
-    """Manual optimization."""
-
     def __init__(self, *arguments, kind=torch.optim.SGD):
         super().__init__(*arguments)
         self.automatic_optimization, self.kind = False, kind
@@ -107,7 +99,7 @@ EXACT = {
 }
 
 
-# Batches after which to save; 8 where nothing is said. What thaws does so after the sixth.
+# Batches before the save, by default 8. Layers thaw after the sixth batch.
 SAVED_AFTER = {"within a round, before it thaws": 4}
 
 
@@ -119,8 +111,6 @@ def test_nothing_that_is_kept_is_left_out(pair, tmp_path, name):
 
 
 class Midway(Numbered):
-    """It saves twice in one step, and notes how often it is told of what is not in the file."""
-
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -138,7 +128,6 @@ def test_a_save_between_two_batches_of_a_step_is_ddps_and_says_so_once(pair, tmp
 
 
 def fit_twice(rank, path):
-    """Fit, and go on from the middle with the same Trainer and strategy."""
     first, second = Numbered(8, path), Numbered()
     trainer = fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), first)
     once = kept_at_end(trainer)
@@ -152,7 +141,6 @@ def test_a_second_fit_goes_on_from_a_checkpoint(pair, tmp_path):
 
 
 def means(states):
-    """Return the means over ranks of all that has mass."""
     kept = [(kind, name) for kind, of in states[0]["memory"].items() for name in of]
     found = {
         f"{kind}.{name}": torch.stack([state["memory"][kind][name].double() for state in states]).mean(dim=0)
@@ -215,8 +203,6 @@ def test_strategies_may_change_and_say_what_they_do_not_use(pair, tmp_path, firs
 
 
 class Convolving(Numbered):
-    """A convolution, and a weight that is kept transposed; notes of the residual before each batch."""
-
     def __init__(self, *arguments, is_other=False):
         super().__init__(*arguments)
         self.convolution = nn.Conv2d(2, 4, 3, padding=1)

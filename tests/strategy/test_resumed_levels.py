@@ -1,5 +1,3 @@
-"""What the ranks of a node share is saved, taken up to the bit, and carried to other numbers of ranks and levels."""
-
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,8 +44,6 @@ def test_on_the_same_nodes_it_goes_on_to_the_bit(pools, tmp_path, settings, argu
 
 
 class Stage(NamedTuple):
-    """Where a fit goes on: so many ranks on each of some nodes, and the levels that are asked for."""
-
     ranks: int
     local_world_size: int
     levels: Any = "auto"
@@ -58,7 +54,6 @@ class Stage(NamedTuple):
 
 
 def owed(states, shared_by):
-    """Return what the model is owed: of whole parameters, the mean over all who keep one."""
     numels = {name: tensor.numel() for name, tensor in Numbered().named_parameters()}
     found = {}
     for kind in ("residual", "update", "momentum"):
@@ -94,8 +89,6 @@ def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, settings
 
 
 class Laid(Numbered):
-    """A model with a convolution, in some order of memory."""
-
     def __init__(self, memory_format, *saving):
         super().__init__(*saving)
         self.convolution = torch.nn.Conv2d(3, 4, 3).to(memory_format=memory_format)

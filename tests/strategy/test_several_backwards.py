@@ -1,4 +1,4 @@
-"""Several optimizers, several backwards for a step of each: a gradient is what has arrived and what is a rank's own."""
+"""Several optimizers with several backwards per step: the gradient is the mean plus the local remainder."""
 
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -22,8 +22,6 @@ WITH = {
 
 
 class Adversaries(Numbered):
-    """Two networks that are trained against each other by two optimizers, which take turns."""
-
     def __init__(self, *arguments, kind="SGD", every=(3, 3)):
         super().__init__(*arguments)
         self.automatic_optimization = False
@@ -51,7 +49,7 @@ class Adversaries(Numbered):
         return deceived, self.critic(made.detach()).square().mean() + (self.critic(rows) - 1).square().mean()
 
     def interfere(self, batch_index):
-        """Do something between two batches."""
+        """Do nothing between two batches."""
 
     def configure_optimizers(self):
         return [self.optimizer_of(part.parameters()) for part in (self.network, self.critic)]
@@ -63,8 +61,6 @@ class Adversaries(Numbered):
 
 
 class Sharing(Adversaries):
-    """A layer is trained by both; nothing is frozen, so that each backward of the last batch brings all of it."""
-
     def configure_optimizers(self):
         shared = list(self.network[0].parameters())
         parts = [*self.network[2].parameters(), *shared], [*self.critic.parameters(), *shared]
@@ -82,8 +78,6 @@ class Sharing(Adversaries):
 
 
 class Interfering(Adversaries):
-    """After the second batch something is done to the gradients of the second optimizer, which steps after six."""
-
     def __init__(self, *arguments, how, **settings):
         super().__init__(*arguments, **{**settings, "every": (2, 6)})
         self.how = how
@@ -93,10 +87,10 @@ class Interfering(Adversaries):
             return
         if self.how in ("cleared", "set to zero"):
             self.optimizers()[1].zero_grad(set_to_none=self.how == "cleared")
-        elif self.how == "replaced":  # by some that no other rank has
+        elif self.how == "replaced":  # replaced by different values on each rank
             for parameter in self.critic.parameters():
                 parameter.grad = parameter.detach() * (self.global_rank + 1)
-        else:  # past Lightning, which exchanges nothing
+        else:  # a backward past Lightning, which exchanges nothing
             self.losses(self.rows(50))[1].backward(inputs=list(self.critic.parameters()))
 
 
@@ -109,7 +103,7 @@ MODELS = {
         how: (partial(Interfering, how=how), UNUSED) for how in ("cleared", "set to zero", "replaced", "past Lightning")
     },
 }
-# A layer has one momentum here and two in two optimizers; what is dropped has been taken up by it.
+# A shared layer has one momentum here, and one per optimizer in torch. Dropped gradients are in the momentum.
 WITH_OTHER_MOMENTA = ("shared", "never", "cleared", "zero", "replaced")
 CELLS = [
     (name, kind, {})
@@ -125,8 +119,6 @@ CELLS += [
 
 @pytest.fixture(scope="module")
 def with_ddp(pools):
-    """Return what gives what plain DDP makes of a model; each is fitted once."""
-
     @cache
     def fitted(name, kind):
         module, settings = MODELS[name]
@@ -149,8 +141,6 @@ SPARSE = {"density": 0.05, "schedule": "layerwise"}
 
 
 class Cadence(Adversaries):
-    """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
-
     def __init__(self, *arguments, kind="AdamW"):
         super().__init__(*arguments, kind=kind, every=(1, 3))
 
@@ -162,8 +152,6 @@ class Cadence(Adversaries):
 
 
 class Parting(Cadence):
-    """Between two exchanges of the second one's step, ranks do something to its gradients: one of them, or all."""
-
     def __init__(self, *arguments, kind, change, everywhere):
         super().__init__(*arguments, kind=kind)
         self.change, self.everywhere = change, everywhere
@@ -199,8 +187,6 @@ def test_gradients_may_be_changed_in_a_step_on_all_ranks_and_on_one_are_noticed_
 
 
 class Piecewise(Adversaries):
-    """Each loss goes backward in so many pieces, of which Lightning knows no more than of the first."""
-
     def __init__(self, *arguments, kind, pieces, by_hand):
         super().__init__(*arguments, kind=kind)
         self.pieces, self.automatic_optimization = pieces, not by_hand
@@ -226,9 +212,9 @@ class Piecewise(Adversaries):
 
 
 class Attacked(Piecewise):
-    """Trained on rows that a gradient has moved: that of a backward of its own, or of these rows alone.
+    """A model trained on adversarial rows from a separate backward, or from gradients of the rows only.
 
-    It asks for gradients after a batch and in validation, too.
+    More gradients are computed after a batch and in validation.
     """
 
     def __init__(self, *arguments, kind, goes_backward):
@@ -239,7 +225,7 @@ class Attacked(Piecewise):
         rows = self.rows(number).requires_grad_()
         loss = (self.network(rows) - 1).square().mean()
         if self.goes_backward:
-            loss.backward()  # which adds to the gradients of parameters
+            loss.backward()  # adds to the gradients of parameters
         return rows.detach() + (rows.grad if self.goes_backward else torch.autograd.grad(loss, rows)[0])
 
     def training_step(self, batch, batch_index):
@@ -272,8 +258,6 @@ def test_backwards_beside_the_one_that_lightning_knows_of_count_as_much(pair, ki
 
 
 class Afterwards(Piecewise):
-    """A backward of its own comes when Lightning's has ended, of which nobody is told."""
-
     def on_after_backward(self):
         self.losses(self.rows(50))[1].backward()
 

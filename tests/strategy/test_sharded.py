@@ -1,5 +1,3 @@
-"""Shards: FSDP inside a replica and our exchange between replicas, two of two ranks each."""
-
 import copy
 import time
 import warnings
@@ -51,9 +49,9 @@ def rows(rank, batch):
 
 
 class Sharded(LightningModule):
-    """A model with layers of odd sizes, sharded as Lightning's documentation has it, which notes what comes of steps.
+    """A model with layers of odd sizes, sharded as in Lightning's documentation, with notes of each step.
 
-    Of its last layer, which has one row, the second rank of a replica holds nothing.
+    The last layer has one row, so the second rank of a replica has an empty shard.
     """
 
     def __init__(self, kind="sgd"):
@@ -65,7 +63,7 @@ class Sharded(LightningModule):
         self.history = []
 
     def configure_model(self):
-        if self.device_mesh is not None:  # as it is for another strategy
+        if self.device_mesh is not None:  # another strategy has no mesh
             cut(self, self.device_mesh["data_parallel"])
 
     def forward(self, rows):
@@ -95,8 +93,6 @@ class Sharded(LightningModule):
 
 
 class Native(Sharded):
-    """The same over both dimensions of a mesh: torch's HSDP."""
-
     def configure_model(self):
         cut(self, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
@@ -106,7 +102,6 @@ def held(module):
 
 
 def fit(rank, module, settings, arguments):
-    """Fit a few steps on two replicas of two ranks; without settings as Lightning's own strategy does."""
     forget_groups()
     model = module()
     if settings is None:
@@ -132,7 +127,6 @@ def fits(pool, module, settings=None, **arguments):
 
 
 def whole(answers, step, replica=0):
-    """Return the parameters of one of two replicas after a step, put together from its ranks' shards."""
     shards = [answer["history"][step] for answer in answers[2 * replica : 2 * replica + 2]]
     return {name: torch.cat([each[name] for each in shards]) for name in shards[0]}
 
@@ -142,7 +136,7 @@ def assert_replicas_are_one(answers):
     assert_same(answers[1]["history"], answers[3]["history"])
 
 
-# At torch's own rate: what is rounded otherwise moves a parameter of AdamW by up to the rate in a step.
+# At torch's default rate, a rounding difference may move a parameter of AdamW by up to the rate.
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "trainer"),
@@ -161,8 +155,6 @@ def test_density_1_is_native_hsdp(pools, kind, trainer):
 
 
 class Booked(Sharded):
-    """It notes what goes into each exchange and what comes out: gradients and residuals, and may overflow on a rank."""
-
     def __init__(self, kind="sgd", overflows_at=-1):
         super().__init__(kind)
         self.notes = []
@@ -175,7 +167,8 @@ class Booked(Sharded):
     def on_train_start(self):
         strategy = self.trainer.strategy
         stream = strategy.engine.reducer
-        stream._context = stream._context._replace(overlaps_backward=False)  # else means may be there before the books
+        # With overlap, means may arrive before the note.
+        stream._context = stream._context._replace(overlaps_backward=False)
         finish, memory = stream.finalize_backward, strategy.engine.memory
 
         def books():
@@ -196,7 +189,7 @@ class Booked(Sharded):
 
 
 SPARSE = {"compressor": "topk", "density": 0.05}
-# Of nine steps two are sent whole, in two the density falls, and the second moment learns now and then.
+# Of nine steps two are dense, the density decays in two, and the second moment refreshes sometimes.
 ADAMW = {
     "sgd": {},
     "adamw": {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=2, second_moment_interval=2)},
@@ -222,7 +215,7 @@ def test_mass_is_conserved_and_replicas_are_one(pools, compressor):
     numels = [sum(each.numel() for each in answer["end"].values()) for answer in answers]
     for answer, numel in zip(answers, numels):
         assert sum(each.numel() for each in answer["notes"][-1]["residual after"].values()) == numel
-        assert answer["stats"]["dense_bytes"] == 4 * numel  # of an all-reduce between two
+        assert answer["stats"]["dense_bytes"] == 4 * numel  # an all-reduce between two replicas
         assert answer["stats"]["wire_bytes"] < answer["stats"]["dense_bytes"] / 4
 
 
@@ -264,7 +257,6 @@ class Saving(Sharded):
 
 
 def resumed(rank, kind, settings, path, steps=9, later=""):
-    """Go on from a checkpoint, up to a number of steps, and save there if a path is given."""
     forget_groups()
     model = Saving(later, kind, steps if later else -1)
     arguments = copy.deepcopy(dict(settings))
@@ -302,7 +294,7 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
         assert_same(one["history"][5:], other["history"])
         assert_same(one["notes"], other["notes"])
         assert not any("start empty" in line for line in other["said"])
-    if "local_steps" in settings and not is_distributed:  # what is saved is the shared model, that of the last round
+    if "local_steps" in settings and not is_distributed:  # the file has the shared model of the last round
         saved = torch.load(path, weights_only=True)["state_dict"]
         for name, weights in whole(straight, 3).items():
             assert torch.equal(saved[name], weights)
@@ -324,12 +316,11 @@ def test_shards_that_cannot_be_taken_up_are_refused(pools, tmp_path, before, aft
 
 
 def all_gather_shares(kept, shards):
-    """Return what each replica keeps of whole parameters."""
     replicas = [kept[first : first + shards] for first in range(0, len(kept), shards)]
     return [{name: torch.cat([each[name] for each in of if name in each]) for name in kept[0]} for of in replicas]
 
 
-# What waits, and the numbers of ranks and of replicas before and after, which then go back to those before.
+# Residual kind, and ranks and replicas before and after. The fit then returns to the numbers before.
 MOVED = {
     "replicas": ("update", {**SPARSE, **ADAMW["adamw"]}, (2, 2), (3, 3)),
     "replicas, in a round": ("residual", ROUNDS["sparse"], (2, 2), (3, 3)),
@@ -470,8 +461,6 @@ def test_shards_that_cannot_be_exchanged_are_refused(shards, word):
 
 
 class Sampled(Sharded):
-    """It notes the rows that it is given, and starts from other numbers on every rank."""
-
     def __init__(self):
         super().__init__()
         self.notes = []
@@ -498,8 +487,6 @@ def test_data_are_divided_between_all_ranks(pools, sizes):
 
 
 class Idle(Sharded):
-    """Of two replicas the second leaves a layer out now and then, and nobody uses another one."""
-
     def __init__(self):
         super().__init__()
         self.never = nn.Linear(4, 4)
@@ -538,8 +525,6 @@ def test_layers_may_be_frozen_between_steps(pools):
 
 
 class Thawing(Freezing):
-    """A layer is frozen when training starts, and unfrozen in its third batch."""
-
     def on_train_batch_start(self, batch, batch_idx):
         self.network[0].requires_grad_(batch_idx > 1)
 
@@ -557,8 +542,6 @@ def test_layers_may_be_unfrozen_between_steps(pools):
 
 
 class Rooted(Sharded):
-    """Its root holds parameters of its own, which FSDP leaves whole after a forward without a backward."""
-
     def __init__(self, kind):
         super().__init__(kind)
         self.scale = nn.Parameter(torch.ones(33))
@@ -578,15 +561,13 @@ def test_a_validation_sees_one_model_and_changes_no_bit_of_steps(pools, settings
     often = {"limit_val_batches": 1, "val_check_interval": 2}
     validated = fits(pools[4], module, settings, limit_train_batches=8, **often)
     for one, other in zip(never, validated):
-        if "local_steps" not in settings:  # of which it ends a round
+        if "local_steps" not in settings:  # validation ends a round
             assert_same(one["history"], other["history"])
-        assert_same(other["notes"], validated[0]["notes"])  # the shared model, on all ranks
+        assert_same(other["notes"], validated[0]["notes"])  # the shared model on all ranks
         assert len(other["notes"]) == 5
 
 
 class Accounted(Sharded):
-    """It notes what a round begins with and ends with, has a buffer of each rank, and may become NaN on one rank."""
-
     def __init__(self, poisoned_at=-1):
         super().__init__()
         self.poisoned_at = poisoned_at
@@ -631,7 +612,7 @@ def test_a_round_conserves_mass_and_makes_replicas_one(pools):
                 ]
                 torch.testing.assert_close(arrived.view(-1), (owed[0] + owed[1]) / 2, atol=1e-6, rtol=1e-5)
             assert torch.equal(one[step]["seen"][""], other[step]["seen"][""])
-            assert one[step]["seen"][""][0] == (shard + 1) * (step + 1)  # of ranks with the same shard the mean
+            assert one[step]["seen"][""][0] == (shard + 1) * (step + 1)  # mean over ranks with the same shard
         assert not torch.equal(one[4]["after"]["network.0.weight"], other[4]["after"]["network.0.weight"])
         assert all(note["waits after"]["network.0.weight"].any() for note in one[3:])
     stats = answers[0]["stats"]

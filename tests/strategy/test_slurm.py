@@ -1,5 +1,3 @@
-"""Trainings on a real SLURM cluster of several nodes, on this machine."""
-
 import json
 import os
 import socket
@@ -35,14 +33,12 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def work(tmp_path):
-    """A directory that has what the root of the repository has."""
     for name in ("configs", "examples", "lightning_sparse"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
 def wait_for(happened, timeout, cluster, log):
-    """Wait until something is true; fail with the logs after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not happened():
         if time.monotonic() > deadline:
@@ -94,7 +90,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, wor
     scalars = EventAccumulator(str(written)).Reload()
     assert scalars.Scalars("accuracy")[-1].value > 0.9
     sent, whole = scalars.Scalars("sparse/total_wire_bytes")[-1], scalars.Scalars("sparse/dense_bytes")[-1]
-    assert 0 < sent.value < sent.step * whole.value / 8  # in one step of ten, and at each validation
+    assert 0 < sent.value < sent.step * whole.value / 8  # one step of ten, and each validation
 
 
 @pytest.mark.exhaustive
@@ -113,7 +109,6 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(cluster, work):
     *written, end = lines_of(steps)
     assert [line["restarts"] for line in written] == sorted(line["restarts"] for line in written)
     made = [[line["step"] for line in written if line["restarts"] == times] for times in range(3)]
-    # Of three epochs no step is left out, and none made twice.
     assert made == [list(range(1, 15)), list(range(15, 30)), list(range(30, 49))]
     for number, each in enumerate(made[:2], 1):
         checkpoint = work / "jobs" / job / f"hpc_ckpt_{number}.ckpt"

@@ -1,5 +1,3 @@
-"""SIGTERM, and SLURM's signal, end or requeue all ranks after the same step."""
-
 import os
 import signal
 import warnings
@@ -22,8 +20,6 @@ JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SL
 
 
 class SignalAt(Callback):
-    """Send this process a signal in a batch."""
-
     def __init__(self, batch, number):
         self.batch, self.number = batch, number
 
@@ -33,14 +29,12 @@ class SignalAt(Callback):
 
 
 def put_scontrol(folder, end="exit 0"):
-    """Put a command in place of SLURM's that writes down what is asked of it, and ends as told."""
     path = folder / "scontrol"
     path.write_text(f'#!/bin/sh\necho "$*" >> {folder}/asked\n{end}\n')
     path.chmod(0o755)
 
 
 def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None, settings=None, in_thread=False):
-    """Fit; return what ended it, after which step, how often a user's SIGTERM handler ran, whether all is restored."""
     job = {**JOB, "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "PATH": folder}
     is_job = number == signal.SIGUSR1
     seen, ends, numbers = [], [], (signal.SIGTERM, signal.SIGUSR1)
@@ -83,7 +77,7 @@ def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None
         ((0,), 5, {}, {}, 6),
         ((1,), 5, {}, {}, 6),
         ((0, 1), STEPS - 1, {}, {}, STEPS),
-        ((1,), 6, {"accumulate_grad_batches": 4}, {}, 2),  # in the midst of the second step
+        ((1,), 6, {"accumulate_grad_batches": 4}, {}, 2),  # within the second step
         ((1,), 5, {}, {"local_steps": 4}, 6),
     ],
 )
@@ -106,7 +100,7 @@ def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair, tmp_path):
 
 @pytest.mark.parametrize(
     ("signalled", "end"),
-    [((0,), "exit 0"), ((1,), "exit 0"), ((0, 1), "kill -TERM $$")],  # SLURM may end scontrol, too, before it answers
+    [((0,), "exit 0"), ((1,), "exit 0"), ((0, 1), "kill -TERM $$")],  # SLURM may also end scontrol before its reply
 )
 def test_all_ranks_save_and_requeue_after_the_same_step(signalled, end, pair, tmp_path):
     put_scontrol(tmp_path, end)

@@ -1,5 +1,3 @@
-"""The Trainer's entry point: what users of Lightning do with the strategy, and what it refuses."""
-
 import gc
 import os
 import re
@@ -54,8 +52,6 @@ def test_every_system_is_registered_trains_and_ends_as_one_model(pair, system, s
 
 
 class Halving(Numbered):
-    """The user's own hooks halve gradients as they are there, and take a while; they are registered at some time."""
-
     def __init__(self, when):
         super().__init__()
         self.when = when
@@ -87,8 +83,6 @@ def test_hooks_of_users_come_before_the_exchange_whenever_they_are_registered(pa
 
 
 class MixedTypes(Small):
-    """A model with parameters of three types."""
-
     def __init__(self):
         super().__init__()
         self.doubles = nn.Parameter(torch.ones(40, dtype=torch.float64))
@@ -130,19 +124,18 @@ def test_a_changing_loss_scale_changes_nothing(pair, compressor):
 
 
 def count_bytes(rank, settings):
-    """Return the bytes that left this rank in one step, and the statistics that tell of it."""
     sent = []
     original = Communicator.issue
 
     def watched(self, name, tensor, *out):
-        # All of it goes to all others; or to each of them its part of it; or, around a ring, both.
+        # An all-gather sends everything to all others, an all-to-all a part to each, and a ring all-reduce both.
         others = self.ranks - 1
         times = {"all_gather": others, "all_to_all": others / self.ranks, "all_reduce": 2 * others / self.ranks}
         sent.append(times[name] * tensor.numel() * tensor.element_size())
         return original(self, name, tensor, *out)
 
     with patch.object(Communicator, "issue", watched), sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
-        for _ in range(2):  # before the first exchange ranks agree on an order
+        for _ in range(2):  # the first exchange follows an agreement on the order
             sent.clear()
             backpropagate(ddp, engine, ddp(torch.randn(4, 300, device=DEVICE)).sum())
             engine.end_step()
@@ -161,9 +154,9 @@ def test_byte_counts_are_true(pools, compressor, density, wire, ranks, finds_unu
         assert 0 < sent == pytest.approx(stats["wire_bytes"])
         assert stats["dense_bytes"] == pytest.approx(2 * (ranks - 1) / ranks * 4 * (300 * 70 + 70))
         assert stats["compression_ratio"] == stats["dense_bytes"] / stats["wire_bytes"]
-        if compressor == "dense":  # as DDP: flags and padding are next to nothing
+        if compressor == "dense":  # as DDP, except flags and padding
             assert stats["compression_ratio"] == pytest.approx(1 if wire == "float32" else 2, rel=2e-3)
-        elif (wire, ranks) == ("bfloat16", 2):  # an index of sixteen bits, too
+        elif (wire, ranks) == ("bfloat16", 2):  # an index has sixteen bits, too
             assert stats["wire_bytes"] / round(0.01 * 300 * 70) <= 4.1
 
 
@@ -215,7 +208,7 @@ def test_a_default_warm_up_takes_a_tenth_of_a_short_training(pair):
     settings, one_epoch = {"compressor": "dgc", "density": 0.05}, {"max_epochs": 1, "limit_train_batches": 16}
     first, *others = fits(pair, Numbered, settings, **one_epoch)
     stages = [0.05 ** (stage / 5) for stage in range(1, 6)]
-    # A tenth are 1.6 steps, so that there is time for two of the four stages.
+    # A tenth is 1.6 steps: time for two of the four stages.
     expected = [stages[0], stages[2], *stages[4:] * 14]
     for each in (first, *others):
         assert [stats["density"] for stats in each.stats] == pytest.approx(expected, rel=0.05)
@@ -244,7 +237,6 @@ class Mute(dist.ProcessGroup):
 
 
 def check_mute_backend(rank):
-    """Ask for collectives from a backend that has none; which device it refuses does not matter."""
     if not hasattr(dist.Backend, "MUTE"):
         dist.Backend.register_backend("mute", lambda store, rank, size, timeout: Mute(rank, size), devices=["cpu"])
     collectives = Communicator([0, 1], torch.device("cpu"))
@@ -294,9 +286,9 @@ def thread_names():
 
 
 def fit_again_and_again(rank, fits):
-    """Fit, validate and test many times; return threads left and the growth of threads, files and memory.
+    """Fit, validate and test many times. Return the remaining threads, and the growth of threads, files and memory.
 
-    On the CPU, whose memory is what is measured.
+    Runs on the CPU, because CPU memory is measured.
     """
     usage = []
     for count in range(fits):
@@ -311,7 +303,7 @@ def fit_again_and_again(rank, fits):
         del trainer, model
         gc.collect()
         if count == 0:
-            gc.freeze()  # modules: to look through them takes longer than to fit
+            gc.freeze()  # excludes modules, because a scan of modules takes longer than a fit
         usage.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), resident_megabytes()))
     gc.unfreeze()
     settled, last = usage[fits // 4], usage[-1]
@@ -332,8 +324,6 @@ def test_many_fits_leak_nothing(pair):
 
 
 class Failing(Small):
-    """A model that raises in the third batch, of itself or as where its user presses Ctrl-C."""
-
     def __init__(self, error=ZeroDivisionError):
         super().__init__()
         self.error = error
@@ -345,7 +335,6 @@ class Failing(Small):
 
 
 def groups_given_back(rank, module, backend):
-    """Fit over what calls itself another backend; return process groups given back, statistics, and threads left."""
     strategy = SparseDDPStrategy()
     distributed = Mock(wraps=dist, get_backend_config=lambda _: f"cpu:{backend}")
     with patch("lightning_sparse.engine.collectives.dist", distributed), suppress(ZeroDivisionError):

@@ -1,5 +1,3 @@
-"""Whatever each rank used, however often it went backward: a training runs without a flag, and makes DDP's steps."""
-
 from functools import partial
 
 import pytest
@@ -35,8 +33,6 @@ class Optimized(Numbered):
 
 
 class Partly(Optimized):
-    """One layer is never used, one by one rank alone, one by all ranks in some batches, one by one rank in some."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.never, self.apart, self.at_times, self.seldom = (nn.Linear(32, 32) for _ in range(4))
@@ -53,8 +49,6 @@ class Partly(Optimized):
 
 
 class Idle(Optimized):
-    """No rank uses anything in one batch, and one rank uses nothing in another."""
-
     def training_step(self, batch, batch_index):
         if batch_index == 1 or (batch_index == 2 and self.global_rank == 1):
             return torch.zeros((), requires_grad=True, device=self.device)
@@ -62,8 +56,6 @@ class Idle(Optimized):
 
 
 class Adversaries(Optimized):
-    """The form of Lightning's tutorial: two optimizers that toggle, two backwards for a step of one of them."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.automatic_optimization = False
@@ -90,8 +82,6 @@ class Adversaries(Optimized):
 
 
 class Freezing(Optimized):
-    """A layer is frozen in mid-epoch, and unfrozen again."""
-
     def on_train_batch_start(self, batch, batch_index):
         self.network[0].requires_grad_(batch_index not in (2, 3))
 

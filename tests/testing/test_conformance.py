@@ -1,4 +1,4 @@
-"""Our own compressors keep every invariant of the conformance kit, and one that breaks an invariant fails it alone."""
+"""Our compressors pass all checks of the conformance kit, and a compressor with a fault fails a single check."""
 
 import os
 
@@ -23,7 +23,6 @@ def test_invariant(pools, check):
 
 
 def firsts(compressor):
-    """Return the first check of each invariant, by name."""
     return {check.holds.__name__: check for check in reversed(checks_for(compressor))}
 
 
@@ -81,7 +80,7 @@ def test_indices_that_break_the_contract_are_named_with_the_class_and_the_rule(c
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_top_k_on_a_lossless_wire_loses_not_one_bit(pools, ranks, schedule):
     books = pools[ranks].run(balance, {"compressor": "topk", "density": 0.05, "schedule": schedule}, 4)
-    # Divided where the exchange divides: a GPU multiplies by the inverse, which may differ in the last bit.
+    # Division on the exchange's device: a GPU multiplies by the inverse, with another last bit.
     for entries in zip(*moved(books, DEVICE)):
         for name in entries[0]["gradient"]:
             total = torch.zeros_like(entries[0]["gradient"][name])
@@ -94,7 +93,7 @@ def test_top_k_on_a_lossless_wire_loses_not_one_bit(pools, ranks, schedule):
 
 
 def seed_found(rank):
-    """Leave a seed in the environment, as ``seed_everything`` of Lightning does; return the one that was there."""
+    """Set a seed in the environment, as Lightning's ``seed_everything`` does, and return the previous seed."""
     found, os.environ["PL_GLOBAL_SEED"] = os.environ.get("PL_GLOBAL_SEED"), "1"
     return found
 

@@ -1,5 +1,3 @@
-"""A sample of a test's cases leaves no value of an argument out."""
-
 from itertools import product
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Residuals in units of the update train through schedules that fall to nothing and jump, as those of gradients do."""
+"""Residuals in units of updates: training survives learning rates that decay to zero or jump, as with gradients."""
 
 import math
 from functools import cache, partial
@@ -22,9 +22,9 @@ SCHEDULES = {
     "jump": partial(LambdaLR, lr_lambda=lambda step: 1e-3 if 120 <= step < 150 else 1.0),
     "jump after half": partial(LambdaLR, lr_lambda=lambda step: 1e-3 if 100 <= step < 280 else 1.0),
 }
-# Below a tenth of the largest rate, what is sent is worth less than what was kept.
+# Below a tenth of the largest rate, a sent element is worth less than the residual.
 MARGINS = {"jump after half": 0.1}
-COMPRESSORS = {  # and the same with residuals of gradients
+COMPRESSORS = {  # with residuals of gradients, for comparison
     "sdagc": (SDAGC, partial(SDAGC, revises_learning_rate=False)),
     "lags": (partial(LAGS, error_feedback="update"), LAGS),
 }
@@ -37,7 +37,6 @@ def images():
 
 
 def train(rank, schedule, build, momentum):
-    """Return the loss of all digits after a training."""
     torch.manual_seed(0)
     inputs, targets = images()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))

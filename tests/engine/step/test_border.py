@@ -1,4 +1,4 @@
-"""What the border does with gradients, whatever each rank used and whenever they come."""
+"""Gradients at the border of the engine, for any use and any time of arrival."""
 
 import re
 from contextlib import ExitStack
@@ -16,8 +16,6 @@ from tests.helpers.sparse_ddp import Edges, batch, parameters_of, sgd_steps, spa
 
 
 class Tabled(nn.Module):
-    """Layers, one of them unused, and an embedding."""
-
     def __init__(self):
         super().__init__()
         self.edges = Edges()
@@ -29,7 +27,6 @@ class Tabled(nn.Module):
 
 
 def train_either_way(rank, settings):
-    """Train with and without overlap; return the parameters of each, and what happened in which order."""
     trained, told = [], []
 
     def note(event, call):
@@ -69,7 +66,7 @@ def test_what_waits_for_backwards_end_goes_in_one_message_and_no_bit_is_another(
 
 
 class Unseen(nn.Linear):
-    """A layer whose weight gets a gradient with a sparse layout, which no attribute shows."""
+    """A layer with a sparse gradient that no attribute announces."""
 
     def forward(self, rows):
         return functional.embedding(rows, self.weight, sparse=True).sum() + self.bias.sum()
@@ -85,8 +82,6 @@ def test_a_gradient_with_a_sparse_layout_is_refused_when_it_comes(pair):
 
 
 class Mixed(nn.Module):
-    """Parameters of two types, and one that DDP is told to leave alone."""
-
     def __init__(self):
         super().__init__()
         self.edges, self.alone = Edges(), nn.Linear(3, 1)

@@ -1,4 +1,4 @@
-"""A parameter whose density is 1 travels whole: cheaper, to the same result, and back again when its density falls."""
+"""Parameters with density 1 are sent dense: fewer bytes, equal results, and a way back if the density falls."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from tests.helpers.sparse_ddp import WIRES, Edges, backpropagate, batch, sparse_
 
 
 class Wavering:
-    """Densities that change from step to step, so that each parameter goes now one way and now the other."""
+    """Densities that change in each step, so that parameters alternate between sparse and dense messages."""
 
     step = 0
 
     def density_of(self, name, density):
-        """Send every second name whole, the others in the next step, and all or nothing whole now and then."""
+        """Send every second name dense, the others in the next step, and sometimes all or none."""
         turn = (len(name) + self.step) % 2
         return {0: turn, 1: turn, 2: 1, 3: 0}[self.step % 4] or density
 
@@ -57,7 +57,7 @@ def test_mass_is_conserved_while_densities_come_and_go(pools, compressor, schedu
         assert_same(entries[1]["applied"], entries[0]["applied"])
         assert_same(entries[2]["applied"], entries[0]["applied"])
         applied = entries[0]["applied"].values()
-        # Three ranks select 0.15 of a large tensor at most; few bits round some of a whole one to zero.
+        # Three ranks select at most 0.15 of a large tensor. Narrow wires round some elements of a dense tensor to zero.
         are_whole += [bool(each.count_nonzero() > 0.2 * each.numel()) for each in applied]
     assert min(sum(are_whole), len(are_whole) - sum(are_whole)) > 10
 

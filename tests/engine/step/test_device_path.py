@@ -1,4 +1,4 @@
-"""What a device computes for a whole group at once is what a CPU computes tensor by tensor."""
+"""The batched computation of a device equals the computation per tensor of a CPU."""
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ SYSTEMS = {
 
 
 def trained_on(device, given):
-    """Train with a layer that is not always used, and a step that overflows; return parameters, and which steps did."""
     torch.manual_seed(0)
     net = Skipping()
     batches = torch.randn(12, 4, 64)

@@ -1,4 +1,4 @@
-"""The exchange through owners keeps the laws that the gather keeps; in real processes, for all that may take it."""
+"""The exchange through owners has the invariants of the gather, in real processes, for all supported compressors."""
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ each_wire = pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 
 
 def settings_of(name, wire="float32", **more):
-    """Return settings with which the larger parameters of the models here travel through owners, at 3 ranks too."""
     return {"compressor": COMPRESSORS[name], "density": 0.08, "wire": wire, "exchange": Owners(keep=1.5), **more}
 
 
@@ -58,7 +57,7 @@ def test_mass_is_conserved(pools, name, wire):
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools, name):
     schedules = ("layerwise", "single", FixedSize(2600))
     outcomes = outcomes_of(pools[3], settings_of(name, "bfloat16"), schedules)
-    if name != "omgs":  # whose choice depends on what travels together
+    if name != "omgs":  # the selection of OMGS depends on the bucket
         for outcome in outcomes[1:]:
             assert_same(outcome, outcomes[0])
 
@@ -75,14 +74,12 @@ def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(pair, wir
 
 
 def momentum_where_nothing_was_sent(rank, wire):
-    """Return whether momentum is zero just where this rank's own elements were sent."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings_of("dgc", wire)) as (ddp, engine):
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
         state = engine.memory.state_dict()
         momentum, residual = (state[kind]["matrix"] for kind in ("momentum", "residual"))
         was_sent = momentum == 0
-        # In the first step the velocity is the gradient. What rounding left is far less.
         return bool(was_sent.any()), bool((residual[~was_sent].abs() >= momentum[~was_sent].abs() * 0.9).all())
 
 

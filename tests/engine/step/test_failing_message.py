@@ -1,4 +1,4 @@
-"""An error of the exchange worker while a message of a dense step is on its way: closing does not wait for that."""
+"""Closing after an error of the exchange worker does not wait for a pending dense message."""
 
 import time
 from contextlib import suppress
@@ -11,11 +11,11 @@ from torch import nn
 from lightning_sparse.engine.collectives import Communicator
 from tests.helpers.sparse_ddp import sparse_ddp
 
-SLOW = 8.0  # seconds after which the other rank leaves, and what it has not sent is given up
+SLOW = 8.0  # seconds until the other rank stops, with unsent messages
 
 
 def close_after_an_error(rank):
-    """Fail in the second message, where the other rank has not sent the first; return the seconds that closing took."""
+    """Fail in the second message before the other rank has sent the first. Return the seconds of the close."""
     begin_all_reduce, sent = Communicator.begin_all_reduce, []
 
     def fail_in_the_second(collectives, tensor):
@@ -24,7 +24,7 @@ def close_after_an_error(rank):
             raise MemoryError("no room for the second message")
         return begin_all_reduce(collectives, tensor)
 
-    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each: a message of its own
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB per layer, so one message per layer
     with sparse_ddp(model) as (ddp, engine):
         engine.send_dense(True)
         ddp(torch.ones(1, 600)).sum().backward()  # all ranks agree on an order

@@ -1,5 +1,3 @@
-"""Two levels: four ranks play two nodes of two."""
-
 from unittest import mock
 
 import pytest
@@ -41,12 +39,11 @@ def nodes(pools):
 
 
 def settings_of(compressor, exchange="auto", **others):
-    """Return what :func:`sparse_ddp` needs for two levels."""
     return {"compressor": compressor, "density": density_for(compressor), "exchange": exchange, **NODE, **others}
 
 
 def whole(shares, name, like):
-    """Return what is kept of a parameter, the mean over two nodes, of what each of their two ranks keeps."""
+    """Return the state of a full parameter: the mean over two nodes of the joined shares."""
     nodes = [torch.cat([each[name].double() for each in shares[first : first + 2]]) for first in (0, 2)]
     return (sum(nodes) / 2)[: like.numel()].view_as(like)
 
@@ -118,7 +115,6 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(n
 
 
 def exchange_edges(rank, settings, gradients):
-    """Exchange the same gradients from all ranks; return what was applied, and the residual here."""
     gradients = moved(gradients, DEVICE)
     with sparse_ddp(model := RuntimeOptions(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
@@ -146,7 +142,6 @@ def test_edges(nodes, compressor, dtype, schedule):
 
 
 def train_mixed(rank, settings):
-    """Train a model some of whose parameters are of 16 bits, so that one group has gradients of two types."""
     torch.manual_seed(0)
     model = Edges()
     model.pair.data, model.prime.data = model.pair.data.bfloat16(), model.prime.data.bfloat16()
@@ -154,7 +149,6 @@ def train_mixed(rank, settings):
 
 
 def train_steps(rank, model, settings, steps=3):
-    """Train with SGD, and copy the gradients that were applied in each step."""
     history = []
     with sparse_ddp(model, **settings) as (ddp, engine):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -220,7 +214,6 @@ def train_in_messages(rank, settings, elements):
 
 
 def follow_a_plan(rank, settings, steps):
-    """Train until a plan is followed, and on; return its groups and what was applied in the last steps."""
     torch.manual_seed(0)
     history = []
     with sparse_ddp(Edges(), **settings) as (ddp, engine):

@@ -1,5 +1,3 @@
-"""A real gradient scaler, and a gradient that overflows in fp16: the step is skipped, nothing that is kept moves."""
-
 import copy
 from itertools import cycle, pairwise
 
@@ -17,8 +15,6 @@ from tests.helpers.trainers import Small
 
 
 class Overflowing(Small):
-    """A model whose loss on rank 1 is infinite in one batch, and notes of every batch."""
-
     overflow_at = 3
 
     def __init__(self):
@@ -44,7 +40,6 @@ class Overflowing(Small):
 
 
 def train_two(rank, overflow_at):
-    """Train two vectors by one backward; the first overflows once. Return what the second was owed, and got."""
     model = nn.ParameterDict({name: torch.zeros(100) for name in ("first", "second")}).to(DEVICE)
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in model.values()]
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=1000)
@@ -75,7 +70,7 @@ def without_counter(kept):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("compressor", "wire"), list(zip(DIFFERENT_NAMES, cycle(["float32", "float16"]))))
 def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair, compressor, wire):
-    # Small enough for these gradients in fp16; the scale would otherwise overflow on its own.
+    # A small scale, because a default scale would overflow in fp16.
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=1000)
     plugins = [MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)]
     settings = {"compressor": compressor, "density": DENSITY[compressor], "wire": wire, "warmup_epochs": 0}
@@ -86,7 +81,7 @@ def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair, compressor
             assert torch.equal(before["parameters"], after["parameters"]) == is_skipped, step
             assert after["scale"] == before["scale"] / (2 if is_skipped else 1), step
             if is_skipped:
-                # A2SGD's counter goes on: whether the scaler has skipped the step, only the device knows.
+                # A2SGD counts on, because only the device stores whether the scaler skipped the step.
                 assert_same(without_counter(before["kept"]), without_counter(after["kept"]))
             assert after["parameters"].isfinite().all()
     kept = [notes[Overflowing.overflow_at]["kept"]["memory"].get("residual", {}) for notes in answers]

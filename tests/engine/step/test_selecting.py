@@ -1,5 +1,3 @@
-"""What a compressor returns of a group travels by one way for each part."""
-
 import pytest
 import torch
 

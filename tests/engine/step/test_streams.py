@@ -1,6 +1,6 @@
-"""On a device, everybody waits for the stream whose work they read, and memory outlives its readers.
+"""On a device, each reader waits for the writer's stream, and memory outlives its readers.
 
-Streams are played here: no GPU has to be there.
+Streams are simulated, so no GPU is needed.
 """
 
 import threading
@@ -21,7 +21,7 @@ from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers import racing
 from tests.helpers.racing import CUDA, Skipping, Way, played, train
 
-STEPS = 5  # the first sends everything, and tells the order
+STEPS = 5  # the first step is dense and determines the order
 ADAM = {
     "given": {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)},
     "build": partial(torch.optim.AdamW, lr=0.001),
@@ -63,7 +63,7 @@ def test_nothing_is_read_or_given_out_again_before_it_is_done(way):
 @pytest.mark.parametrize("way", ["gather", "Adam", "two levels", "rounds"])
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
 def test_who_does_not_wait_is_seen(wait, way):
-    # The worker's stream waits for events of gradients, and the stream of whoever reads means for the worker's.
+    # The worker's stream waits for gradient events, and the readers of means for the worker's stream.
     with played() as device, mock.patch.object(racing.Stream, wait):
         list(train(WAYS[way], STEPS))
     late = "on default" if wait == "wait_stream" else f"on {device.streams[-1].name}"
@@ -84,7 +84,7 @@ def test_memory_that_is_given_back_before_another_stream_has_read_it_is_seen():
 
 
 class OwnStreams:
-    """Have each gradient written and taken on a stream of its own, as those of a graph that was kept may be."""
+    """Write and accumulate each gradient on a separate stream, as a retained graph may do."""
 
     def __init__(self, device):
         self._device, self._entered, self._take = device, [], SparseReducer._on_grad_ready
@@ -121,7 +121,7 @@ def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(i
             engine = Engine(
                 (ShardedModel if is_sharded else UnwrappedModule)(net), settings, local_world_size=1 + is_sharded
             )
-        for _ in range(3):  # the first only tells the order
+        for _ in range(3):  # the first step only determines the order
             engine.reducer.prepare_for_backward()
             net(torch.randn(4, 64, device=CUDA), False).backward()
             engine.reducer.finalize_backward()
@@ -134,7 +134,7 @@ def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(i
 
 
 class Remembering(TopK):
-    """Top-k with a state on the device, which it replaces in each step; it notes on which streams one is taken up."""
+    """Top-k with device state that each step replaces, and notes of the streams that read the state."""
 
     def __init__(self):
         self._sums = {}
@@ -154,7 +154,7 @@ class Remembering(TopK):
 
 @pytest.mark.parametrize("way", ["momentum", "Adam", "union", "rounds", "gather"])
 def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(way):
-    # It also drops parts of it, whose memory goes back at once to the stream for which it was allocated.
+    # It also drops parts of the state, and the memory returns to the allocating stream at once.
     given, compressor = WAYS[way].given, Remembering()
     if way == "gather":
         given = {"compressor": compressor}

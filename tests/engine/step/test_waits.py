@@ -1,7 +1,6 @@
-"""No host waits for a device on the exchange worker, in backward, or in an optimizer's step, but where it is said.
+"""No host wait for the device on the exchange worker, in backward or in an optimizer step, except declared waits.
 
-The device is played (``tests/helpers/racing.py``): a wait is a number or a size that is asked of it,
-or a blocking copy.
+The device is simulated (``tests/helpers/racing.py``). A wait is a read of a value or size, or a blocking copy.
 """
 
 from collections import Counter
@@ -16,7 +15,7 @@ from lightning_sparse.compressors import LAGS, exdyna
 from tests.helpers.racing import CUDA, Way, played, train
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES
 
-SETTLED, STEPS = 4, 6  # sizes, orders and thresholds are settled in the first steps, which may wait
+SETTLED, STEPS = 4, 6  # the first steps determine sizes, orders and thresholds, and may wait
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=0.001)
@@ -37,11 +36,11 @@ def corrected(second_moment_interval=100, **settings):
 
 OPTIMIZERS = {
     "SGD": ({}, SGD),
-    "SGD, tensor": ({"compressor": "sdagc"}, sgd_of_tensor),  # which follows the learning rate
+    "SGD, tensor": ({"compressor": "sdagc"}, sgd_of_tensor),  # follows the learning rate
     "AdamW": (corrected(), ADAM),
     "fused": (corrected(), FUSED),
     "AdamW, tensor": (corrected(), adam_of_tensor),
-    # Of a layer that is sent whole the fused kernel counts the steps, on the device.
+    # For a dense layer, the fused kernel counts the steps on the device.
     "fused, a layer whole": (corrected(compressor=LAGS({"last.weight": 1.0})), FUSED),
 }
 SITUATIONS = {
@@ -54,27 +53,26 @@ SITUATIONS = {
     "bfloat16": {"dtype": torch.bfloat16},
     "several backwards": {"backwards": 2},
 }
-# How often in a step, at most, and why.
+# Maximum waits per step, with the reason.
 DECLARED = {
-    # Whether any rank has used what this one has not decides whether there is a gradient.
+    # Whether another rank used an unused parameter decides whether a gradient exists.
     "unused": {"engine/step/reducer.py:_unused_anywhere": 1},
-    # Whether ranks hold the same of what has arrived, before more is added, is an error that must not be late.
+    # The check that ranks hold equal means before more is added must raise its error in time.
     "several backwards": {"engine/step/step.py:check_arrived": 1},
-    # torch's fused optimizer skips a step in its kernel; ours has to know.
+    # torch's fused optimizer skips a step in its kernel. The corrected step reads the flag on the host.
     ("fused", "scaled"): {"engine/adam/steps.py:_step": 1},
     ("AdamW, tensor", "scaled"): {"engine/adam/steps.py:_step": 1},
     ("fused, a layer whole", "scaled"): {"engine/adam/steps.py:_step": 1},
-    # In the optimizer's step, once for each of its groups of parameters.
+    # One wait per parameter group in the optimizer's step.
     "AdamW, tensor": {"engine/adam/steps.py:_apply_held": 1},
 }
 
 
 def waits_of(way, steps=STEPS):
-    """Return, for each step when all is settled, where this package waited, and how often."""
     seen = []
     with played() as device:
         for _ in train(way, steps):
-            # Clipping is torch's: it asks which device a gradient is on, and is told of the host's.
+            # Clipping is torch's, and reads the device of gradients as the host.
             seen.append(Counter(wait.where for wait in device.waits if wait.where not in ("", "loop/sparsify.py:clip")))
             device.waits.clear()
     return seen[SETTLED:]
@@ -113,7 +111,7 @@ def test_no_host_waits_whatever_the_system(system, schedule):
     assert waits_of(Way(given)) == [Counter()] * (STEPS - SETTLED)
 
 
-# What reaches a threshold has no size before a device has looked: neither a message of positions, nor their union.
+# The number of elements above a threshold is unknown on the host: the size of a position message and of a union.
 SIZED = Counter({"engine/wire/union.py:exchange": 2, "functional/elements.py:counts_of": 1})
 CHOOSING = Counter(
     {
@@ -132,7 +130,7 @@ SITUATIONS_OF_SIZED = {name: each for name, each in SITUATIONS.items() if name !
 def test_those_that_size_messages_by_what_was_selected_wait_for_that(compressor, situation):
     way = Way({"compressor": compressor, "schedule": "single"}, SGD, **SITUATIONS[situation])
     declared = declared_for(situation) + CHOOSING + SIZED
-    with mock.patch.object(exdyna, "_FAR_OFF", 1e9):  # so that no threshold is measured anew
+    with mock.patch.object(exdyna, "_FAR_OFF", 1e9):  # no new measurement of a threshold
         seen = waits_of(way, 7)
     for waits in seen:
         assert waits <= Counter({where: way.backwards * times for where, times in declared.items()})

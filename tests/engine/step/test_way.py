@@ -1,4 +1,4 @@
-"""How many files a reader has to open to follow one gradient."""
+"""The number of files that implement the path of a gradient."""
 
 import sys
 import threading
@@ -12,12 +12,10 @@ import lightning_sparse
 from tests.helpers.trainers import Rows, WithAdam, WithSGD, run_fit
 
 PACKAGE = str(Path(lightning_sparse.__file__).parent)
-STEP = 150  # when plans have been made, and Adam's second moment is known
+STEP = 150  # after planning and after the second moment is accurate
 
 
 class Long:
-    """Batches enough for the step that is looked at."""
-
     def train_dataloader(self):
         return DataLoader(Rows(8 * STEP + 80), batch_size=4)
 
@@ -31,7 +29,7 @@ class LongAdam(Long, WithAdam):
 
 
 class Following(Callback):
-    """Note the files of this package whose functions run in one step, on every thread that starts from now on."""
+    """Note the package files with functions that run in one step, on every thread that starts later."""
 
     def __init__(self):
         self.files = set()

@@ -1,5 +1,3 @@
-"""Owners: what arrives and what stays, against a slow reference; that nothing depends on company; overflow; bytes."""
-
 import math
 
 import pytest
@@ -15,7 +13,6 @@ WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def exchanged(tensors, counts, keep, dtype=torch.float32, filled=None):
-    """Exchange the largest elements of each rank's tensors through owners; return what arrived, and bytes handed in."""
     ranks = len(tensors)
     phases = []
     for rank, each in enumerate(tensors):
@@ -27,7 +24,6 @@ def exchanged(tensors, counts, keep, dtype=torch.float32, filled=None):
 
 
 def gradients(ranks, numels):
-    """Return tensors of each rank that have a part in common, of magnitudes so far apart that none tie."""
     generator = torch.Generator().manual_seed(1)
     common = [torch.randn(numel, generator=generator) for numel in numels]
     sizes = [(3 * torch.randn(numel, generator=generator)).exp() for numel in numels]
@@ -45,7 +41,6 @@ def written(arrival, tensors):
 
 
 def owners_of(numel, ranks):
-    """Return the owner of each element, as the documented map says, one by one."""
     owners = []
     for index in range(numel):
         block = index // ranks
@@ -54,7 +49,6 @@ def owners_of(numel, ranks):
 
 
 def chosen_of(tensors, count, keep):
-    """Choose elements of one tensor of each rank, one by one."""
     ranks, numel = len(tensors), tensors[0].numel()
     owners = owners_of(numel, ranks)
     room = math.ceil(count / ranks + 4 * math.sqrt(count / ranks))
@@ -69,7 +63,7 @@ def chosen_of(tensors, count, keep):
         share = [index for index in range(numel) if owners[index] == rank]
         share.sort(key=lambda index: -abs(float(sums[index])))
         chosen |= set(share[: min(numel // ranks, math.ceil(min(keep, ranks) * count / ranks))])
-    return {index for index in chosen if sums[index]}  # of what nobody proposed any may fill the room
+    return {index for index in chosen if sums[index]}  # any element without a proposal may fill the room
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -103,7 +97,7 @@ def test_of_what_does_not_fit_the_smallest_are_not_proposed():
     room = math.ceil(count / ranks + 4 * math.sqrt(count / ranks))
     _, [kept] = written(arrivals[0], [tensor])
     assert not kept[mine[-room:]].any()
-    # Nothing else was proposed to their owner, who has room for more: any of its elements may fill that.
+    # The owner has room for more elements than were proposed, and may fill the room with any element.
     assert kept[mine[:-room]].count_nonzero() >= count - 2 * room
 
 

@@ -1,5 +1,3 @@
-"""The bytes that a wire format announces are the bytes that travel."""
-
 import pytest
 import torch
 from torch import nn
@@ -13,10 +11,10 @@ from lightning_sparse.schedule.network import sent_bytes
 from tests.helpers.examples import load
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
-VARYING = ("exdyna", "micro")  # what a density asks for is met about, by a threshold that follows the gradients
+VARYING = ("exdyna", "micro")  # the threshold only approximates the density
 FIXED = [name for name in COMPRESSOR_NAMES if name not in VARYING]
 STEPS = 4
-A2SGD_BYTES = 8  # which a rank gathers at the end of a step: two numbers in fp32
+A2SGD_BYTES = 8  # two fp32 numbers that A2SGD gathers at the end of a step
 
 
 class Block(nn.Module):
@@ -33,7 +31,6 @@ MODELS = {"edges": Edges, "block": Block}
 
 
 def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
-    """Return the bytes of a step that was not the first, and the sizes of the model's gradients."""
     torch.manual_seed(0)
     with sparse_ddp(MODELS[model](), **settings) as (ddp, engine):
         for step in range(STEPS):
@@ -46,7 +43,6 @@ def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
 
 
 def ratio_of_rounds(rank, settings):
-    """Return how many times fewer bytes than DDP's of one step an exchange of local steps sends."""
     torch.manual_seed(0)
     with sparse_ddp(Block(), **settings) as (ddp, engine):
         for step in range(2):
@@ -63,7 +59,6 @@ def settings_of(compressor, wire="float32"):
 
 
 def transfers(settings, sizes, ranks, flags):
-    """Return what a rank hands to collectives for a group of tensors of some sizes; a step's last has flags."""
     compressor, wires = settings.compressor, settings.wires_for(0, ranks)
     if compressor.dense_wire_format is not None and settings.density >= 1:
         return wires.transfers([SelectionSize(size, size, is_dense=True) for size in sizes], flags)

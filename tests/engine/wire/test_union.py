@@ -1,5 +1,3 @@
-"""The union wire, rank by rank in one process: what travels, what arrives, what stays."""
-
 import torch
 
 from lightning_sparse.compressors.selection import Selection, grouped
@@ -11,7 +9,6 @@ NUMELS = (5, 70_000, 3)
 
 
 def exchange(chosen, formats, used=None):
-    """Exchange choices by rank and tensor; return arrivals, and what every rank handed in."""
     phases = []
     for rank, (choices, format_) in enumerate(zip(chosen, formats)):
         accumulated = [torch.randn(numel, device=DEVICE) for numel in NUMELS]
@@ -34,13 +31,12 @@ def formats_of(ranks):
 
 
 def messages(chosen):
-    """Return the bytes of rank 0's messages."""
     return [payloads[0].nbytes for payloads in exchange(chosen, formats_of(len(chosen)))[1]]
 
 
 def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union():
-    positions = 4 * 2 + 2 * 4  # at most four of a rank, in two blocks of 65 536 elements
-    values = 3 * 16  # nine elements of three tensors laid end to end, three for each rank, up to 16 bytes
+    positions = 4 * 2 + 2 * 4  # at most four per rank, in two blocks of 65 536 elements
+    values = 3 * 16  # nine elements of three tensors, three per rank, padded to 16 bytes
     assert messages(DISJOINT) == [16, positions, values]
     assert messages([[[], [], []]] * 3) == [16]
 
