@@ -1,8 +1,8 @@
 """Write digests of training results, and compare two such files. A refactoring changes no bit.
 
-python -m tests.digests --output old.json          # before the change
-python -m tests.digests --output new.json          # after the change
-python -m tests.digests --compare old.json new.json
+    python -m tests.digests --output old.json          # before the change
+    python -m tests.digests --output new.json          # after the change
+    python -m tests.digests --compare old.json new.json
 
 A digest has the parameters (SHA-256 of their bytes in model order, on every rank) and all tensors of the optimizer
 and the strategy in the checkpoint. Tensors of the strategy are compared without names, because names may change.
@@ -219,7 +219,6 @@ def train(rank, case, folder):
 
 
 def kept(folder):
-    """Return digests of a save's tensors: of the optimizer, and of all other files."""
     whole = folder / "saved.ckpt"
     beside = [torch.load(path, weights_only=True) for path in folder.rglob("*") if path.is_file() and path != whole]
     optimizers = torch.load(whole, weights_only=True)["optimizer_states"]
@@ -261,7 +260,6 @@ def be_rank(rank, ranks, names, folder):
 
 
 def recorded(chosen):
-    """Train, and return the digests by name. Processes start once per number of ranks."""
     found = {}
     for ranks in sorted({case.ranks for case in chosen}):
         names, start = [case.name for case in chosen if case.ranks == ranks], time.perf_counter()

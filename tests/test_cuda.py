@@ -22,7 +22,6 @@ SLEEP_CYCLES = 20_000_000  # about 10 ms, so that the device falls far behind th
 
 @pytest.fixture(scope="module")
 def nccl():
-    """One rank, because NCCL does not support two ranks on one GPU."""
     pool = Pool(1, backend="nccl")
     yield pool
     pool.stop()

@@ -204,8 +204,6 @@ def changed(page, line="", instead=""):
 
 @pytest.fixture
 def shared_random(forked, tmp_path, monkeypatch):
-    """Create a user module on the path of this process and of processes that start later."""
-
     def make(code):
         (tmp_path / "shared_random.py").write_text(code)
         monkeypatch.syspath_prepend(tmp_path)

@@ -57,7 +57,6 @@ def tensors(numbers, longest=300, dtypes=DTYPES):
 
 
 def large(tensor, numel):
-    """Repeat a tensor to a size with another selection path, with a few large elements."""
     repeated = tensor.repeat(-(-numel // tensor.numel()))[:numel].clone()
     repeated[:: max(1, numel // 7)] *= 1.5
     return repeated

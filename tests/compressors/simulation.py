@@ -33,7 +33,6 @@ class Simulation:
             compressor.begin(layout)
 
     def step(self, gradients):
-        """Exchange a flat gradient per rank, and return the flat indices that each rank selected."""
         accumulated = [residual + gradient.to(DEVICE) for residual, gradient in zip(self.residuals, gradients)]
         chosen = [self._select(compressor, flat) for compressor, flat in zip(self.compressors, accumulated)]
         union = torch.cat(chosen).unique()

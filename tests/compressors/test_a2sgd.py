@@ -19,7 +19,6 @@ def train(rank, steps):
 
 
 def slow_histories(ranks, steps):
-    """Train a model per virtual worker by the formula, on a flat gradient in float64."""
     models, optimizers = [], []
     for _ in range(ranks):
         torch.manual_seed(0)

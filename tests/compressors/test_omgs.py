@@ -76,7 +76,6 @@ class ManyTypes(Edges):
 
 
 def balance_while_replanned(rank, wire):
-    """Train with other buckets in every step. Return the owed and applied updates and the residual of each step."""
     torch.manual_seed(0)
     book = []
     schedule = FixedSize(1)

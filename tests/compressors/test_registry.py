@@ -23,7 +23,6 @@ def fit_by_name(rank, name):
 
 
 def entries_of(rank, name):
-    """Register a compressor on this rank, a separate process, and return its strategies."""
     register_compressor(name, Mine)
     assert f"sparse_{name}_spawn" in STRATEGY_REGISTRY.available_strategies()
     entries = {each: entry for each, entry in StrategyRegistry.items() if each.startswith(f"sparse_{name}")}

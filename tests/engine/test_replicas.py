@@ -55,7 +55,6 @@ def test_what_is_measured_and_saved_is_one_model(pair, tmp_path, every):
 
 
 def steps_with_average(every):
-    """Count steps since the last average. An average before validation restarts the count."""
     steps, since = [], 0
     for step in range(32):
         since += 1

@@ -142,7 +142,6 @@ def start_again(rank, point, path, never_stopped):
 
 
 def processes():
-    """Yield number, state, parent and session of every process. The state of a zombie is ``Z``."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]

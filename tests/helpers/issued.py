@@ -64,8 +64,7 @@ def recording(seconds=0.0):
 def stuck_at(recordings):
     """Return the collectives of a deadlock, or ``None``.
 
-    Models a device with one queue for all communicators, which NCCL permits: each collective waits for the previous
-    one.
+    The model is a device with a single queue: each collective waits for the previous collective. NCCL permits this.
     """
     queues = [deque(issued) for issued in recordings]
     while any(queues):

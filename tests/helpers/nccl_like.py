@@ -23,8 +23,7 @@ class Communicator(NamedTuple):
 class NCCLLike(dist.ProcessGroup):
     """A process group over gloo with NCCL's restrictions.
 
-    It supports only dense tensors without 16-bit integers, returns no work from synchronous calls, and gathers equal
-    sizes.
+    Tensors must be dense and no 16-bit integers. Synchronous calls return no work. Gathered sizes must be equal.
     ``made`` holds the live groups of this process by name.
     """
 

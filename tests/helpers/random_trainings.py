@@ -137,9 +137,8 @@ class Training:
     def is_possible(self):
         """Return whether Lightning and DDP support the training.
 
-        Several optimizers need manual optimization. A validation inside a manual accumulation is excluded because
-        Lightning
-        would drop the gradients. Each loss needs a gradient.
+        Several optimizers need manual optimization. A validation inside a manual accumulation is excluded, because
+        Lightning would drop the gradients. Each loss needs a gradient.
         """
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
@@ -175,9 +174,8 @@ class Training:
     def is_resumable(self):
         """Return whether a file holds the full state. A file has only rank 0's buffers and averages.
 
-        DDP does not broadcast buffers before each forward in manual optimization or accumulation. DDP never broadcasts
-        the
-        buffers of an average.
+        DDP does not broadcast buffers before each forward in manual optimization or accumulation, and never the
+        buffers of an average. After a validation of an average, the model's buffers differ until the next forward.
         """
         is_ddp = self.local is None or self.local.synchronous_steps > 0
         keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and is_ddp
@@ -240,7 +238,6 @@ class Training:
 
     @property
     def has_twin(self):
-        """Return whether DDP trains the same model if all elements are sent."""
         # DDP does not support thawed or added parameters. Accumulation by turns adds to gradients of earlier steps.
         adds_up = self.accumulates > 1 and "by turns" in self.by_hand
         # Velocities have accumulated the gradients that another optimizer's turn drops.
@@ -776,7 +773,6 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False)
 
 
 def train(rank, training, folder):
-    """Train all variants. Skip the resume if training ended before the save."""
     outcomes = {}
     for name, each in training.variants().items():
         first = "all" if "all" in outcomes else "plain"

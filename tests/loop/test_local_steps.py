@@ -57,7 +57,6 @@ def test_ranks_train_alone_and_end_as_one(pair, through_ddp):
 
 
 def train_parts(rank):
-    """Train two parts of a model in turn, from synchronous steps into a round, and end the round."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).to(DEVICE)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -439,7 +438,6 @@ def test_a_closure_goes_on_to_the_bit(pair, tmp_path, save_at):
 
 
 def evaluate_at_once(rank, folder, settings, steps, ends_round):
-    """Save with equal models, load in a new session, and return the losses before and after."""
     losses, saved = [], None
     for _ in range(2):
         net = Net().to(DEVICE)
@@ -473,7 +471,6 @@ def test_a_model_of_all_ranks_is_evaluated_as_it_was_loaded(pair, tmp_path, sett
 
 
 def fail(rank):
-    """Leave the loop after an error on one rank, without a deadlock."""
     ddp, optimizer = wrapped()
 
     def break_off(step):

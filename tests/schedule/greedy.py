@@ -1,8 +1,7 @@
 """The published greedy merge of OMGS-SGD, for comparison with the exact planner.
 
-Shi et al., "Communication-efficient distributed deep learning with merged gradient sparsification on GPUs", INFOCOM
-2020.
-This code follows the released code (github.com/HKBU-HPML/OMGS-SGD), which is not optimal for four reasons:
+Shi et al., "Communication-efficient distributed deep learning with merged gradient sparsification on GPUs",
+INFOCOM 2020. This code follows the released code (github.com/HKBU-HPML/OMGS-SGD). It is not optimal for four reasons:
 
 1. The first tensor of backpropagation always joins the second tensor's bucket, but the clocks ignore this merge.
 2. The extra wait of a merge excludes the selection of the next tensor alone, so the code merges too much.

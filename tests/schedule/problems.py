@@ -28,8 +28,7 @@ def published(workers):
     """ResNet-50 as in the OMGS-SGD paper: an all-gather of values and another of indices per bucket.
 
     ``resnet50_backprop.csv`` has the tensors of ResNet-50 in the order of backpropagation. The 0.12 seconds of backward
-    on that
-    card (scripts/infocom20/plot_loss2.py in github.com/trl730109/DreamDDP) are divided by operations.
+    on that card (scripts/infocom20/plot_loss2.py in github.com/trl730109/DreamDDP) are divided by operations.
     """
     table = (Path(__file__).parent / "resnet50_backprop.csv").read_text()
     rows = list(csv.DictReader(table.splitlines()))

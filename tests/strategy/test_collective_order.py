@@ -127,7 +127,6 @@ class Outcome(NamedTuple):
 
 
 def fit(rank, module, settings, arguments, seconds, backend):
-    """Fit with a slow backward on one rank and a slow exchange worker on another, optionally on a backend."""
     model, strategy = module(), strategy_of(settings)
     if rank == SLOW_BACKWARD:
         dawdle(model, seconds)

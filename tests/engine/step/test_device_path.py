@@ -1,5 +1,3 @@
-"""The batched computation of a device equals the computation per tensor of a CPU."""
-
 import pytest
 import torch
 
