@@ -1,4 +1,4 @@
-"""Compressors: WHAT is sent. One paper, one file; ``base`` says what a compressor is."""
+"""Compressors, which select the elements to send: one file per paper. ``base`` has their interface."""
 
 import inspect
 
@@ -12,7 +12,7 @@ from lightning_sparse.compressors.omgs import OMGS
 from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
 
-# All that strategy names say of compressors, in this order.
+# Strategy names are built from these names, in this order.
 COMPRESSORS: dict[str, type[Compressor]] = {
     "lags": LAGS,
     "omgs": OMGS,
@@ -28,7 +28,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 
 
 def available_compressors() -> dict[str, str]:
-    """Return the names that ``compressor=`` understands, and for each one line that says what it sends.
+    """Return the names for ``compressor=``, each with a one-line description.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""A2SGD: two averages of the whole gradient travel, and nothing else.
+"""A2SGD: each rank sends two averages of the whole gradient.
 
 Bhattacharya, Yu and Chowdhury, "O(1) Communication for Distributed SGD through Two-Level Gradient Averaging", CLUSTER
 2021 (arXiv 2006.07405).
@@ -20,25 +20,23 @@ from lightning_sparse.functional.reductions import shift_each_by_sign, sign_tota
 class A2SGD(Compressor):
     """Send two numbers a step: the mean of all positive, and of all negative gradient elements of the model.
 
-    A rank with gradient ``g`` and means ``mu+`` and ``mu-`` (of magnitudes) receives their means over ranks, ``M+`` and
-    ``M-``, and applies ``g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]``. A gradient that is not finite anywhere
-    makes all that is applied not finite, on all ranks.
+    A rank with gradient ``g`` and means ``mu+`` and ``mu-`` (of magnitudes) receives the means over ranks, ``M+`` and
+    ``M-``, and applies ``g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]``. One non-finite element on any rank makes
+    all updates non-finite on all ranks.
 
-    **Replicas drift apart**: two numbers cannot tell which element has which sign, so every rank moves along its own
-    gradient, its size corrected. As local SGD, that needs parameters averaged: by default every ``param_sync_every``
-    steps, in the literal algorithm never.
+    **Replicas diverge**, because every rank follows the signs of the local gradient. As in local SGD, parameters must
+    be averaged: every ``param_sync_every`` steps by default, never in the paper.
 
-    Our choices, where the paper's abstract does not say: zeros belong to neither class and stay zero, so that an
-    embedding's untouched rows are not pushed; a class without elements has mean 0; ranks' means count equally, whatever
-    the number of elements behind them; the error of replacing the gradient by its means is added again in the same
-    step, so that nothing has to be kept.
+    The abstract of the paper is silent about some cases. Here zeros belong to neither class and stay zero, so that
+    unused rows of an embedding do not move. A class without elements has mean 0. The means of all ranks have equal
+    weight. The quantization error is added again in the same step, so there is no residual.
 
     Args:
-        param_sync_every: steps after which parameters are averaged over ranks, at least 1; ``None`` for validation,
-            checkpoints and the end alone. Fewer keep replicas closer, and send more: 4 bytes an element each time.
+        param_sync_every: steps between averages of parameters over ranks, at least 1; ``None`` for averages only at
+            validation, checkpoints and the end. Each average sends 4 bytes per element.
 
     Raises:
-        ValueError: if ``param_sync_every`` is not a whole number above 0.
+        ValueError: if ``param_sync_every`` is not a positive integer.
     """
 
     default_density: ClassVar[Optional[float]] = None
@@ -60,7 +58,7 @@ class A2SGD(Compressor):
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
-        # Noted now, while backward goes on, and added up when the step is over.
+        # Totals are computed during backward and summed at the end of the step.
         self._totals.update(zip(names, map(sign_totals, accumulated)))
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 
@@ -70,15 +68,15 @@ class A2SGD(Compressor):
     ) -> Sequence[Selection]:
         local = self._local_means()
         received = all_gather(local)
-        # The shift is from what was sent, so that equal gradients on all ranks are left exactly as they are.
+        # The shift starts from the rounded message: equal gradients on all ranks then stay bitwise identical.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
-        # What has arrived is this rank's own, and nobody reads it any more: it is shifted where it is.
+        # The received gradient belongs to this rank and has no other reader, so the shift is in place.
         shifted = shift_each_by_sign([mean.values for mean in means], above, -below)
         return [mean._replace(values=values) for mean, values in zip(means, shifted)]
 
     def _local_means(self) -> Tensor:
-        # In the order of definition, so that no schedule changes a bit of the sum.
+        # The order of definition makes the sum independent of the schedule.
         totals = [self._totals[name] for name in sorted(self._totals, key=self._positions.__getitem__)]
         self._totals = {}
         sums, counts = torch.stack(totals).sum(dim=0).unbind(dim=1)

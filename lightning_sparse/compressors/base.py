@@ -1,4 +1,4 @@
-"""The contract of a compressor, which decides WHAT is sent; and HOW MUCH of each parameter is sent at present."""
+"""The interface of compressors, which select the elements to send, and the checks of compressor arguments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +18,19 @@ FROM_OPTIMIZER = "optimizer"
 
 
 class ErrorFeedback(NamedTuple):
-    """Settings of error feedback: how what is not sent is kept.
+    """Settings of error feedback, which stores unsent values and adds them to a later message.
 
     Attributes:
-        keeps_residual: whether what was not sent is kept; only an unbiased or an exact method can afford to drop it.
-        momentum: accumulated before selection, instead of in the optimizer after it (momentum correction of Deep
-            Gradient Compression): a number, ``"optimizer"`` to take over the SGD optimizer's, ``None`` for none.
-        nesterov: whether that momentum is Nesterov's; follows the optimizer where ``momentum`` does.
-        masks_momentum: whether a sent element's momentum starts again from zero (momentum factor masking).
-        clip_norm: largest norm of the mean gradient; every rank clips its own, before it is accumulated, to this over
-            the square root of the number of ranks. ``None`` not to clip.
-        rescale_on_lr_change: whether the residual is in units of the update, learning rate times gradient, so that
-            another rate does not change what was gathered under the old one.
-        decay: factor of the residual before a gradient is added. Only where a residual is all that is kept.
+        keeps_residual: whether unsent values are stored; ``False`` suits only unbiased or exact methods.
+        momentum: momentum accumulated before selection instead of in the optimizer (momentum correction of Deep
+            Gradient Compression): a number, ``"optimizer"`` to use the momentum of the SGD optimizer, or ``None``.
+        nesterov: whether the momentum is Nesterov's; read from the optimizer for ``momentum="optimizer"``.
+        masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking).
+        clip_norm: largest norm of the mean gradient, or ``None``. Before accumulation, every rank clips the local
+            gradient to ``clip_norm / sqrt(world_size)``.
+        rescale_on_lr_change: whether the residual has the unit of an update (learning rate times gradient). A new
+            learning rate then does not change the effect of older gradients.
+        decay: factor of the residual before a gradient is added. Requires that the residual is the only state.
     """
 
     keeps_residual: bool = True
@@ -42,20 +42,20 @@ class ErrorFeedback(NamedTuple):
     decay: float = 1.0
 
     def checked(self) -> "ErrorFeedback":
-        """Pass through; raise ``ValueError`` for a momentum outside ``[0, 1)`` or a ``clip_norm`` not above 0."""
+        """Return these settings; ``ValueError`` for ``momentum`` outside ``[0, 1)`` or ``clip_norm`` not above 0."""
         is_number = isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1
         if not is_number and self.momentum not in (None, FROM_OPTIMIZER):
             raise ValueError(
-                f"momentum={self.momentum!r} must be 'optimizer' (taken over from the SGD optimizer), a number with"
-                " 0 <= momentum < 1, or None (left to the optimizer)"
+                f"momentum={self.momentum!r} must be 'optimizer' (the momentum of the SGD optimizer), a number with"
+                " 0 <= momentum < 1, or None (the optimizer applies momentum)"
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm={self.clip_norm} must be a positive norm, or None not to clip")
+            raise ValueError(f"clip_norm={self.clip_norm} must be a positive norm, or None for no clipping")
         return self
 
 
 class Clipping(NamedTuple):
-    """Largest norm of the mean gradient and largest magnitude of an element; ``None`` where they are not clipped."""
+    """Largest norm of the mean gradient and largest magnitude of an element; ``None`` means no limit."""
 
     norm: Optional[float] = None
     value: Optional[float] = None
@@ -65,20 +65,20 @@ NOT_CLIPPED = Clipping()
 
 
 def same_everywhere(power: float) -> float:
-    """Round off a power's last digits, which differ by library: two ranks would send different numbers of elements."""
+    """Round off the last digits of a power, because math libraries differ and ranks must send equal counts."""
     return float(f"{power:.12g}")
 
 
 class ModelLayout(NamedTuple):
-    """Which parameters are exchanged, and between whom.
+    """The exchanged parameters, and the process group of the exchange.
 
     Attributes:
-        names: parameter names in the order of their definition, never in that of backward.
-        numels: for each its number of elements; of the shards that a rank holds where a model is sharded.
-        rank: this rank within the process group that exchanges.
-        ranks: size of that process group.
-        device: where the gradients are.
-        frozen: names of the model's other parameters, which are not exchanged now: frozen, or without an element.
+        names: parameter names in order of definition, which differs from the order of backward.
+        numels: number of elements per parameter; for a sharded model, of the local shard.
+        rank: this rank within the process group.
+        world_size: size of the process group.
+        device: device of the gradients.
+        frozen: names of all other parameters of the model: frozen, or without elements.
     """
 
     names: tuple[str, ...]
@@ -94,11 +94,11 @@ class ModelLayout(NamedTuple):
         return sum(self.numels)
 
     def positions(self) -> dict[str, int]:
-        """Return for each name its place in the order of definition."""
+        """Return the index of each name in the order of definition."""
         return {name: position for position, name in enumerate(self.names)}
 
     def starts(self) -> dict[str, int]:
-        """Return for each name where its elements start when all are laid end to end."""
+        """Return the offset of each parameter in the flattened model."""
         return dict(zip(self.names, accumulate(self.numels, initial=0)))
 
 
@@ -110,7 +110,7 @@ def trained_in(module: Module) -> dict[str, Tensor]:
 def layout_of(
     module: Module, rank: int, world_size: int, device: torch.device, trained: Optional[Mapping[str, Tensor]] = None
 ) -> ModelLayout:
-    """Lay out a model of which those parameters are exchanged that are ``trained``, and have an element."""
+    """Return the layout of a module; ``trained`` replaces the parameters that require a gradient."""
     trained = trained_in(module) if trained is None else trained
     numels = {name: numel for name, tensor in trained.items() if (numel := local_tensor(tensor).numel())}
     frozen = tuple(name for name, _ in module.named_parameters() if name not in numels)
@@ -121,30 +121,31 @@ Gather = Callable[[Tensor], Tensor]
 
 
 class Compressor(ABC):
-    """Choose what is sent of every accumulated gradient.
+    """Select the elements of each accumulated gradient that are sent.
 
-    Only :meth:`select` has to be written. It is pure: it calls no collective, changes no tensor that it is given, and
-    answers for a tensor whatever others come with it (unless it ``selects_across_bucket``: its numbers then depend on
-    how parameters are grouped). Of an accumulated gradient with a NaN or an infinity it selects at least one, so that
-    all ranks learn of it. State (a threshold, a partition) changes only in :meth:`finish_step`, all being known.
+    Only :meth:`select` is required. The method is pure: no collectives, no changes to its arguments, no dependence
+    between tensors (except with ``selects_across_bucket``, which makes results depend on the buckets). If a gradient
+    has a NaN or an infinity, :meth:`select` includes at least one, so that all ranks receive it. State such as a
+    threshold changes only in :meth:`finish_step`.
 
     Attributes:
-        default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
-        default_warmup_epochs: epochs over which the density falls to its target when the user does not say; at most a
+        default_density: fraction of elements to send by default; ``None`` for a method without a density.
+        default_warmup_epochs: default number of epochs over which the density falls to its target; at most a
             tenth of a training of known length.
-        has_density_by_parameter: whether each parameter's density is just what is sent, so that rules may raise it.
-        wire_format: how its selections travel, see :mod:`lightning_sparse.engine.wire`.
-        dense_wire_format: how a parameter of density 1 travels, whole, without :meth:`select`, and any selection
-            without indices, which all ranks or none must have; ``None`` to select at density 1, too.
-        selects_across_bucket: whether :meth:`select` is given a bucket's parameters as one tensor: they compete.
-        fills_selection: whether it sends all elements that its message has room for.
-        wire: name of the ``wire=`` that it takes unless the user names one of few bits; ``None`` for the user's.
-        is_lossless: whether everything is sent, so that only the rounding of the wire can leave a residual.
+        has_density_by_parameter: whether the density of a parameter equals the fraction sent, so that rules may raise
+            the density.
+        wire_format: wire format of the selections, see :mod:`lightning_sparse.engine.wire`.
+        dense_wire_format: wire format of selections without indices, and of parameters of density 1, which skip
+            :meth:`select`. All ranks must agree. ``None`` to call :meth:`select` at density 1 too.
+        selects_across_bucket: whether :meth:`select` gets the parameters of a bucket as one tensor.
+        fills_selection: whether a selection always has as many elements as its message can hold.
+        wire: default ``wire=`` that replaces a user's choice of 16 or more bits; ``None`` for the user's choice.
+        is_lossless: whether all elements are sent, so that only the rounding of the wire leaves a residual.
         replicas_diverge: whether ranks apply different updates.
-        param_sync_every: steps after which such replicas' parameters are averaged over ranks; ``None`` for never.
-        feedback: what is asked of the memory.
-        adaptive_density: whether a plan may raise parameters' densities where that costs no time; only for a method
-            with a ``dense_wire_format`` that takes each density as it comes.
+        param_sync_every: steps between averages of diverged parameters over ranks; ``None`` for never.
+        feedback: settings of error feedback.
+        adaptive_density: whether a plan may raise densities at no cost in time. Requires a ``dense_wire_format`` and a
+            method that accepts any density.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -166,7 +167,7 @@ class Compressor(ABC):
             refuse_removed(f"{cls.__name__}.{name}", f"Compressor.{name}")
 
     def begin(self, layout: ModelLayout) -> None:
-        """Start anew with a model: check settings that name parameters, forget all state.
+        """Reset all state for a model, and check settings that name parameters.
 
         Raises:
             ValueError: if a setting does not fit the model.
@@ -174,70 +175,69 @@ class Compressor(ABC):
         return
 
     def density_of(self, name: str, density: float) -> float:
-        """Return the density of one parameter, where ``density`` is that of the model."""
+        """Return the density of one parameter for the ``density`` of the model."""
         return density
 
     def least_density(self, density: float) -> float:
-        """Return the least density that any parameter may have, where ``density`` is that of the model."""
+        """Return the smallest density of any parameter for the ``density`` of the model."""
         return density
 
     def begin_step(self, density: float) -> None:
-        """Know the model's density in the steps that come, warm-ups included; before :meth:`begin`, too."""
+        """Store the density of the model for the next steps, warm-up included; may run before :meth:`begin`."""
         return
 
     @abstractmethod
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        """Choose what is sent of each tensor of a bucket, as one selection for each.
+        """Select the elements to send, as one selection per tensor of a bucket.
 
         Args:
             names: parameter names.
-            accumulated: for each, gradient plus residual, flat; must not be changed. One tensor for all of them
-                together where the method ``selects_across_bucket``.
-            counts: for each tensor, the number of elements that the density asks for.
+            accumulated: gradient plus residual of each parameter, flat and read-only. With
+                ``selects_across_bucket``, one tensor for all parameters.
+            counts: number of elements per tensor for the current density.
         """
 
     def selection_size(self, numel: int, count: int) -> SelectionSize:
-        """Return the size of an ordinary selection; override it where the density's ``count`` is not what is sent."""
+        """Return the size of a selection; override this if the selection does not have ``count`` elements."""
         return SelectionSize(numel, count)
 
     def finish_step(
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
-        """Update the method's state on every rank, once all buckets of a step have arrived; return means to be written.
+        """Update the state of the method after all buckets of a step arrived, and return the means to write.
 
         Args:
-            names: parameter names, in the order in which they were exchanged.
-            means: what arrived for each, of :class:`~lightning_sparse.engine.wire.base.ExchangeResult`; returned
-                unless changed.
-            finite: bool ``[]``, on the host or on a device; where false, the step does not count, and the state has
-                to stay as it is.
-            all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, as ``[world_size, n]``; to be called
-                equally often on all ranks.
+            names: parameter names in the order of the exchange.
+            means: mean of each parameter, from :class:`~lightning_sparse.engine.wire.base.ExchangeResult`; return
+                the argument itself for unchanged means.
+            finite: bool ``[]`` on the host or a device. If false, the step is skipped and the state must not change.
+            all_gather: gathers a tensor ``[n]`` of equal size from all ranks as ``[world_size, n]``. All ranks must
+                call this equally often.
         """
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the method as plain tensors and numbers, by parameter name where each has its own."""
+        """Return the state of the method as plain tensors and numbers, by parameter name if applicable."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the state of the method.
 
-        It may be of other parameters of the same model, some of them frozen or unfrozen since: what is known by name
-        should be kept for those that are frozen now.
+        The state may come from another set of trained parameters of the same model. Store the entries of parameters
+        that are frozen now by name.
 
         Raises:
-            ValueError: if the state is another method's.
+            ValueError: if the state comes from another method.
         """
         if state:
             raise ValueError(
-                f"{type(self).__name__} keeps no state, but was given {', '.join(map(repr, list(state)[:3]))}; load it"
-                " into the compressor that it was saved with"
+                f"{type(self).__name__} has no state, but got {', '.join(map(repr, list(state)[:3]))}; load the state"
+                " into the compressor that saved the state"
             )
 
 
 def checked_density(argument: str, density: Any) -> float:
-    """Return the density given for an argument; raise ``ValueError`` if it is no number in ``(0, 1]``."""
+    """Return ``density`` as a float; raise ``ValueError`` for ``argument`` outside ``(0, 1]``."""
     is_number = isinstance(density, Real) and not isinstance(density, bool)
     if not is_number or not 0 < density <= 1:
         raise ValueError(
@@ -248,12 +248,12 @@ def checked_density(argument: str, density: Any) -> float:
 
 
 def is_whole(number: Any, least: int) -> bool:
-    """Tell whether a value is a whole number, of numpy's too, and not below the least; ``True`` is none."""
+    """Return whether a value is an integer (numpy included, bool excluded) of at least ``least``."""
     return not isinstance(number, bool) and isinstance(number, Integral) and int(number) >= least
 
 
 def checked_count(argument: str, count: Any, unit: str) -> int:
-    """Return the number of some unit given for an argument; ``ValueError`` if it is not whole and above 0."""
+    """Return ``count`` as an int; raise ``ValueError`` for ``argument`` unless the value is a positive integer."""
     if not is_whole(count, 1):
         raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least 1")
     return int(count)

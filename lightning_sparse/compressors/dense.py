@@ -1,4 +1,4 @@
-"""Dense: everything is sent, as DDP does; the baseline that the others are compared with. And QSGD: in 4 bits each.
+"""Dense: every element is sent, as by DDP, a baseline for other methods. QSGD: every element is sent in 4 bits.
 
 Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017 (arXiv 1610.02132).
@@ -15,10 +15,10 @@ from lightning_sparse.compressors.selection import Selection
 
 
 class Dense(Compressor):
-    """Send every element. With a 16-bit wire, what rounding drops is kept in the residual.
+    """Send every element; with a 16-bit wire, rounding errors go to the residual.
 
-    Differs from plain DDP in the order of the sum: contributions are added rank by rank, so that the result does not
-    depend on how parameters are grouped, where a ring all-reduce's does.
+    Unlike the ring all-reduce of DDP, contributions are added rank by rank, so that the result does not depend on
+    the buckets.
     """
 
     default_density: ClassVar[Optional[float]] = None
@@ -33,18 +33,18 @@ class Dense(Compressor):
 class QSGD(Dense):
     """Send every element as one of 15 multiples of its block's largest magnitude: :class:`Dense` with ``wire="4bit"``.
 
-    Differs from the paper in this:
+    Differences from the paper:
 
-    * Elements are rounded to the nearest level, and what that drops waits in the residual. The paper rounds at random,
-      right on average, and keeps nothing; with a residual no randomness is needed, and the error is smaller.
-    * A block of 64 elements is scaled by its largest magnitude, as in the paper's experiments (with larger buckets);
-      its theorems have the Euclidean norm.
-    * Codes have a fixed width, since ranks have to know a message's size beforehand; the paper's are variable (Elias).
-    * Each rank averages a share of the elements, and sends the means in 4 bits, too: what a rank receives does not grow
-      with their number. In the paper every rank receives every other's gradient.
+    * Elements are rounded to the nearest level, and the residual stores the error. The paper rounds at random and
+      has no residual. With a residual no randomness is necessary, and the error is smaller.
+    * A block of 64 elements is scaled by the largest magnitude, as in the experiments of the paper (with larger
+      buckets). The theorems use the Euclidean norm.
+    * Codes have a fixed width, because ranks need the message size in advance. The paper uses Elias codes.
+    * Each rank averages a share of the elements, and sends the means in 4 bits too. The received bytes do not grow
+      with the number of ranks. In the paper every rank receives all gradients.
 
-    With ``wire="2bit"`` an element is zero or plus or minus the mean magnitude of its block's larger elements; other
-    wires change nothing.
+    With ``wire="2bit"`` an element is zero, or plus or minus the mean magnitude of the larger elements of its block.
+    Other values of ``wire`` have no effect.
     """
 
     wire: ClassVar[Optional[str]] = "4bit"

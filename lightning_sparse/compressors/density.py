@@ -1,4 +1,4 @@
-"""Rules that say how much is sent of each parameter, as training goes on; see :class:`AdaptiveDensity`."""
+"""Rules that set the density of each parameter during training; see :class:`AdaptiveDensity`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,14 +11,14 @@ from lightning_sparse.compressors.base import checked_count
 
 
 class RuleContext(NamedTuple):
-    """Facts that rules may use before a step; equal on all ranks.
+    """Inputs of density rules before a step, equal on all ranks.
 
     Attributes:
-        step: optimizer steps made so far.
-        epoch: from 0.
-        asked: by parameter name, the density that the user asked for, without any warm-up.
-        present: by parameter name, the density of the step before.
-        ceiling: the most that a rule can get.
+        step: number of completed optimizer steps.
+        epoch: epoch, from 0.
+        asked: density set by the user, by parameter name, without any warm-up.
+        present: density of the previous step, by parameter name.
+        ceiling: largest density that a rule can set.
     """
 
     step: int
@@ -29,12 +29,12 @@ class RuleContext(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Norms of a step by parameter name, as root mean squares over ranks; so equal on all of them.
+    """Norms of a step by parameter name, as root mean squares over ranks, so equal on all ranks.
 
     Attributes:
-        gradient_norms: of the ranks' own gradients, before anything was added to them.
-        residual_norms: of what they keep after the step.
-        update_norms: of the ranks' own updates, of those parameters of which Adam's updates are kept, not gradients.
+        gradient_norms: norms of the local gradients, before the residual is added.
+        residual_norms: norms of the residuals after the step.
+        update_norms: norms of the local Adam updates, for parameters with a residual of updates.
     """
 
     gradient_norms: Mapping[str, float]
@@ -43,13 +43,13 @@ class Measurement(NamedTuple):
 
 
 class DensityRule(ABC):
-    """Wish for densities, one parameter at a time.
+    """Set minimum densities per parameter.
 
-    What it answers must follow from what it was given and nothing else: all ranks ask alike and must get the same.
+    Results must depend only on the arguments, because all ranks call the rule and must get equal densities.
 
     Attributes:
-        measures: whether :meth:`observe` wants to be called.
-        follows_steps: whether :meth:`minimum_densities` may answer something else after every step.
+        measures: whether :meth:`observe` is called.
+        follows_steps: whether :meth:`minimum_densities` may change after every step.
     """
 
     measures: ClassVar[bool] = False
@@ -57,37 +57,37 @@ class DensityRule(ABC):
 
     @abstractmethod
     def minimum_densities(self, context: RuleContext) -> dict[str, float]:
-        """Return the least density wished for, by parameter name; without those that may stay as the user asked."""
+        """Return minimum densities by parameter name, without parameters at the user's density."""
 
     @abstractmethod
     def reason(self, name: str) -> str:
-        """Say in a few words why the last wish for a parameter is what it is."""
+        """Return a short reason for the last density of a parameter."""
 
     def begin(self) -> None:
-        """Forget everything: a ``fit`` begins."""
+        """Reset all state at the start of a ``fit``."""
         return
 
     def observe(self, measurement: Measurement, context: RuleContext) -> None:
-        """Look at a step that has been made; ``context`` was before it."""
+        """Process the norms of a completed step; ``context`` is from before the step."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned, as plain numbers."""
+        """Return the state as plain numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore a state from :meth:`state_dict`."""
         return
 
 
 class Warmup(DensityRule):
-    """Let the density fall to what the user asked for step by step, exponentially as in Deep Gradient Compression.
+    """Lower the density to the user's target, exponentially in steps, as in Deep Gradient Compression.
 
     At step ``k`` of a warm-up of ``n``, a density of ``d`` is ``d ** ((k + 1) / (n + 1))`` (arXiv 1712.01887, which
-    counts epochs). By epochs the strategy warms up itself: ``SparseDDPStrategy(warmup_epochs=4)``.
+    counts epochs).
 
     Args:
-        length: steps of the optimizer until the density is that of the user.
+        length: number of optimizer steps of the warm-up.
 
     Raises:
         ValueError: for a ``length`` below 1.
@@ -111,7 +111,7 @@ class Warmup(DensityRule):
         if self._step >= self.length:
             return {}
         exponent = (self._step + 1) / (self.length + 1)
-        # A library's last digit must not make two ranks send different numbers of elements.
+        # Rounding hides differences of math libraries: all ranks must send equal counts.
         return {name: round(asked**exponent, 9) for name, asked in context.asked.items()}
 
     @override
@@ -119,24 +119,24 @@ class Warmup(DensityRule):
         return f"step {self._step + 1} of {self.length}"
 
 
-_SLACK = 0.7  # of the budget, below which less may be sent
-_MAX_RAISE = 2.0  # times, after one measurement
-_MAX_LOWERING = 1.25  # times: the residual grows back slowly, and is seen late
-_FALLING = 0.9  # times what was measured before: a raise is still at work
+_SLACK = 0.7  # fraction of the budget below which the density falls
+_MAX_RAISE = 2.0  # largest factor per measurement
+_MAX_LOWERING = 1.25  # largest factor per measurement, small because the residual grows slowly
+_FALLING = 0.9  # fraction of the last error: below it, an earlier raise still has an effect
 
 
 class ErrorBudget(DensityRule):
-    """Keep the compression error of every layer, ``norm(residual) / norm(gradient)``, within a budget.
+    """Limit the compression error of every layer, ``norm(residual) / norm(gradient)``, to a budget.
 
-    With Adam and AdamW updates wait, not gradients: the error is the norm of those waiting over that of one step's.
+    With Adam and AdamW the error is the norm of the residual of updates over the norm of one step's update.
 
-    A closed loop: after each measurement the density of a layer above the budget is raised, by as much as its error
-    exceeds it but at most twice, unless the error is falling already; below 0.7 of the budget it is lowered, more
-    slowly. An error settles in some ``1 / density`` steps. A layer with a zero or non-finite gradient stays as it is.
+    A control loop: after each measurement the density of a layer above the budget is multiplied by ``error / budget``,
+    at most by 2, unless the error is already falling. Below 0.7 of the budget the density falls more slowly. An error
+    settles in about ``1 / density`` steps. A zero or non-finite gradient changes nothing.
 
     Args:
-        budget: largest ratio. ``CompressionMonitor`` shows what it is without a rule: as ``update_error`` with Adam and
-            AdamW, as ``residual_to_gradient`` with others.
+        budget: largest ratio. ``CompressionMonitor`` shows the ratio without a rule: ``update_error`` with Adam and
+            AdamW, ``residual_to_gradient`` with other optimizers.
 
     Raises:
         ValueError: if the budget is not positive.

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: top-k with momentum before it, local clipping and a warm-up of the density.
+"""Deep Gradient Compression: top-k after momentum, with local clipping and a warm-up of the density.
 
 Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
 Training", ICLR 2018 (arXiv 1712.01887).
@@ -13,23 +13,22 @@ from lightning_sparse.compressors.topk import TopK
 class DGC(TopK):
     """Send the largest velocities of every parameter: momentum is accumulated before selection.
 
-    Selection is exact, where the paper reads a threshold off a sample of each layer: it costs no more (see
-    :mod:`lightning_sparse.functional.topk`), and nothing is cut off in the order of indices. The rest is as published:
-    momentum correction, momentum factor masking if asked for, clipping of each rank's gradient at ``clip_norm /
-    sqrt(ranks)`` before it is accumulated (the released code left out the factor), and a density that falls over four
-    epochs, to 0.1 % as 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %. In a training of known length it falls over a tenth of the
-    steps where that is less than four epochs, unless ``warmup_epochs`` is given. With Adam and AdamW the optimizer's
-    correction takes the place of the momentum.
+    Selection is exact. The paper estimates a threshold from a sample of each layer, which is no faster here (see
+    :mod:`lightning_sparse.functional.topk`). As published, the method has momentum correction, optional momentum
+    factor masking, and clipping of each local gradient to ``clip_norm / sqrt(world_size)`` before accumulation (the
+    released code lacks the factor). The density falls over four epochs to 0.1 %: 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %.
+    In a training of known length the warm-up lasts at most a tenth of the steps, unless the user sets a length.
+    With Adam and AdamW the optimizer correction replaces the momentum.
 
     Args:
-        momentum: ``"optimizer"`` takes it, Nesterov's or not, over from the SGD optimizer, whose steps are made
-            without; a number is for an optimizer without momentum; ``None`` for no correction.
+        momentum: ``"optimizer"`` applies the (Nesterov) momentum of the SGD optimizer before selection instead of in
+            the optimizer; a number is for an optimizer without momentum; ``None`` for no correction.
         nesterov: whether a ``momentum`` given as a number is Nesterov's.
-        masks_momentum: whether a sent element's momentum starts again from zero (momentum factor masking), as
-            published. Not by default: while the density falls it takes most elements' momentum in every step, and a
-            short training ends below DDP.
-        clip_norm: largest norm of the mean gradient; ``None`` not to clip. The whole gradient has to be known first, so
-            the exchange no longer overlaps with backward.
+        masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking), as
+            published. Off by default: during warm-up most momentum would be reset in every step, and a short training
+            ends below DDP.
+        clip_norm: largest norm of the mean gradient, or ``None``. Clipping needs the whole gradient, so the exchange
+            no longer overlaps with backward.
 
     Raises:
         ValueError: for a momentum outside ``[0, 1)``, or a ``clip_norm`` that is not positive.

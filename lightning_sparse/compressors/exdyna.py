@@ -1,4 +1,4 @@
-"""ExDyna: each rank selects in a partition of its own, cut so that all find equally much; and MiCRO, its forerunner.
+"""ExDyna: each rank selects in a partition of equal load; and MiCRO, an earlier method with fixed partitions.
 
 Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGrid 2024
 (arXiv 2402.13781); "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
@@ -19,41 +19,40 @@ from lightning_sparse.functional.elements import copied_to, repeat_interleave
 from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
 
-_SMALLEST = 2.0**-126  # of a normal fp32 number; a threshold of zero would select everything
+_SMALLEST = 2.0**-126  # smallest normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
-_GAIN = 0.05  # settles in some 25 steps; three times as much oscillates
-_MIN_GAIN = _GAIN / 100  # gradients that hardly change make an element wait for hundreds of steps
-_CALMING = 0.5  # of the gain, where the density swings,
-_RECOVERY = 1.05  # and where it does not
-_CHANCE = 2.0  # sigmas, within which a density on the other side is no swing
+_GAIN = 0.05  # settles in about 25 steps; three times as much oscillates
+_MIN_GAIN = _GAIN / 100  # enough for nearly constant gradients, which take hundreds of steps to reach the threshold
+_CALMING = 0.5  # factor of the gain if the density swings
+_RECOVERY = 1.05  # factor of the gain if the density does not swing
+_CHANCE = 2.0  # sigmas; smaller deviations are no swing
 _LARGEST_STEP = 0.1
-_FAR_OFF = 2.0  # times too many or too few elements: measuring anew is then faster than any number of such steps,
-_SIGMAS = 4.0  # unless there are so few that chance does that
-_BLOCKS = 1024  # published: enough for balance, few enough to keep a load for each
-_MIN_BLOCK = 32  # elements, published; no block is smaller where the model has more elements than that for a rank
-_LOAD_MEMORY = 0.95  # of a block's load, a step; a step alone selects too few elements to tell blocks apart
+_FAR_OFF = 2.0  # factor of the count beyond which a new measurement is faster than many small steps
+_SIGMAS = 4.0  # smaller deviations of the count may be chance, and cause no measurement
+_BLOCKS = 1024  # published: enough for balance, few enough to store a load per block
+_MIN_BLOCK = 32  # elements, published; smaller only if the model has fewer elements per rank
+_LOAD_MEMORY = 0.95  # decay of a block's load per step; one step selects too few elements to compare blocks
 _STEPS_BETWEEN_CUTS = 16
 
 
 class ExDyna(Compressor):
-    """Send what reaches one threshold, each rank looking in a part of the model that is cut to hold as much as others.
+    """Send elements that reach one threshold; each rank searches a part of the model with an equal load.
 
-    The model, flat in the order of its definition, is cut into some 1024 blocks; runs of them are the partitions, one a
-    rank. In step ``t`` rank ``r`` searches partition ``(t + r) mod world_size`` of its accumulated gradient for
-    magnitudes that reach the threshold. Every rank then sends its values at the union of all choices, so that nobody
-    keeps anything there. Partitions do not overlap: the union is as large as the choices together, however many ranks
-    there are. All ranks know it, and so what every block held, and cut alike without asking.
+    The model, flat in order of definition, is cut into about 1024 blocks. Each rank's partition is a run of blocks. In
+    step ``t`` rank ``r`` searches partition ``(t + r) mod world_size`` of its accumulated gradient for magnitudes that
+    reach the threshold. Every rank then sends its values at the union of all selections, and no rank has a residual
+    there. Partitions do not overlap, so the size of the union does not grow with the number of ranks. All ranks have
+    the union and thus the load of every block, and cut alike without communication.
 
-    Without a threshold (at the start, and after one that selected twice as much as wanted, or half), each rank takes
-    its partition's largest magnitudes of each tensor, in proportion, and counts magnitudes there; all ranks' counts (8
-    KiB from each) give the threshold of the next step.
+    If there is no threshold (at the start, or after a count off by a factor of 2), each rank selects the largest
+    magnitudes of its partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the next
+    threshold.
 
-    The density is that of the whole model, and at least one element a rank is wanted. What differs from the paper is a
-    table in ``docs/systems/exdyna.md``.
-
+    The density is that of the whole model, with at least one element per rank. ``docs/systems/exdyna.md`` lists the
+    differences from the paper.
     Example::
 
-        >>> layout = ModelLayout(("weight",), (4,), rank=0, ranks=2, device=torch.device("cpu"))
+        >>> layout = ModelLayout(("weight",), (4,), rank=0, world_size=2, device=torch.device("cpu"))
         >>> exdyna = ExDyna()
         >>> exdyna.begin(layout)
         >>> exdyna.select(["weight"], [torch.tensor([0.1, -3.0, 2.0, -0.5])], counts=[2])[0].values
@@ -62,7 +61,7 @@ class ExDyna(Compressor):
 
     default_density: ClassVar[Optional[float]] = 0.01
     wire_format: ClassVar[str] = "union"
-    rebalances: ClassVar[bool] = True  # cut anew; else partitions are of equal size, and stay
+    rebalances: ClassVar[bool] = True  # whether partitions change; if not, partitions have equal sizes
 
     def __init__(self) -> None:
         self._density = self.default_density or 1.0
@@ -88,7 +87,7 @@ class ExDyna(Compressor):
         owned = self._partitions.owned(self._layout.rank, self._step)
         starts = [self._starts[name] for name in names]
         ranges = [_within(owned, start, tensor.numel()) for start, tensor in zip(starts, accumulated)]
-        # One element is enough to void the step, in whosever partition it lies.
+        # One non-finite element, in any partition, must void the step.
         spoilt = _first_not_finite(accumulated)
         ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
         pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
@@ -97,7 +96,7 @@ class ExDyna(Compressor):
         return FlatSelection.of(accumulated, indices)
 
     def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-        """Return positions in pieces of the model, of which each starts at a place of the flat vector."""
+        """Return the selected indices in each piece; ``starts`` are the offsets of the pieces in the flat model."""
         if self._is_whole:
             return [torch.arange(piece.numel(), device=piece.device) for piece in pieces]
         if self._threshold.threshold is not None:
@@ -105,9 +104,9 @@ class ExDyna(Compressor):
         return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
 
     def _measure(self, piece: Tensor, start: int) -> Tensor:
-        """Choose a piece's share of what is wanted, and count its magnitudes."""
+        """Return the largest elements of a piece, in proportion to its size, and count its magnitudes."""
         numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
-        # Differences of a running total: over the whole model they add up to what is wanted, however it is cut.
+        # These differences of a running total add up to `wanted` over the model, for any cuts.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
         if piece.numel():
             histogram = magnitude_histogram(piece)
@@ -126,7 +125,7 @@ class ExDyna(Compressor):
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
         histogram, self._histogram = self._histogram, None
-        if not bool(finite):  # the state is the host's
+        if not bool(finite):  # the state is on the host
             return means
         indices = [_indices(mean) for mean in means]
         numel = sum(mean.numel for mean in means)
@@ -135,7 +134,7 @@ class ExDyna(Compressor):
             self._threshold = self._threshold.updated(sum(map(Tensor.numel, indices)), wanted)
         elif wanted < numel:
             counted = magnitude_histogram(indices[0][:0].float()) if histogram is None else histogram
-            # Half the bytes of int64; a count that fp32 rounds is rounded alike for all who receive it.
+            # fp32 has half the bytes of int64; all ranks round a large count equally.
             gathered = all_gather(counted.float())
             measured = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
             self._threshold = ThresholdState(measured, self._threshold.gain)
@@ -147,16 +146,16 @@ class ExDyna(Compressor):
         return means
 
     def _rebalance(self, positions: Tensor) -> None:
-        """Cut anew now and then, after a step that has selected ``positions`` (int64 ``[count]``) of the model."""
+        """Update block loads from selected ``positions`` (int64 ``[count]``); cut again every 16 steps."""
         loads = self._partitions.block_loads(positions)
-        before = self._loads.to(positions.device, non_blocking=True)  # where they stay
+        before = self._loads.to(positions.device, non_blocking=True)
         self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
         if (self._step + 1) % _STEPS_BETWEEN_CUTS == 0 and (loads := self._loads.cpu()).any():
             self._partitions = self._partitions._replace(cuts=balanced_cuts(loads, self._layout.world_size))
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the threshold (0 for none) with its gain and error, the cuts, and the load of each block."""
+        """Return step, threshold (0 for none) with gain and error, cuts, and the load of each block."""
         cuts = torch.tensor(self._partitions.cuts, device="cpu")
         threshold, gain, error = self._threshold
         state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
@@ -164,7 +163,7 @@ class ExDyna(Compressor):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state; for another number of ranks, or another model, partitions start anew."""
+        """Replace the state; for another world size or another model, partitions start from equal cuts."""
         expected = self.state_dict().keys()
         if state.keys() != expected:
             raise ValueError(
@@ -182,22 +181,22 @@ class ExDyna(Compressor):
 
 
 class ThresholdState(NamedTuple):
-    """One threshold for the whole model, the same on all ranks: what a step selected changes it for the next."""
+    """A threshold for the whole model, equal on all ranks, with the state of its control loop."""
 
-    threshold: Optional[float] = None  # of the next step, which measures it where there is none
-    gain: float = _GAIN  # of ln(threshold) for ln(density / wanted)
-    error: float = 0.0  # ln(density / wanted) of the last step; 0 if it measured the threshold
+    threshold: Optional[float] = None  # threshold of the next step; None to measure a new one
+    gain: float = _GAIN  # change of ln(threshold) per ln(density / wanted)
+    error: float = 0.0  # ln(density / wanted) of the last step; 0 after a measurement
 
     def updated(self, selected: int, wanted: int) -> "ThresholdState":
-        """Return that of the next step, after one in which the threshold has selected so many elements."""
+        """Return the state for the next step, after a step that selected ``selected`` elements."""
         assert self.threshold is not None
         error = math.log(max(selected, 0.5) / wanted)
-        # Lowering a threshold sends what waits just below it, once: where little of it is new, half as much comes next,
-        # and raising the threshold again holds back what is due. With too large a gain that goes to and fro for ever.
+        # A lower threshold sends the residual just below it only once. If few new elements arrive, the next count is
+        # half as large, and a higher threshold delays due elements. A large gain would repeat this cycle forever.
         swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
         gain = max(_MIN_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
         is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
-        # After a measurement, whose step has sent all that it saw above the threshold, there is less for a step.
+        # A measuring step has sent all elements above the threshold, so the next step has fewer.
         if self.error and is_far_off and abs(selected - wanted) >= _SIGMAS * math.sqrt(wanted):
             return ThresholdState(None, gain)
         step = max(-_LARGEST_STEP, min(_LARGEST_STEP, gain * error))
@@ -207,39 +206,39 @@ class ThresholdState(NamedTuple):
 class Partitions(NamedTuple):
     """Partitions of the flat model, one for each rank."""
 
-    edges: tuple[int, ...]  # where each block starts, ascending, and where the last one ends
-    cuts: tuple[int, ...]  # for each partition its first block, ascending, and the number of blocks
+    edges: tuple[int, ...]  # offset of each block, ascending, and the end of the last block
+    cuts: tuple[int, ...]  # first block of each partition, ascending, and the number of blocks
 
     def owned(self, rank: int, step: int) -> tuple[int, int]:
-        """Return the first element of a rank's partition in a step, and that after the last; ranks take turns."""
+        """Return first element and end of a rank's partition in a step; ranks take turns."""
         partition = (step + rank) % (len(self.cuts) - 1)
         return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
 
     def block_loads(self, positions: Tensor) -> Tensor:
-        """Count how many of some positions in the flat vector (int64, on any device) lie in each block."""
+        """Count ``positions`` in the flat model (int64, on any device) per block."""
         blocks = torch.bucketize(positions, copied_to(self.edges, positions.device)[1:-1], right=True)
         loads = torch.zeros(len(self.edges) - 1, dtype=torch.int64, device=positions.device)
         return loads.index_add_(0, blocks, torch.ones_like(blocks))
 
 
 def even_cuts(total: int, parts: int) -> tuple[int, ...]:
-    """Cut ``total`` things into parts that differ by one at most, the larger ones first."""
+    """Cut ``total`` items into parts that differ by at most one item, larger parts first."""
     size, larger = divmod(total, parts)
     return tuple(part * size + min(part, larger) for part in range(parts + 1))
 
 
 def block_edges(numel: int, world_size: int) -> tuple[int, ...]:
-    """Cut a model into blocks that differ by one element at most."""
+    """Cut a model into blocks that differ by at most one element."""
     blocks = max(world_size, min(_BLOCKS, numel // _MIN_BLOCK))
     return tuple(block * numel // blocks for block in range(blocks + 1))
 
 
 def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
-    """Cut blocks into one run for each rank, as equal in load as blocks allow, each of one block at least.
+    """Cut blocks into one run per rank of nearly equal load, each with at least one block.
 
-    Loads are float64 ``[blocks]``, on CPU, not all zero, and at least as many as ranks.
+    Loads are float64 ``[blocks]`` on CPU, not all zero, with at least one block per rank.
 
-        >>> balanced_cuts(torch.tensor([8.0, 1.0, 1.0, 2.0, 2.0, 2.0]), ranks=2)
+        >>> balanced_cuts(torch.tensor([8.0, 1.0, 1.0, 2.0, 2.0, 2.0]), world_size=2)
         (0, 1, 6)
     """
     blocks = loads.numel()
@@ -255,9 +254,9 @@ def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
 
 
 def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
-    """Return, by tensor, the position (int64 ``[1]``) of an element that is not finite; ``None`` where all are."""
-    # The sum of squares is the fastest look at every element; it may itself overflow, so only a norm that is finite
-    # proves anything. The host has to wait for it, as it has for the number of elements that reach a threshold.
+    """Return the index (int64 ``[1]``) of a non-finite element of each tensor, or ``None``."""
+    # The norm is the fastest pass over all elements. The norm may overflow, so only a finite norm is conclusive.
+    # The host waits for the result, as for the number of selected elements.
     are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
     return [None if is_finite else _not_finite(tensor) for tensor, is_finite in zip(tensors, are_finite)]
 
@@ -268,7 +267,7 @@ def _not_finite(tensor: Tensor) -> Optional[Tensor]:
 
 
 def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
-    """Return which part of a tensor that starts somewhere in the flat vector is owned."""
+    """Return the owned range of a tensor with offset ``start`` in the flat model."""
     first, last = (min(max(edge - start, 0), numel) for edge in owned)
     return first, last
 
@@ -279,10 +278,10 @@ def _indices(mean: Selection) -> Tensor:
 
 
 class MiCRO(ExDyna):
-    """Send what reaches one threshold, each rank looking in an equal part of the model.
+    """Send elements that reach one threshold; each rank searches an equal part of the model.
 
-    :class:`~lightning_sparse.compressors.ExDyna` with partitions that stay as they are cut first. Where the large
-    elements lie close together, messages are padded to the count of the rank that finds most.
+    MiCRO is :class:`~lightning_sparse.compressors.ExDyna` with fixed partitions. If large elements lie close together,
+    messages are padded to the largest count of any rank.
     """
 
     rebalances: ClassVar[bool] = False

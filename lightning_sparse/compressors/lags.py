@@ -1,4 +1,4 @@
-"""LAGS-SGD: top-k of every layer, with its own residual and its own density.
+"""LAGS-SGD: top-k of every layer, each with a residual and a density.
 
 Shi, Tang, Wang, Zhao and Chu, "Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with
 Convergence Guarantees", ECAI 2020 (arXiv 1911.08727).
@@ -17,21 +17,21 @@ from lightning_sparse.compressors.topk import TopK
 class LAGS(TopK):
     """Send the largest magnitudes of every layer, each at its own density.
 
-    The paper accumulates learning rate times gradient; every released implementation, the authors' included, the
-    gradient. They differ only while the learning rate changes: the residual then acts with the present rate
-    (``"gradient"``) or with the one under which it was gathered (``"update"``, exact for plain SGD).
+    The paper accumulates learning rate times gradient. Every released implementation, the authors' included,
+    accumulates the gradient. The results differ only while the learning rate changes: the residual acts with the
+    present rate (``"gradient"``) or with the rate of its time (``"update"``, exact for plain SGD).
 
     Args:
-        densities: density by parameter name, for those that are not to have the strategy's.
+        densities: density by parameter name; all other parameters have the strategy's density.
         error_feedback: ``"gradient"`` or ``"update"``.
-        adaptive_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
-            and never less than the strategy's density or its warm-up's, whose inverse is ``c_u`` of the paper. What
-            hides is measured in the first steps, so two runs no longer give the same bits: off by default. Needs
+        adaptive_density: send more of a layer if backward hides the exchange, up to all elements, and never less than
+            the density of the strategy or warm-up (the inverse of ``c_u`` in the paper). The first steps measure
+            times, so two runs are not bitwise identical. Off by default. Needs
             ``schedule="merged"``; see :func:`~lightning_sparse.schedule.costs.hidden_densities`.
 
     Raises:
-        ValueError: for an unknown ``error_feedback``, or a density outside ``(0, 1]``; at the start of training, for a
-            name that no parameter has.
+        ValueError: for an unknown ``error_feedback`` or a density outside ``(0, 1]``; at the start of training, for
+            an unknown parameter name.
 
     Example::
 

@@ -1,7 +1,7 @@
-"""OMGS-SGD: top-k of the gradients that travel together, laid end to end.
+"""OMGS-SGD: top-k of the flattened gradients of a bucket.
 
 Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs", INFOCOM
-2020. Its other half, which gradients to merge, is a schedule's (see :mod:`lightning_sparse.schedule`).
+2020. The other half of the paper, the choice of buckets, is a schedule (see :mod:`lightning_sparse.schedule`).
 """
 
 from typing import ClassVar
@@ -10,16 +10,16 @@ from lightning_sparse.compressors.topk import TopK
 
 
 class OMGS(TopK):
-    """Send ``max(1, round(density * n))`` largest magnitudes of all layers that travel together, ``n`` elements in all.
+    """Send the ``max(1, round(density * n))`` largest magnitudes of all layers of a bucket with ``n`` elements in all.
 
-    Layers of a bucket compete, so the result depends on the schedule: of layers alone it is layer-wise top-k, of one
-    bucket top-k of the whole model. Differs from the paper, or from what its authors released, in this:
+    Layers of a bucket compete, so the result depends on the schedule. One layer per bucket is layer-wise top-k, and
+    one bucket is top-k of the whole model. Differences from the paper or its released code:
 
-    * Residuals are kept by parameter and not by bucket, so that buckets can be planned anew without losing anything.
-    * Values and indices of a bucket travel as one message and not as two.
-    * A layer that a rank did not use in a step does not compete there. It would go on winning places for nothing.
+    * Residuals are stored per parameter, so that new buckets lose nothing.
+    * Values and indices of a bucket are one message instead of two.
+    * A layer that a rank did not use in a step does not compete there.
 
-    Takes 8 bytes an element more than layer-wise top-k, to lay a bucket's gradients end to end and add up their means.
+    The method uses 8 bytes per element more than layer-wise top-k, to flatten a bucket and to add up its means.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Tables of names: a word in a yaml file, or an object, becomes an object."""
+"""Look-up of objects by name, with messages for unknown names."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import TypeVar, Union
 from lightning_sparse.removed import refuse_removed
 
 Item = TypeVar("Item")
-_MAX_LISTED = 20  # a model may have thousands of parameter names
+_MAX_LISTED = 20  # names; a model may have thousands of parameters
 
 
 def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choice: Union[str, Item]) -> Item:
-    """Build the object that a name stands for; pass an instance of ``base`` through, and refuse all else."""
+    """Build the object named ``choice`` from a table, or return ``choice`` if it is an instance of ``base``."""
     if isinstance(choice, str):
         return table[checked_name(noun, choice, sorted(table))]()
     if not isinstance(choice, base):
@@ -23,7 +23,7 @@ def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]]
 
 
 def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
-    """Pass a name through; raise ``ValueError`` if it is not among those known."""
+    """Return ``name``, or raise ``ValueError`` if it is not in ``known``."""
     if name not in known:
         refuse_removed(f"{noun}={name!r}", name)
         raise ValueError(unknown_name(noun, name, known))
@@ -31,7 +31,7 @@ def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
-    """Compose the message for a name that is not in a table.
+    """Return the message for a name that is not in ``known``.
 
     Example::
 
@@ -40,7 +40,7 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     written = str(name).lower()
-    # As it stands, in small letters, as of a strategy, and as of a type in other libraries.
+    # Spellings: as written, in lower case, as a strategy name, and as a dtype of other libraries.
     spellings = (str(name), written, written.removeprefix("sparse_"), written.replace("fp", "float"))
     exact = [each for each in spellings if each in known]
     near = exact or [each for spelling in spellings for each in difflib.get_close_matches(spelling, known, n=1)]

@@ -1,9 +1,9 @@
-"""SDAGC, a reconstruction: a threshold of every layer in multiples of its standard deviation.
+"""SDAGC, a reconstruction: the threshold of every layer is a multiple of its standard deviation.
 
 Chen, Yan, Ren and Wu, "SDAGC: Standard Deviation based Adaptive Gradient Compression", CCGRID 2020. Only the abstract
-could be had: each layer's standard deviation gives a threshold that adapts in the course of training, with residual
+was available: each layer's standard deviation gives a threshold that adapts during training, with residual
 accumulation, local clipping, learning-rate revision and momentum compensation; compression of 433x to 2021x. The
-formulas below are ours, and may differ from the authors'.
+formulas below are reconstructed, and may differ from the authors' formulas.
 """
 
 import math
@@ -19,40 +19,40 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.compressors.topk import TopK, largest_of_each
 from lightning_sparse.functional.elements import copied_to
 
-_GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
-_LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates
+_GAIN = 0.05  # change of ln(alpha) per ln(density / wanted)
+_LARGEST_STEP = 0.1  # largest change of ln(alpha); without the limit, or with thrice the gain, the loop oscillates
 _ALPHA_RANGE = (0.5, 50.0)
 _MIN_DENSITY = 1e-6
 
 
 class SDAGC(TopK):
-    """Send what exceeds ``alpha`` standard deviations of its layer; ``alpha`` follows the density (reconstruction).
+    """Send elements above ``alpha`` standard deviations of the layer; ``alpha`` follows the density (reconstruction).
 
-    Of every parameter ``v`` (gradient plus residual) all ``|v| >= alpha * std(v)`` are sent, but at least one and at
-    most ``capacity`` times the wanted number, largest first: a message of a size that every rank knows needs no
-    exchange of counts, and what does not fit waits. Then ``alpha`` of each layer, on each rank, follows the density
-    that came out: ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` runs away: the
-    residual's deviation grows with what is held back, so that less and less is sent (see
-    ``tests/compressors/test_sdagc.py``). The density falls as that of :class:`~lightning_sparse.compressors.DGC`.
+    Of every parameter ``v`` (gradient plus residual) all ``|v| >= alpha * std(v)`` are sent, largest first, but at
+    least one and at most ``capacity`` times the wanted number. The message size is thus fixed, without an exchange of
+    counts; the rest goes to the residual. Then ``alpha`` of each layer, on each rank, follows the measured density:
+    ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` does not work: the residual raises
+    the deviation, so that less and less is sent (see ``tests/compressors/test_sdagc.py``). The warm-up is that of
+    :class:`~lightning_sparse.compressors.DGC`.
 
     Args:
-        alpha: where the loop starts; ``None`` for what the density needs if elements are distributed as Laplace's.
+        alpha: initial value; ``None`` for the value that fits the density of a Laplace distribution.
         capacity: room in a message, as a multiple of the wanted number of elements; unused room is sent as padding.
         momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         nesterov: as in :class:`~lightning_sparse.compressors.DGC`.
         masks_momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         clip_norm: as in :class:`~lightning_sparse.compressors.DGC`.
-        revises_learning_rate: whether the residual is rescaled when the learning rate changes, so that it acts with the
-            rate under which it was gathered. Our reading of "learning rate revision".
+        revises_learning_rate: whether the residual is rescaled when the learning rate changes, so that older gradients
+            act with their original rate. This is our reading of "learning rate revision".
 
     Raises:
-        ValueError: for an ``alpha`` that is not positive, a ``capacity`` under 1, or what
-            :class:`~lightning_sparse.compressors.DGC` refuses.
+        ValueError: for an ``alpha`` that is not positive, a ``capacity`` under 1, or an invalid argument of
+            :class:`~lightning_sparse.compressors.DGC`.
     """
 
-    has_density_by_parameter: ClassVar[bool] = False  # its thresholds decide
+    has_density_by_parameter: ClassVar[bool] = False  # thresholds decide the count
     fills_selection: ClassVar[bool] = False
-    dense_wire_format: ClassVar[Optional[str]] = None  # its thresholds follow what is sent at every density
+    dense_wire_format: ClassVar[Optional[str]] = None  # thresholds adapt at every density
     default_warmup_epochs: ClassVar[int] = 4
 
     def __init__(
@@ -68,7 +68,7 @@ class SDAGC(TopK):
         if alpha is not None and alpha <= 0:
             raise ValueError(f"alpha={alpha} must be a positive number of standard deviations, such as 4")
         if capacity < 1:
-            raise ValueError(f"capacity={capacity} must be at least 1: room for the number of elements that is wanted")
+            raise ValueError(f"capacity={capacity} must be at least 1, to have room for the wanted number of elements")
         self.alpha = alpha
         self.capacity = capacity
         self.feedback = ErrorFeedback(
@@ -80,13 +80,13 @@ class SDAGC(TopK):
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
-        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and their alphas if the step counts
+        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and alphas to store if the step is finite
 
     @override
     def begin(self, layout: ModelLayout) -> None:
         self._positions = layout.positions()
         unset = math.nan if self.alpha is None else self.alpha
-        self._resting: dict[str, Tensor] = {}  # alphas of parameters that are frozen now
+        self._resting: dict[str, Tensor] = {}  # alphas of frozen parameters
         self._alphas = torch.full((len(layout.names),), unset, dtype=torch.float32, device=layout.device)
         self._proposals.clear()
 
@@ -138,22 +138,22 @@ def _deviations(tensors: Sequence[Tensor], numels: Tensor) -> Tensor:
 
 
 def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
-    # To check the lengths, which are right by construction, would stop the host for a GPU.
+    # unsafe=True skips the check of the lengths, which would synchronize with the GPU.
     return torch.segment_reduce(values, reduction, lengths=lengths, axis=0, unsafe=True)
 
 
 def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
-    """Tell which of the chosen elements reach their tensor's threshold; the largest always does, a zero never."""
+    """Return whether each element reaches its tensor's threshold: always for the largest, never for a zero."""
     magnitudes = values.abs().float()
     floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
-    # What is not a number is not below any threshold, so it is sent, and all ranks learn of it.
+    # A NaN is not below any threshold, so that NaNs are sent to all ranks.
     return (magnitudes < floors.repeat_interleave(lengths, output_size=len(values))).logical_not_() & (values != 0)
 
 
 def _updated(alphas: Tensor, sent: Tensor, wanted: Tensor, rooms: Tensor, numels: Tensor) -> Tensor:
-    """Move alphas towards those that send what is wanted."""
+    """Return alphas for the next step, closer to the wanted counts."""
     ratios = (sent / wanted).clamp(min=_MIN_DENSITY)
     steps = (_GAIN * ratios.log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)
-    # In a full message, how many more would have been sent is not known.
+    # A full message hides how far the threshold was too low.
     steps = steps.masked_fill((sent == rooms) & (rooms < numels), _LARGEST_STEP)
     return (alphas * steps.masked_fill(sent == 0, 0.0).exp()).clamp(*_ALPHA_RANGE)

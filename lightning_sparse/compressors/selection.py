@@ -1,7 +1,7 @@
-"""What travels between the nouns: elements of a tensor, with their values; those of a bucket are one flat thing.
+"""Selections: elements of a tensor with their values, and one flat selection for all tensors of a bucket.
 
-A model's many small tensors cost more in calls than in elements. The small gradients of a bucket are laid beside each
-other, and are read, written and added at once.
+Many small tensors cost more in kernel launches than in elements. The small gradients of a bucket therefore lie side by
+side, and one call reads, writes or adds all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,12 @@ from lightning_sparse.functional.elements import (
 
 
 class SelectionSize(NamedTuple):
-    """Size of a selection, known before there is a gradient: it says how many bytes sending takes.
+    """Size of a selection, and thus of its message, available before the gradient.
 
     Attributes:
-        numel: number of elements of the tensor selected from.
-        selected: how many of them are, padding included: by each rank, or by all ranks together where they send at the
-            union of their choices.
+        numel: number of elements of the tensor.
+        selected: number of selected elements, padding included: of each rank, or of all ranks together if ranks send
+            the union of their selections.
         is_dense: whether every element is sent, without indices.
     """
 
@@ -41,11 +41,11 @@ class Selection(NamedTuple):
     """Some elements of a flat tensor.
 
     Attributes:
-        values: floating point, ``[count]``, or ``[world_size, count]`` where several ranks selected.
-        indices: int64 of the same shape, distinct and ascending in each row; ``None`` stands for every element, in
+        values: floating point, ``[count]``, or ``[world_size, count]`` for the selections of several ranks.
+        indices: int64 of the shape of ``values``, distinct and ascending in each row. ``None`` for every element, in
             order; ``values`` may then have any shape, and end in padding.
-        numel: number of elements of the tensor selected from.
-        filled: bool ``[count]``: which are sent, ``None`` for all; others stay here, a zero in their place.
+        numel: number of elements of the tensor.
+        filled: bool ``[count]``, true for sent elements; all others are sent as zero. ``None`` if all are sent.
     """
 
     values: Tensor
@@ -55,11 +55,11 @@ class Selection(NamedTuple):
 
 
 class FlatSelection(Sequence[Selection]):
-    """Some elements of each tensor of a bucket; as a sequence, a selection of each, which most steps do not ask for.
+    """Some elements of each tensor of a bucket, stored flat; as a sequence, one selection per tensor, made on demand.
 
-    ``values`` are ``[count]``, or ``[world_size, count]`` where several ranks selected, ``indices`` int64 of the same
-    shape, within the tensors, of ``numels`` each, laid end to end and ascending in each row; ``counts`` are how many
-    of a row are each tensor's, ``filled`` is as in :class:`~lightning_sparse.Selection`.
+    ``values`` are ``[count]``, or ``[world_size, count]`` for several ranks. ``indices`` are int64 of the same shape,
+    into the flattened bucket, ascending in each row. ``numels`` and ``counts`` have the elements and the selected
+    elements of each tensor. ``filled`` is as in :class:`~lightning_sparse.Selection`.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class FlatSelection(Sequence[Selection]):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], indices: Sequence[Tensor]) -> "FlatSelection":
-        """Select elements of flat tensors by their indices, int64 ``[count]`` for each and ascending."""
+        """Select elements of flat tensors by ascending indices, int64 ``[count]`` for each tensor."""
         numels, counts = tuple(map(Tensor.numel, tensors)), tuple(map(Tensor.numel, indices))
         return cls.at(tensors, torch.cat(list(indices)).add_(_origins(numels, counts, tensors[0].device)), counts)
 
     @classmethod
     def at(cls, tensors: Sequence[Tensor], indices: Tensor, counts: Counts) -> "FlatSelection":
-        """Select elements of flat tensors by indices into all of them laid end to end, so many of each."""
+        """Select elements of flat tensors by indices into the flattened bucket, ``counts[i]`` of tensor ``i``."""
         values = tensors[0].new_empty(len(indices))
         selected = cls(values, indices, tuple(map(Tensor.numel, tensors)), counts)
         for flat, places, found in selected.runs(tensors):
@@ -87,11 +87,11 @@ class FlatSelection(Sequence[Selection]):
         return selected
 
     def replaced(self, values: Tensor, indices: Tensor) -> "FlatSelection":
-        """Return as many elements of each tensor, of as many rows as there are, all of them sent."""
+        """Return other values and indices with the same counts, all sent."""
         return FlatSelection(values, indices, self.numels, self.counts)
 
     def filled_at(self, filled: Tensor) -> "FlatSelection":
-        """Return the same elements, of which only those are sent where ``filled``, bool ``[count]``, is true."""
+        """Return the same elements, sent only if ``filled``, bool ``[count]``, is true."""
         return FlatSelection(self.values, self.indices, self.numels, self.counts, filled)
 
     @override
@@ -110,13 +110,13 @@ class FlatSelection(Sequence[Selection]):
         return [Selection(*piece) for piece in pieces]
 
     def places(self) -> list[Tensor]:
-        """Return where within each tensor anything is selected, int64 of one dimension, of all rows together."""
+        """Return the selected indices within each tensor, int64 of one dimension, all rows together."""
         within = self.indices - _origins(self.numels, self.counts, self.indices.device)
         rows = within if within.dim() > 1 else within.unsqueeze(0)
         return list(rows.t().reshape(-1).split([len(rows) * count for count in self.counts]))
 
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield tensors that lie together as one, with indices and values of what is selected of them."""
+        """Yield each run of tensors that are adjacent in memory, with the indices and values selected in the run."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
         for first, stop, flat in runs(tensors):
             some = slice(columns[first], columns[stop])
@@ -125,9 +125,9 @@ class FlatSelection(Sequence[Selection]):
 
 
 class CutSelection(Sequence[Selection]):
-    """All elements of each tensor of a bucket, each cut among ranks: the columns ``[world_size, shard]`` of one tensor.
+    """All elements of each tensor of a bucket, cut into shards: columns ``[world_size, shard]`` of one tensor.
 
-    A tensor's last shards may end in padding, and so may the columns. ``are_zero`` says that all elements are.
+    The last shards of a tensor may end in padding, and so may the columns. ``are_zero``: all elements are zero.
     """
 
     def __init__(self, values: Tensor, widths: Counts, numels: Counts, are_zero: bool = False) -> None:
@@ -150,12 +150,12 @@ class CutSelection(Sequence[Selection]):
         return [Selection(piece, None, numel) for piece, numel in zip(pieces, self._numels)]
 
     def head(self, tensors: int) -> "CutSelection":
-        """Return those of the first tensors."""
+        """Return the selections of the first ``tensors`` tensors."""
         return CutSelection(self.values, self._widths[:tensors], self._numels[:tensors], self.are_zero)
 
 
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
-    """Return what of the contract the indices break, if anything; ``size`` is the announced one.
+    """Return the violation of the interface by the indices, or ``None``; ``size`` is the announced size.
 
     Example::
 
@@ -180,12 +180,12 @@ def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] 
 
 
 def whole(tensors: Sequence[Tensor]) -> list[Selection]:
-    """Select all of flat tensors."""
+    """Select all elements of flat tensors."""
     return [Selection(tensor, None, tensor.numel()) for tensor in tensors]
 
 
 def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
-    """Lay selections of single tensors end to end."""
+    """Concatenate selections of single tensors."""
     if isinstance(selections, FlatSelection):
         return selections
     each = [_indices(selection) for selection in selections]
@@ -199,7 +199,7 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
 
 
 def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
-    """Return selections that travel together as they are if all are whole, and else laid end to end."""
+    """Return selections of a bucket unchanged if all are dense, and concatenated otherwise."""
     is_one = isinstance(selections, (FlatSelection, CutSelection))
     if is_one or all(selection.indices is None for selection in selections):
         return selections
@@ -207,7 +207,7 @@ def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
 
 
 def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
-    """Write the values of :func:`grouped` selections of one rank over flat tensors at these places, in place."""
+    """Write the values of :func:`grouped` selections of one rank into flat tensors, in place."""
     if isinstance(selections, FlatSelection):
         for flat, indices, values in selections.runs(tensors):
             flat.index_copy_(0, indices, values)
@@ -221,7 +221,7 @@ def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> Non
 
 
 def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
-    """Make flat tensors, in place, what the values add up to, rank by rank, and zero where nobody selected."""
+    """Set flat tensors to the sums of the selected values, rank by rank, and to zero elsewhere."""
     if not isinstance(selections, FlatSelection):
         overwrite(tensors, selections)
         return
@@ -230,7 +230,7 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
 
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
-    """Return for each element selected where its tensor starts."""
+    """Return the offset of its tensor for each selected element."""
     return repeat_interleave(starts_of(numels)[:-1], counts, device)
 
 
@@ -245,5 +245,5 @@ def _filled(selection: Selection) -> Tensor:
 
 
 def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
-    """Return how many elements a rank sends, without asking the device for it."""
+    """Return the number of elements that a rank sends, without a synchronization."""
     return selection.values.numel() if selection.filled is None else selection.filled.sum()

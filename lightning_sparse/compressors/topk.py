@@ -1,8 +1,8 @@
 """Top-k: the largest magnitudes of each parameter.
 
 Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv 1704.05021): one threshold
-for the whole model. Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018 (arXiv 1809.07599): it
-converges with error feedback. Here every parameter has its own, exact count, as in Lin et al. (arXiv 1712.01887).
+for the whole model. Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018 (arXiv 1809.07599): error
+feedback makes top-k converge. Here every parameter has its own, exact count, as in Lin et al. (arXiv 1712.01887).
 """
 
 from collections import defaultdict
@@ -38,8 +38,8 @@ class TopK(Compressor):
 
 
 def largest_of_each(tensors: Sequence[Tensor], counts: Sequence[int]) -> FlatSelection:
-    """Select so many largest magnitudes of each flat tensor."""
-    alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)  # that can share their calls
+    """Select the ``counts[i]`` largest magnitudes of each flat tensor ``i``."""
+    alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)  # tensors that can share calls
     for position, (tensor, count) in enumerate(zip(tensors, counts)):
         alike[tensor.numel(), count, tensor.dtype].append(position)
     indices: dict[int, Tensor] = {}
