@@ -47,7 +47,7 @@ def test_a_registered_compressor_has_every_suffix(pair):
         plain = {
             "compressor": "suffixed",
             "start_method": start_method,
-            "description": "Send what top-k sends. Under another name.",
+            "description": "Top-k under another name.",
         }
         assert entries[f"sparse_suffixed{suffix}"] == plain
         assert entries[f"sparse_suffixed{suffix}_find_unused_parameters_true"] == {
