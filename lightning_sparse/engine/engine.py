@@ -21,7 +21,9 @@ from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
-from lightning_sparse.engine.step.reducer import ReducedGradients, ReducerContext, SparseReducer, Wrapper
+from lightning_sparse.engine.step.backward import ReducerContext
+from lightning_sparse.engine.step.reduced import ReducedGradients
+from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper
 from lightning_sparse.engine.step.step import EMPTY_CONTEXT, Pipeline, StepContext
 from lightning_sparse.engine.step.topology import (
     FlatTopology,

@@ -21,7 +21,8 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters, sync_module_states
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.reducer import Wrapper, after_closure
+from lightning_sparse.engine.step.hooks import after_closure
+from lightning_sparse.engine.step.reducer import Wrapper
 from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike

@@ -19,7 +19,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import Communicator
-from lightning_sparse.engine.step.reducer import Backward
+from lightning_sparse.engine.step.backward import Backward
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.resuming import Numbered, fit_numbered

@@ -56,7 +56,7 @@ SITUATIONS = {
 # Maximum waits per step, with the reason.
 DECLARED = {
     # Whether another rank used an unused parameter decides whether a gradient exists.
-    "unused": {"engine/step/reducer.py:_unused_anywhere": 1},
+    "unused": {"engine/step/backward.py:_unused_anywhere": 1},
     # The check that ranks hold equal means before more is added must raise its error in time.
     "several backwards": {"engine/step/step.py:check_arrived": 1},
     # torch's fused optimizer skips a step in its kernel. The corrected step reads the flag on the host.

@@ -1,0 +1,145 @@
+"""A backward of a sparse step: what a compressor selects is sent, and the rest stays for later steps."""
+
+import threading
+from collections.abc import Sequence, Set
+from functools import partial
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.engine.memory.residual import LARGE, widened
+from lightning_sparse.engine.step.backward import (
+    SMALL,
+    Backward,
+    Package,
+    ParamEntry,
+    ParamOrder,
+    ReducerContext,
+    is_replaceable,
+)
+from lightning_sparse.engine.step.step import BucketResult, LocalGradient
+from lightning_sparse.functional.elements import flatten_as, laid_as, local_tensor
+
+
+class SparseBackward(Backward):
+    """What a compressor selects of each bucket is sent, and what is not sent is kept by commit."""
+
+    def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
+        super().__init__(route, order, used)
+        self._known = dict(route.packages)
+        route.packages.clear()
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and copies to be copied back
+        # Groups that wait until the norm of all is known.
+        self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
+        overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
+        self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
+        self._exchanged: list[BucketResult] = []
+        self._means: list[Tensor] = []  # that have arrived before in the same step, the same on all ranks
+        self._reduced: list[tuple[Tensor, Tensor]] = []  # gradients, and those means, which were taken out of them
+        self._continues_step = False
+        if route.overlaps_backward and route.pipeline.memory.corrects_adam:
+            route.worker.submit(route.pipeline.refresh)
+
+    @override
+    def _goes_with(self, dtype: torch.dtype) -> bool:
+        return widened(dtype) is widened(self._bucket[0].parameter.dtype)
+
+    @override
+    def _closes(self, member: ParamEntry) -> bool:
+        # What has to wait for backward's end goes in one message, as the worker makes one exchange after the other; but
+        # where parameters of a bucket compete, what waits for what changes no number.
+        return self._has_buckets and self._context.schedule.closes_bucket(member.name, self._bucket_numel)
+
+    @override
+    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
+        pipeline, worker = self._context.pipeline, self._context.worker
+        self._held.append((members, bucket, flags))
+        if pipeline.memory.clips_gradients:
+            if flags is None:
+                return
+            pairs = [pair for members, bucket, _ in self._held for pair in zip(members, bucket)]
+            together = [local for _, local in sorted(pairs, key=lambda pair: pair[0].position)]
+            worker.submit(partial(pipeline.measure_norms, together))
+        for _, bucket, flags in self._held:
+            worker.submit(partial(self._exchange, bucket, flags))
+        self._held = []
+
+    def _exchange(self, bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
+        self._exchanged += self._context.pipeline.exchange(bucket, flags)
+
+    @override
+    def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
+        """Return the gradients of a bucket; small ones are copied side by side first, and their means back."""
+        # Where the format is "reduce" each message is one flat tensor anyway.
+        packs = self._context.pipeline.compressor.wire_format != "reduce" and not self._context.reduced.has_means
+        small = [each for each in members if each.numel < SMALL and self._is_used(each)] if packs else []
+        if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
+            return super()._gradients_of(members)
+        sources = [laid_as(self._held_gradient(each.parameter), each.parameter) for each in small]
+        names = tuple([each.name for each in small])
+        package = self._context.packages[names] = self._known.get(names) or Package.of(small, sources[0])
+        self._packed.append((sources, package.views))
+        self._context.worker.submit(partial(torch._foreach_copy_, package.views, sources))
+        return [package.gradients.get(each.name) or self._local_of(each) for each in members]
+
+    @override
+    def _local_of(self, member: ParamEntry) -> LocalGradient:
+        local, parameter = super()._local_of(member), member.parameter
+        # A mean that has arrived before is added to what is in the gradient's memory at the end.
+        can_trade = member.numel >= LARGE and not self._means and not self._context.is_sharded
+        return local._replace(parameter=parameter) if can_trade and is_replaceable(local.gradient, parameter) else local
+
+    @override
+    def _zeros_for(self, parameter: Tensor, arrived: Optional[Tensor] = None) -> Tensor:
+        return super()._zeros_for(parameter, self._mean_in(parameter))
+
+    @override
+    def _flat_grad(self, parameter: Tensor) -> Tensor:
+        arrived, flat = self._mean_in(parameter), super()._flat_grad(parameter)
+        if arrived is not None:
+            mean = flatten_as(local_tensor(arrived), local_tensor(parameter))
+            self._reduced.append((flat, mean))
+            # What is not finite does not become zero, so that the exchange hears of it.
+            self._context.worker.submit(partial(torch._foreach_sub_, [flat], [mean]))
+        return flat
+
+    def _mean_in(self, parameter: Tensor) -> Optional[Tensor]:
+        """Return the mean that a gradient holds since an exchange before in its step."""
+        arrived = self._context.reduced.take(parameter)
+        if arrived is not None:
+            self._means.append(local_tensor(arrived))
+        return arrived
+
+    @override
+    def _end(self) -> threading.Event:
+        recorder, begun = self._context.pipeline.recorder, self._context.reduced.begun
+        recorder.end_backward()
+        # In the order of all ranks; what is missing is ready when backward ends.
+        end = self._mark()
+        recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
+        self._continues_step = bool(begun) and any(each.parameter in begun for each in self._order.members)
+        return super()._end()
+
+    @override
+    def _commit(self) -> None:
+        pipeline, exchanged = self._context.pipeline, self._exchanged
+        if self._continues_step and exchanged:
+            pipeline.check_arrived(self._means)
+        pipeline.commit(exchanged, self._order.places)
+        for gradients, views in self._packed:
+            torch._foreach_copy_(gradients, views)
+        pipeline.close_record()
+        for gradient, arrived in self._reduced:
+            gradient.add_(arrived)
+        self._used_by_any = exchanged[-1].result.used if exchanged else None
+
+    @override
+    def _write_missing(self, unused: Set[Tensor]) -> None:
+        super()._write_missing(unused)
+        self._context.reduced.note([each.parameter for each in self._order.members], unused)
+        if unused:
+            self._context.pipeline.memory.on_unused(
+                each.name for each in self._order.members if each.parameter in unused
+            )
