@@ -7,14 +7,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, reduce
+from itertools import accumulate, groupby
 from textwrap import shorten
 from typing import Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _broadcast_coalesced
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import GroupMember
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter, functional
@@ -24,7 +23,7 @@ from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
 
-_BROADCAST_BYTES = 250 << 20  # at a time, as DDP does
+_BROADCAST_BYTES = 250 << 20  # of a message, as of DDP
 
 
 class ExchangeError(RuntimeError):
@@ -82,10 +81,21 @@ def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors by those of the group's first rank, all of whose ranks come at the same time."""
-    held = [each for each in tensors if each.numel()]
-    if held:  # in whatever order they lie in memory: NCCL itself takes those without gaps alone
-        with torch.no_grad():
-            _broadcast_coalesced(group, held, _BROADCAST_BYTES, 0)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for each in tensors:
+        by_dtype.setdefault(each.dtype, []).append(each)
+    for alike in by_dtype.values():
+        ends = accumulate(each.nbytes for each in alike)
+        for _, message in groupby(zip(alike, ends), key=lambda pair: pair[1] // _BROADCAST_BYTES):
+            _broadcast_message([each for each, _ in message], group)
+
+
+@torch.no_grad()
+def _broadcast_message(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([each.reshape(-1) for each in tensors])
+    dist.broadcast(flat, dist.get_global_rank(group, 0), group)
+    for each, received in zip(tensors, flat.split([each.numel() for each in tensors])):
+        each.copy_(received.view(each.shape))
 
 
 def ddp_ignored_names(module: Module) -> frozenset[str]:
@@ -112,10 +122,8 @@ def sync_module_states(module: Module, known: Iterable[str] = ()) -> None:
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
     """Copy buffers from the first rank of all, or of a group, in place; a graph of an earlier forward does not mind."""
     group, left_out = group or _default_group(), ddp_ignored_names(module)
-    buffers: list[Tensor] = [each for name, each in module.named_buffers() if name not in left_out]
-    if buffers:
-        with _unsafe_preserve_version_counter(tuple(buffers)):
-            broadcast_tensors(buffers, group)
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: no version changes
+    broadcast_tensors(buffers, group)
 
 
 def all_reduce_sum(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:

@@ -138,7 +138,6 @@ class _Sizes(NamedTuple):
                 f"replicas={replicas} and data_parallel_size={shards} multiplied must be the number of ranks, {world}"
             )
         mesh = init_device_mesh(strategy.root_device.type, (replicas, shards, 1), mesh_dim_names=_MESH)
-        strategy._data_parallel_size, strategy._tensor_parallel_size = shards, 1
         strategy._device_mesh = mesh[_MESH[1:]]
         return mesh
 
