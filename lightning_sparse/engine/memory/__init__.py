@@ -1,1 +1,1 @@
-"""Memories: what is KEPT because it has not been sent yet, a flat tensor for each parameter name."""
+"""Memories, which store residuals and momenta: a flat tensor per parameter name."""

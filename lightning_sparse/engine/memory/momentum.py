@@ -1,7 +1,7 @@
 """Momentum correction: momentum is accumulated before selection instead of after it.
 
-Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3: in the optimizer, an element sent
-after many steps meets a momentum that has forgotten it; here, the residual is what dense training would have applied.
+Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. With momentum in the optimizer, an
+element sent after many steps lacks the momentum of these steps. Here the residual has the updates of dense training.
 """
 
 from collections import defaultdict
@@ -26,12 +26,12 @@ _BLOCK = 1 << 17  # elements, of four tensors: two MiB
 
 
 class MomentumMemory(ResidualMemory):
-    """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, send of ``v``; 12 bytes an element.
+    """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, and select from ``v``.
 
-    Without momentum 4. With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With ``masks_momentum`` a sent element's
-    ``u`` starts again from zero (momentum factor masking), unless its parameter is sent whole: that is dense momentum
-    SGD. Of several exchanges of one step the first that counts decays ``u``. ``rescale_on_lr_change`` rescales the
-    residual alone, as SGD would.
+    This takes 12 bytes per element, or 4 without momentum. With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With
+    ``masks_momentum`` the ``u`` of a sent element is reset to zero (momentum factor masking), except for a parameter
+    sent densely: that is dense momentum SGD. If a step has several exchanges, the first accepted one decays ``u``.
+    ``rescale_on_lr_change`` rescales only the residual, as SGD would.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class MomentumMemory(ResidualMemory):
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
-        self._decayed: dict[str, Tensor] = {}  # whether in this optimizer step, bool
+        self._decayed: dict[str, Tensor] = {}  # bool: whether this optimizer step has decayed the momentum
         self._masked: dict[str, Tensor] = {}
 
     @override
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        """Turn gradients into velocities, in place, and add the residuals; the momenta of this step stay in flight."""
+        """Replace gradients by velocities plus residuals, in place; the new momenta stay in flight."""
         settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
-        # Without momentum a velocity is its gradient, and nothing has to be kept.
+        # Without momentum the velocity is the gradient, and needs no storage.
         moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
         if not moving:
             super()._accumulate(names, gradients, hyperparameters)
@@ -65,7 +65,7 @@ class MomentumMemory(ResidualMemory):
         decayed: list[tuple[Tensor, Tensor]] = []
         for place, (name, momentum) in enumerate(zip(some, momenta)):
             if settings[name].continues_step:
-                # What is there has been decayed, and added to the residual: it is left out meanwhile.
+                # This part is already decayed and in the residual: exclude the part here, and add the part again below.
                 if name not in self._decayed:
                     self._decayed[name] = torch.ones_like(momentum[:1], dtype=torch.bool)
                 before = momentum * self._decayed[name]
@@ -108,7 +108,7 @@ class MomentumMemory(ResidualMemory):
             self._decayed[name] = are_accepted[place] if known is None else known | are_accepted[place]
         if moving and accepted.device.type == "cpu":
             for place, name in zip(moving, some):
-                if are_accepted[place]:  # they change places
+                if are_accepted[place]:  # a swap of the tensors saves a copy
                     self._momenta[name], self._in_flight[name] = self._in_flight[name], self._momenta[name]
         elif moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
@@ -117,7 +117,7 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return also ``momentum_norm``, of all that is accumulated here, and ``masked_fraction`` of its elements."""
+        """Return also ``momentum_norm``, of all momenta, and ``masked_fraction``, of their elements."""
         momenta = list(self._momenta.values())
         if not momenta:
             return super().statistics()
@@ -137,20 +137,20 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed, self._in_flight = {}, {}  # names may be those of other shapes
+        self._decayed, self._in_flight = {}, {}  # tensors of other shapes may have had these names
 
 
 class _Row(NamedTuple):
-    """What is accumulated of a parameter."""
+    """Tensors of one parameter."""
 
     momentum: Tensor
-    velocity: Tensor  # to be written: the momentum after this step
-    gradient: Tensor  # to be what is selected from
+    velocity: Tensor  # output: the momentum after this step
+    gradient: Tensor  # input and output: the accumulated gradient
     residual: Tensor
     factor: float
 
     def blocks(self) -> Iterator["_Row"]:
-        """Yield them a block at a time, which a cache holds."""
+        """Yield blocks that fit in the CPU cache."""
         if self.gradient.numel() <= _BLOCK:
             yield self
             return
@@ -159,7 +159,7 @@ class _Row(NamedTuple):
 
 
 def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Accumulate on a CPU, where memory is read and written once."""
+    """Accumulate on a CPU, with one read and one write of memory."""
     for row in rows:
         for momentum, velocity, gradient, residual, factor in row.blocks():
             if is_nesterov:
@@ -171,7 +171,7 @@ def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
 
 
 def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Accumulate on a device, in few calls."""
+    """Accumulate on a device, with few kernel launches."""
     momenta, velocities, gradients, residuals, factors = map(list, zip(*rows))
     torch._foreach_copy_(velocities, momenta)
     if is_nesterov:
@@ -186,10 +186,10 @@ def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
-    """Set to zero the momentum of what was sent, in place; return which of the selected places were not sent."""
+    """Set the momentum of sent elements to zero, in place; return a mask of selected but unsent elements."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return None
-    # What stays whole at its place was not sent: the place was not taken, or the value too small for the wire.
+    # An unchanged value was not sent: the message had no room, or the wire rounds the value to zero.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
     return is_whole

@@ -1,4 +1,4 @@
-"""KEPT: the contract of a memory, and error feedback, in which what was not sent is added to the next gradient.
+"""The interface of memories, and error feedback, which adds the unsent residual to the next gradient.
 
 Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al. (arXiv 1901.09847). Rescaling at
 a change of the learning rate: Zheng, Huang and Kwok, NeurIPS 2019 (arXiv 1905.10936). Local clipping: Lin et al., "Deep
@@ -19,7 +19,7 @@ from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
-# Kinds of what is kept that are a few numbers for each parameter, and how many.
+# State kinds with a few numbers per parameter, and how many.
 NUMBERS = {
     RATES: 2,
     "refresh_due": 1,
@@ -28,16 +28,16 @@ NUMBERS = {
     "second_moment_mean": 2,
     "warm_up": 2,
 }
-_REFRESH = "refresh_gradient"  # a kind that owes the model nothing
-LARGE = 1 << 15  # elements from which on memory of its own costs nothing
-_RATE_RANGE = 10.0  # a residual multiplied by more would stay in the optimizer's momentum when the rate jumps back
+_REFRESH = "refresh_gradient"  # a kind without pending updates
+LARGE = 1 << 15  # elements above which a separate allocation costs nothing
+_RATE_RANGE = 10.0  # a larger factor would remain in the optimizer's momentum when the rate jumps back
 
 
-Renaming = Mapping[str, Optional[str]]  # from each name that a parameter had to that which it has; ``None`` if gone
+Renaming = Mapping[str, Optional[str]]  # old parameter name to new name, or to ``None`` for a removed parameter
 
 
 def renamed(state: Any, names: Renaming) -> Any:
-    """Return nested dictionaries with the names that parameters have now among their keys."""
+    """Return nested dictionaries with parameter names among the keys replaced by new names."""
     if not isinstance(state, Mapping):
         return state
     present = ((names.get(key, key), each) for key, each in state.items())
@@ -45,53 +45,53 @@ def renamed(state: Any, names: Renaming) -> Any:
 
 
 def rename_in(holder: object, names: Renaming) -> None:
-    """Rename parameters in all dictionaries that an object has."""
+    """Rename parameters in all dictionary attributes of an object."""
     vars(holder).update({key: renamed(each, names) for key, each in vars(holder).items() if isinstance(each, dict)})
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds of residual and momentum; the others help to go on to the bit."""
+    """Return the kinds with pending updates (residual, momentum); all others only make a resume bitwise identical."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
 class Hyperparameters(NamedTuple):
-    """The optimizer's settings for a parameter in this step."""
+    """Optimizer settings of a parameter in this step."""
 
-    learning_rate: Union[float, Tensor]  # a tensor is the optimizer's own: the host need not know it
-    momentum: float = 0.0  # that the memory has taken over
+    learning_rate: Union[float, Tensor]  # a tensor belongs to the optimizer, and the host does not read the value
+    momentum: float = 0.0  # momentum that the memory applies instead of the optimizer
     nesterov: bool = False
-    adam: Optional[Any] = None  # Adam's state, where its updates are made before selection
-    continues_step: bool = False  # whether the gradient was exchanged before in this step, of several backwards
+    adam: Optional[Any] = None  # Adam's state, if Adam's updates are computed before selection
+    continues_step: bool = False  # whether this step has exchanged an earlier gradient (several backwards)
 
 
 class Clip(NamedTuple):
-    """What the gradients of some parameters are clipped to, together: one norm is that of all of them."""
+    """Gradient clipping of some parameters; the norm is that of all these parameters together."""
 
     clipping: Clipping
     names: frozenset[str]
 
 
 class Averages(Protocol):
-    """Means over ranks that a memory may ask for at the beginning of a step; on all ranks or on none."""
+    """Means over ranks for a memory at the beginning of a step; all ranks must request the same means."""
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return the mean of flat bfloat16 gradients, whole, of so many elements each, end to end."""
+        """Return the mean of flat bfloat16 gradients of ``numels`` elements, unsharded and concatenated."""
 
     def mean_squares(self, squares: Tensor) -> Tensor:
-        """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
+        """Return the mean, over nodes, of squared gradient norms, if the ranks of a node share each gradient."""
 
 
 class Memory:
-    """Add what is kept to the gradient before selection, and keep what was not sent after it; this keeps nothing."""
+    """Add stored values to the gradient before selection, and store unsent values afterwards. This base stores none."""
 
-    corrects_adam: bool = False  # whether what is kept are updates of Adam or AdamW
-    clips_gradients: bool = False  # whether norms of gradients are needed before the first group
-    is_watched: bool = False  # whether to note what :meth:`statistics` tells; to be set before a step
+    corrects_adam: bool = False  # whether the residual has updates of Adam or AdamW
+    clips_gradients: bool = False  # whether gradient norms are necessary before the first bucket
+    is_watched: bool = False  # whether to record :meth:`statistics`; set this before a step
 
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return flat gradients plus what is kept, in at least fp32: in place where their type is wide enough."""
+        """Return flat gradients plus residual, in at least fp32; in place if the dtype is wide enough."""
         return in_widened(gradients)
 
     def keep(
@@ -102,77 +102,83 @@ class Memory:
         accepted: Tensor,
         replaceable: Sequence[bool] = (),
     ) -> None:
-        """Keep what :meth:`compensate` returned (it may be changed), with ``kept`` written over the places sent.
+        """Store the accumulated gradients, with the unsent part ``kept`` at the selected indices.
 
-        ``accepted`` is bool ``[len(names)]``, or ``[]`` for all; where it is false, nothing of a parameter changes.
-        Where ``replaceable``, a tensor itself may be kept, and another, undefined, be put in its place in the list.
+        Args:
+            names: parameter names.
+            accumulated: results of :meth:`compensate`; may be changed.
+            kept: unsent part of each selection.
+            accepted: bool ``[len(names)]``, or ``[]`` for all; if false, the state of a parameter does not change.
+            replaceable: whether the memory may store a tensor of the list itself, and replace it by an undefined one.
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        """Write means of what was accumulated into flat gradients, as gradients."""
+        """Write means of accumulated gradients into flat gradients."""
         scatter(gradients, means)
 
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], world_size: Averages) -> None:
-        """Average what the memory has asked for, before a step with these settings compensates its first gradient."""
+        """Run the requested averages before a step with these settings compensates its first gradient."""
 
     def on_finite(self, finite: Tensor) -> None:
-        """Know whether all that arrived in a step is finite, bool ``[]``, before anything is kept."""
+        """Receive whether all messages of a step are finite, bool ``[]``, before the memory stores anything."""
 
     def on_unused(self, names: Iterable[str]) -> None:
-        """Know that no mean was written to these: no rank has used them."""
+        """Receive the names of parameters without a mean, because no rank used them."""
 
     def clip_to(self, clips: Sequence[Clip]) -> None:
-        """Clip the gradients that updates are made of to something else from the next step on; on all ranks."""
+        """Change the clipping of the gradients of updates from the next step on; on all ranks."""
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return, of the gradients of a step, those whose norm is needed: one of all in each list."""
+        """Return lists of gradients of a step, one for each norm that clipping needs."""
         return [list(names)]
 
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Take norms of this rank's gradients before the first group, fp32.
+        """Receive fp32 norms of the local gradients before the first bucket.
 
-        Those of ``each`` in those lists, of any scale, tell what is zero; ``total`` is that of all in each list.
+        Args:
+            each: norms of the gradients in each list, at any scale; only zeros matter.
+            total: norm of all gradients of each list.
         """
 
     def leave(self) -> None:
-        """Accumulate gradients again, of all parameters, in steps that are left to plain DDP."""
+        """Accumulate gradients again, for all parameters, while plain DDP makes the steps."""
 
     def rename(self, names: Renaming) -> None:
-        """Store all under the names that parameters have now, and nothing of those that have none; between steps."""
+        """Rename stored parameters, and drop removed ones; between steps."""
         rename_in(self, names)
 
     def reset(self, names: Iterable[str]) -> None:
-        """Set residuals and momentum of these parameters to zero, between two steps."""
+        """Reset residuals and momentum of parameters to zero, between two steps."""
         self.rename(dict.fromkeys(names))
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
+        """Return statistics of the last step, if watched, as tensors of one element."""
         return {}
 
     def update_norms(self) -> dict[str, Tensor]:
-        """Return by name, where updates are accumulated, the norms of those of the last step, if it was watched."""
+        """Return norms of the last step's updates by name, if the memory accumulates updates and was watched."""
         return {}
 
     def state_dict(self) -> MemoryState:
-        """Return what is kept, not copied; ``"residual"``, or ``"update"`` with Adam, has not been sent."""
+        """Return the state without copies; ``"residual"``, or ``"update"`` with Adam, has the unsent values."""
         return {}
 
     def load_state_dict(self, state: MemoryState) -> None:
-        """Replace what is kept by a copy."""
+        """Replace the state by a copy."""
         if state:
             raise ValueError(
-                f"a state that holds {' and '.join(state)} was given to an exchange that keeps nothing; load it into"
-                " the compressor and wire that it was saved with"
+                f"a state with {' and '.join(state)} does not fit an exchange without residual; load the state into"
+                " the compressor and wire that saved it"
             )
 
 
 class ResidualMemory(Memory):
-    """Error feedback: what was not sent is added to the next gradient, first multiplied by ``decay`` as in SparseLoCo.
+    """Error feedback: add the unsent residual, multiplied by ``decay`` (SparseLoCo), to the next gradient.
 
-    Takes 4 bytes an element, from a parameter's first gradient on. ``local_clip_norm`` is the largest norm of this
-    rank's whole gradient. With ``rescale_on_lr_change`` the residual acts with the rate under which it was gathered:
-    it is multiplied by the last over the present one, of rates of at least a tenth of the largest so far. A step with
-    a rate of zero does not change it.
+    This takes 4 bytes per element after a parameter's first gradient. ``local_clip_norm`` is the largest norm of this
+    rank's whole gradient. With ``rescale_on_lr_change`` the residual acts with the learning rate of its time: the
+    factor is the last rate over the present rate, each at least a tenth of the largest rate so far. A step with a rate
+    of zero does not change the residual.
     """
 
     def __init__(
@@ -184,7 +190,7 @@ class ResidualMemory(Memory):
         self._follows_learning_rate = rescale_on_lr_change
         self._decay = decay
         self._residuals: dict[str, Tensor] = {}
-        self._rates: dict[str, Tensor] = {}  # the last, and the largest so far
+        self._rates: dict[str, Tensor] = {}  # last rate, and largest rate so far
         self._new_rates: dict[str, Tensor] = {}
 
     @override
@@ -212,7 +218,7 @@ class ResidualMemory(Memory):
     def _waiting(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return what is added to the gradients: residuals in terms of the present learning rate."""
+        """Return the residuals, rescaled to the present learning rate."""
         residuals = kept_like(self._residuals, names, gradients)
         if not (self._follows_learning_rate and hyperparameters):
             return residuals
@@ -241,12 +247,12 @@ class ResidualMemory(Memory):
         accepted = self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
-            # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
+            # A read of the decision would synchronize with the GPU. Both outcomes cost one pass, chosen on the device.
             overwrite(accumulated, kept)
             overwrite_accepted(residuals, accumulated, accepted)
         elif not isinstance(kept, FlatSelection):
             for residual, selection, is_accepted in zip(residuals, kept, accepted.expand(len(residuals)).tolist()):
-                if is_accepted:  # what is overwritten as a whole need not be copied first
+                if is_accepted:  # all of the residual is overwritten, so no copy is necessary before
                     copy_elements(selection.values, residual)
         else:
             overwrite(accumulated, kept)
@@ -259,7 +265,7 @@ class ResidualMemory(Memory):
                 torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
-        """Return which residuals change: those of parameters that the optimizer changes."""
+        """Return which residuals change: only those of parameters with a positive learning rate."""
         if not self._new_rates:
             return accepted
         present = torch.stack([self._new_rates[name] for name in names])
@@ -270,7 +276,7 @@ class ResidualMemory(Memory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return ``local_clip_factor``, by which this rank's gradient was multiplied, if gradients are clipped."""
+        """Return ``local_clip_factor``, the factor of this rank's gradient, if gradients are clipped."""
         return {} if self._clip_factor is None else {"local_clip_factor": self._clip_factor}
 
     @override
@@ -285,7 +291,7 @@ class ResidualMemory(Memory):
 
 
 def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
-    """Return numbers, of which some may be tensors, as one tensor of the type and the device of another."""
+    """Return numbers, or tensors of one element, as one tensor with the dtype and device of ``like``."""
     if not any(isinstance(number, Tensor) for number in numbers):
         return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
     each = (number if isinstance(number, Tensor) else torch.tensor(number) for number in numbers)
@@ -293,20 +299,20 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return the rates that residuals follow, of ``[names, 2]`` last and largest ones."""
+    """Return the rates for rescaling, from ``[names, 2]`` last and largest rates."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 
 def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
-    """Return by what gradients of such norms are multiplied so as not to be longer than their limits."""
-    # What is not finite has such a norm, and a factor of zero or NaN; both leave something that is not finite.
+    """Return factors that scale gradients with these norms down to their limits."""
+    # A non-finite gradient has a non-finite norm, and a factor of zero or NaN; the product stays non-finite.
     return (limits / norms).clamp(max=1.0)
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return what is kept under some names; under new ones zeros, kept from now on, in one piece of memory.
+    """Return stored tensors by name, and create zeros for new names, in one allocation.
 
-    Large ones on a CPU have memory of their own, which may change places with a gradient's.
+    Large tensors on a CPU get a separate allocation, so that a gradient can be swapped in.
     """
     new = {name: like for name, like in zip(names, likes) if name not in kept}
     is_host = bool(likes) and likes[0].device.type == "cpu"
@@ -321,13 +327,13 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 
 def _can_trade(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are of one type, each all of its memory, which can then be given back without it."""
+    """Return whether two tensors have one dtype, and each all of its memory, so that a swap frees no less memory."""
     is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
     return tensor.dtype is other.dtype and all(is_all)
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
-    """Copy flat sources, in place, over those tensors that are accepted: bool by tensor, or ``[]`` for all of them."""
+    """Copy flat sources, in place, over accepted tensors; ``accepted`` is bool by tensor, or ``[]`` for all."""
     for tensor, source, is_accepted in zip(tensors, sources, accepted.expand(len(tensors))):
         torch.where(is_accepted, source, tensor, out=tensor)
 
@@ -347,17 +353,17 @@ def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @cache
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which gradients of a type are accumulated and kept: at least fp32."""
+    """Return the dtype for accumulation of gradients: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients in the type in which they are accumulated; those that have it are not copied."""
+    """Return gradients in the dtype of accumulation, without a copy if the dtype is the same."""
     narrow = [gradient for gradient in gradients if gradient.dtype is not widened(gradient.dtype)]
     if len(narrow) < len(gradients) or len({gradient.dtype for gradient in narrow}) > 1:
         return [gradient.to(widened(gradient.dtype)) for gradient in gradients]
     numels = [gradient.numel() for gradient in narrow]
-    # Side by side, and in one call.
+    # One allocation and one call for all.
     wide = list(narrow[0].new_empty(sum(numels), dtype=widened(narrow[0].dtype)).split(numels)) if narrow else []
     torch._foreach_copy_(wide, narrow)
     return wide

@@ -1,4 +1,4 @@
-"""Wire: how a selection is WRITTEN. Payloads, dtypes and exact bytes; no collective is called here."""
+"""Wire formats: payloads, dtypes and exact bytes of a selection, without collectives."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
-_WORTH = 2.0  # times fewer bytes make up for three more collectives
+_WORTH = 2.0  # factor of bytes that justifies three more collectives
 
 
 class WireValues(NamedTuple):
-    """Type of the values that travel, and bits of the codes in their place, where they are gathered or reduced."""
+    """Dtype of the values on the wire, and bits of codes, if gathered or reduced values are quantized."""
 
     dtype: torch.dtype
     bits: Optional[int] = None
@@ -45,7 +45,7 @@ def wire_values(wire: str) -> WireValues:
 
 
 class ExchangeChoice(NamedTuple):
-    """How selections with indices travel: gathered without ``owners``; with ``chooses`` as is fewest bytes."""
+    """Exchange of selections with indices: gathered if there are no ``owners``; with ``chooses``, by fewest bytes."""
 
     owners: Optional[Owners] = None
     chooses: bool = False
@@ -66,28 +66,28 @@ def exchange_of(exchange: Union[str, Owners]) -> ExchangeChoice:
 
 
 class Wires(NamedTuple):
-    """The wire formats of a bucket's tensors; a tensor's own depends on itself and the number of ranks alone."""
+    """Wire formats of a bucket; the format of a tensor depends only on the tensor and the world size."""
 
-    sparse: WireFormat  # for selections with indices
-    dense: WireFormat  # for selections without, which stand for every element; may be the same object
-    refresh: WireFormat  # for whole gradients that Adam's second moment is learned from: never in few bits
-    owners: Optional[OwnersFormat] = None  # another for selections with indices
-    chooses: bool = False  # whether a tensor leaves ``sparse`` only for half the bytes
+    sparse: WireFormat  # selections with indices
+    dense: WireFormat  # selections without indices, for every element; may be the same object
+    refresh: WireFormat  # dense gradients for Adam's second moment, never in few bits
+    owners: Optional[OwnersFormat] = None  # alternative for selections with indices
+    chooses: bool = False  # whether a tensor uses another format than ``sparse`` only to halve its bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
-        """The formats, each once: for elements first, for whole tensors last."""
+        """The distinct formats: sparse formats first, dense formats last."""
         wires = (self.sparse, self.owners, self.refresh, self.dense)
         return tuple(dict.fromkeys(wire for wire in wires if wire is not None))
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Names of the collectives that they ask for."""
+        """Names of the collectives of all formats."""
         return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
     def format_for(self, numel: int, count: int) -> WireFormat:
-        """Return the format of a tensor of which so many elements are selected; ``dense`` where that is much less."""
-        if self.owners is None or numel < self.owners.world_size:  # not every rank would own an element
+        """Return the format for ``count`` selected elements of ``numel``; ``dense`` if that sends much less."""
+        if self.owners is None or numel < self.owners.world_size:  # some rank would own no element
             return self.sparse
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))
         if not self.chooses:
@@ -112,7 +112,7 @@ class Wires(NamedTuple):
         return [transfer for (wire, part), told in zip(parts, flags_of) for transfer in wire.transfers(part, told)]
 
     def _received(self, wire: WireFormat, size: SelectionSize) -> float:
-        """Return the bytes that a rank receives from each other for a tensor that travels alone."""
+        """Return the bytes received from each other rank for a tensor that is sent alone."""
         shares = {"all_gather": 1.0, "all_to_all": 1 / wire.world_size}
         return sum(shares[transfer.collective] * transfer.nbytes for transfer in wire.transfers([size]))
 
@@ -126,7 +126,17 @@ def build_wires(
     exchange: ExchangeChoice = EXCHANGES["gather"],
     bits: Optional[int] = None,
 ) -> Wires:
-    """Build the formats of a bucket: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
+    """Build the wire formats of a bucket.
+
+    Args:
+        name: format of sparse selections.
+        dense_name: format of dense tensors; ``None`` for ``name``.
+        dtype: dtype of the values.
+        rank: this rank within the process group.
+        world_size: size of the process group.
+        exchange: whether owners select.
+        bits: bits of quantized values; ``None`` for no quantization.
+    """
     wire = WIRE_FORMATS[checked_name("wire_format", name, tuple(WIRE_FORMATS))](dtype, rank, world_size, bits)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size, bits)
     refresh = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size)

@@ -1,4 +1,4 @@
-"""The contract of a wire format, which decides how a selection is WRITTEN, phase by phase."""
+"""The interface of a wire format, which writes and reads selections, phase by phase."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -12,7 +12,7 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize, who
 
 
 class Payload(NamedTuple):
-    """One collective's worth of bytes: which of a communicator's, this rank's tensor, and memory for the result."""
+    """Input of one collective: its name, this rank's tensor, and memory for the result."""
 
     collective: str
     tensor: Tensor
@@ -20,26 +20,26 @@ class Payload(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Bytes that one rank hands to one collective."""
+    """Bytes that one rank passes to one collective."""
 
     collective: str
     nbytes: int
 
 
 class ExchangeResult(NamedTuple):
-    """Result of an exchange; values are divided by the number of ranks before they are added: sums stay finite."""
+    """Result of an exchange; values are divided by the world size before the sum, so that sums stay finite."""
 
-    finite: Tensor  # bool []: whether everything that any rank sent is
-    used: Optional[Tensor]  # bool: which parameters of the step any rank used; None where none was told
-    means: Sequence[Selection]  # of each tensor the received elements: rows add up to the mean over ranks
-    kept: Sequence[Selection]  # of each tensor what stays here at the places sent; elsewhere all does
+    finite: Tensor  # bool []: whether all messages of all ranks are finite
+    used: Optional[Tensor]  # bool: which parameters of the step any rank used; None without flags in the message
+    means: Sequence[Selection]  # received elements of each tensor; the sum of the rows is the mean over ranks
+    kept: Sequence[Selection]  # unsent part at the selected indices; all other elements are unsent
 
 
 Phases = Generator[Payload, Tensor, ExchangeResult]
 
 
 class WireFormat(ABC):
-    """Write selections as payloads of ``collectives``, values as ``dtype`` or in ``bits``, and read what arrives."""
+    """Write selections as payloads of ``collectives``, with values of ``dtype`` or in ``bits``, and read results."""
 
     collectives: tuple[str, ...]
 
@@ -51,23 +51,26 @@ class WireFormat(ABC):
 
     @abstractmethod
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        """Write :func:`grouped` selections; each ``yield`` is one collective and receives its result. Changes nothing.
+        """Exchange :func:`grouped` selections; each ``yield`` is one collective, and returns its result. Pure.
 
-        ``accumulated`` is selected from, for formats in which ranks send at each other's choices; ``used``, uint8, says
-        with a step's last message which of its parameters this rank has used, and is ``None`` with all others.
+        Args:
+            selection: the selection of each tensor.
+            accumulated: the tensors of the selections, for formats that send at indices selected by other ranks.
+            used: uint8, which parameters of the step this rank used, with the last message of a step; otherwise
+                ``None``.
         """
 
     def release(self) -> None:
-        """End a step: memory that none of its buckets needed may be given back."""
+        """End a step; unused buffers may be freed."""
         return
 
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return what :meth:`exchange` hands to collectives for a bucket, with so many ``flags`` of what was used."""
+        """Return the transfers of :meth:`exchange` for a bucket, with ``flags`` bytes of usage flags."""
 
 
 class LocalFormat(WireFormat):
-    """Hand selections back as means, all counting as sent, for a method whose ranks agree only at the end of a step."""
+    """Return selections as means, with all elements counted as sent, for a method that synchronizes after a step."""
 
     collectives: tuple[str, ...] = ()
 
@@ -77,7 +80,7 @@ class LocalFormat(WireFormat):
         zero = accumulated[0].new_zeros(())
         return ExchangeResult(
             finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
-            used=None if used is None else used.bool(),  # each rank steps by itself
+            used=None if used is None else used.bool(),  # each rank steps alone
             means=selection,
             kept=whole([zero.expand_as(tensor) for tensor in accumulated]),
         )

@@ -1,4 +1,4 @@
-"""Every rank's selection travels to every rank: one payload for the bucket, one all-gather."""
+"""All-gather: every rank receives every rank's selection, in one payload per bucket."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -21,13 +21,13 @@ from lightning_sparse.functional.elements import aligned, all_finite, index_code
 
 
 class GatherFormat(WireFormat):
-    """Values and indices of a bucket, its tensors laid end to end so that one codec writes all positions, in a payload.
+    """Values and indices of a bucket in one payload; one codec writes the indices into the flattened bucket.
 
-    All sizes follow from the number of elements selected, equal on all ranks::
+    All sizes follow from the number of selected elements, equal on all ranks::
 
-        values   count x 2 or 4 bytes; with ``bits``, 2 for each bin of each tensor and so many bits for each value
+        values   count x 2 or 4 bytes; with ``bits``, 2 bytes per bin of each tensor, and ``bits`` per value
         indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.elements)
-        used     1 byte for each parameter of the step, only with its last message
+        used     1 byte for each parameter of the step, only with the last message
         padding  up to a multiple of 16 bytes
     """
 
@@ -52,7 +52,7 @@ class GatherFormat(WireFormat):
         )
 
     def _write(self, selected: FlatSelection) -> tuple[Tensor, Tensor]:
-        """Return values as bytes, and what is read of them."""
+        """Return values as bytes, and the values that a receiver reads."""
         if self._bits is None:
             values = selected.values if selected.filled is None else selected.values.where(selected.filled, 0.0)
             sent = round_to(values, self.dtype)
@@ -65,7 +65,7 @@ class GatherFormat(WireFormat):
     def _read(self, written: Tensor, counts: Sequence[int]) -> Tensor:
         """Read values of several ranks, uint8 ``[world_size, nbytes]``, as ``[world_size, sum(counts)]``."""
         if self._bits is None:
-            return written.view(self.dtype)  # they stand first in each row, and so aligned
+            return written.view(self.dtype)  # the values are aligned, because each row starts with them
         packed = packed_nbytes(sum(counts), self._bits)
         means = read_as(written[:, : written.shape[1] - packed], BIN_MEANS)
         room = packed * 8 // self._bits

@@ -1,4 +1,4 @@
-"""Owners choose where all ranks send: at the largest sums of what each of them has selected."""
+"""Reduce-scatter: owners select the largest sums of all ranks' selections, and all ranks send there."""
 
 import math
 from collections.abc import Sequence
@@ -31,21 +31,22 @@ from lightning_sparse.functional.elements import (
     starts_of,
 )
 
-MIN_OWNER_NUMEL = 32  # elements, on average; with fewer, the room for an uneven share weighs more than they do
-_SIGMAS = 4.0  # room of a message for one owner above its average share, in standard deviations of a random map
-_MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # of a multiplicative hash; products stay below 2 ** 63
-_PROPOSED = torch.bfloat16  # what only decides which sums are largest need not be exact
+MIN_OWNER_NUMEL = 32  # elements on average; with fewer, the room for uneven shares costs too much
+_SIGMAS = 4.0  # room per owner above the average share, in standard deviations of a random map
+_MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # multiplicative hash; products stay below 2 ** 63
+_PROPOSED = torch.bfloat16  # proposals only rank the sums, so 16 bits are enough
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Exchange through owners: ranks propose elements, their owners choose, and all ranks send at what was chosen.
+    """Exchange through owners: ranks propose elements, owners select among them, and all ranks send there.
 
-    A gather hands every rank's selection to every rank; here each receives the proposals for its own share, and then
-    what all chose together: some ten bytes for each element that is chosen, however many ranks there are.
+    A gather sends every selection to every rank. Here each rank receives the proposals for its share, and then the
+    values at all selected indices: about ten bytes per selected element, for any number of ranks.
 
     Args:
-        keep: how many elements a step applies, as a multiple of what one rank selects. Fewer make messages smaller.
+        keep: number of elements that a step applies, as a multiple of one rank's selection. Fewer elements make
+            smaller messages.
 
     Raises:
         ValueError: for a ``keep`` below 1.
@@ -54,26 +55,26 @@ class Owners:
     keep: float = 4.0
 
     def __post_init__(self) -> None:
-        """Check."""
+        """Check the arguments."""
         if not self.keep >= 1:
             raise ValueError(
-                f"keep={self.keep} must be at least 1: how many elements a step applies, as a multiple of what one rank"
-                " selects"
+                f"keep={self.keep} must be at least 1: the number of elements that a step applies, as a multiple of one"
+                " rank's selection"
             )
 
 
 class OwnersFormat(WireFormat):
-    """The mean over all ranks of the elements at which the sum of what ranks selected is largest, in four phases.
+    """The mean over all ranks at the elements with the largest sums of all selections, in four phases.
 
-    1. Each rank proposes its selection to the elements' owners, by a fixed map (all-to-all): values in 16 bits, and
-       places, for as many as are a little more than an owner's average share of each tensor.
-    2. The owner adds up the proposals rank by rank, and tells everybody the places of the largest sums (all-gather).
-    3. Everybody's values there, proposed or not, are averaged (all-to-all and all-gather).
+    1. Each rank proposes its selection to the elements' owners, by a fixed map (all-to-all): 16-bit values and block
+       numbers, with room for a little more than an owner's average share of each tensor.
+    2. The owner adds up the proposals rank by rank, and sends the block numbers of the largest sums (all-gather).
+    3. The values of all ranks there, proposed or not, are averaged (all-to-all and all-gather).
 
     Owners are those of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
-    2022, arXiv 2201.07598). Differs in this: shares are fixed; thresholds are exact, by tensor; sizes follow from the
-    number of elements selected; all ranks send at the chosen elements: else what was sent in vain piles up with the
-    number of ranks (measured: see ``examples/benchmarks/README.md``).
+    2022, arXiv 2201.07598), with these differences. Shares are fixed. Thresholds are exact, per tensor. Sizes follow
+    from the number of selected elements. All ranks send at the selected elements: otherwise vain proposals pile up with
+    the number of ranks (measured: see ``examples/benchmarks/README.md``).
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -117,24 +118,24 @@ class OwnersFormat(WireFormat):
 
 
 class _Shares(NamedTuple):
-    """Shares of a bucket's tensors among ranks, and the room of its messages.
+    """Shares of a bucket's tensors among ranks, and the room of messages.
 
-    Of each block, ``world_size`` elements in a row, every rank owns one. An element's place is the number of its block.
+    Each block has ``world_size`` consecutive elements, one per rank. The place of an element is its block number.
     """
 
     world_size: int
     numels: tuple[int, ...]
     counts: tuple[int, ...]
     blocks: tuple[int, ...]
-    rooms: tuple[int, ...]  # elements of each tensor that a message for one owner has room for
-    finals: tuple[int, ...]  # sums of each that an owner sends to everybody
+    rooms: tuple[int, ...]  # elements of each tensor that fit in a message for one owner
+    finals: tuple[int, ...]  # sums of each tensor that an owner sends to all ranks
     extent: int  # number of places
     room: int  # elements in a message for one owner
-    universe: int  # number of places in a message, with those beyond the last block that stand for empty room
+    universe: int  # number of places in a message, with places beyond the last block that mark empty room
     final: int  # sums that an owner sends
 
     def owned_blocks(self, rank: int) -> list[int]:
-        """Return in how many blocks of each tensor a rank owns an element: not always in the last."""
+        """Return the number of owned elements of each tensor: the last block may lack one for this rank."""
         owned = []
         for numel in self.numels:
             block, rest = divmod(numel, self.world_size)
@@ -144,13 +145,13 @@ class _Shares(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int, keep: float) -> _Shares:
-    """Share a bucket's tensors; of each the same, whichever others there are."""
+    """Share a bucket's tensors; the share of a tensor does not depend on other tensors."""
     blocks = tuple(-(-numel // world_size) for numel in numels)
     rooms, finals = [], []
     for numel, count in zip(numels, counts):
         average = count / world_size
         rooms.append(min(-(-numel // world_size), math.ceil(average + _SIGMAS * math.sqrt(average))))
-        # Not more than ranks have sent, nor more than an owner has elements of.
+        # The limits: the proposals of all ranks, and the elements of an owner.
         finals.append(max(1, min(numel // world_size, math.ceil(min(keep, world_size) * average))))
     extent, room = sum(blocks), sum(rooms)
     by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))
@@ -158,7 +159,7 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int
 
 
 def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
-    """Write to each owner what was selected of its share, in the order of places; uint8 ``[world_size, nbytes]``."""
+    """Write the proposals to each owner, in the order of places; uint8 ``[world_size, nbytes]``."""
     index = selected.indices - repeat_interleave(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
     block = index // shares.world_size
     owner = index.add_(_skew(block)).remainder_(shares.world_size)
@@ -169,7 +170,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
     owner, order = owner.where(fits, world_size).sort(stable=True)
     first = torch.searchsorted(owner, torch.arange(world_size + 1, device=owner.device))
     number = torch.arange(len(owner), device=owner.device).sub_(first[owner])
-    none = world_size * room  # the slot of all that does not fit in one, which is not sent
+    none = world_size * room  # the slot of elements without room, which is dropped
     slot = number.add_(owner, alpha=room).clamp_(max=none)
     sent = round_to(selected.values, _PROPOSED)
     values = sent.new_zeros(none + 1).index_copy_(0, slot, sent[order])[:-1].view(world_size, room)
@@ -179,14 +180,14 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
-    """Tell which elements there is room for: of each tensor and each owner, the largest."""
+    """Return which elements fit: the largest of each tensor and owner."""
     tensors = len(shares.numels)
     message = repeat_interleave(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
     rooms = copied_to(shares.rooms, owner.device).repeat(shares.world_size)
     wanted = torch.zeros_like(rooms).scatter_add_(0, message, torch.ones_like(message))
     filled = torch.ones_like(owner, dtype=torch.bool) if selected.filled is None else selected.filled
     if owner.device.type == "cpu" and bool((wanted <= rooms).all()):
-        return filled  # on another device the host would wait for the answer
+        return filled  # CPU only: on a GPU this check would synchronize
     magnitudes = selected.values.abs().masked_fill_(filled.logical_not(), -1.0)
     order = magnitudes.argsort(descending=True)
     order = order[message[order].argsort(stable=True)]
@@ -197,16 +198,16 @@ def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
 
 
 def _sums(proposals: Tensor, shares: _Shares) -> Tensor:
-    """Return the mean over ranks of what was proposed to this one, ``[universe]``, zero where nothing was."""
+    """Return the mean over ranks of the proposals to this rank, ``[universe]``, zero without a proposal."""
     nbytes = shares.room * _PROPOSED.itemsize
-    # Divided before they are added, so that a sum of large values stays finite.
+    # The division comes first, so that a sum of large values stays finite.
     values = read_as(proposals[:, :nbytes], _PROPOSED).float().div_(shares.world_size)
     places = index_codec(shares.universe, shares.room).decode(proposals[:, nbytes:])
     return add_rows(values, places, values.new_zeros(shares.universe))
 
 
 def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
-    """Return the places of the largest sums of a rank's share of each tensor."""
+    """Return the places of the largest sums in this rank's share of each tensor."""
     owned, starts = shares.owned_blocks(rank), starts_of(shares.blocks)
     largest = largest_of_each([sums[start : start + blocks] for start, blocks in zip(starts, owned)], shares.finals)
     shifts = tuple(start - laid for start, laid in zip(starts[:-1], starts_of(tuple(owned))))
@@ -214,7 +215,7 @@ def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
 
 
 def _positions(places: Tensor, shares: _Shares) -> Tensor:
-    """Return which elements of the tensors laid end to end stand at places, ``[world_size, final]``, of each owner."""
+    """Return the flattened-bucket indices of the places ``[world_size, final]`` of each owner."""
     block = places - repeat_interleave(starts_of(shares.blocks)[:-1], shares.finals, places.device)
     owner = torch.arange(shares.world_size, device=places.device).unsqueeze(1)
     index = (owner - _skew(block)).remainder_(shares.world_size).add_(block, alpha=shares.world_size)
@@ -222,5 +223,5 @@ def _positions(places: Tensor, shares: _Shares) -> Tensor:
 
 
 def _skew(block: Tensor) -> Tensor:
-    """Return by how much owners are turned in a block; the same wherever the tensor lies in its bucket."""
+    """Return the rotation of owners in a block, which does not depend on the tensor's position in the bucket."""
     return block.bitwise_and(_MASK).mul_(_MULTIPLIER).bitwise_right_shift_(_SHIFT)

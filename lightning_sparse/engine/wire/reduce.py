@@ -1,4 +1,4 @@
-"""Everything travels, and is added on the way: shards go to their owner, sums come back."""
+"""Dense all-reduce: shards go to their owners, and the means come back."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -28,23 +28,23 @@ from lightning_sparse.functional.elements import (
     shard_numel,
 )
 
-_WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, which is what a round trip over gloo takes
+_WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, the time of a round trip over gloo
 
 
 class ReduceFormat(WireFormat):
     """A dense mean in two phases, of the same volume as a ring all-reduce.
 
-    1. Every rank owns one shard of every tensor and is sent everybody's part of it (all-to-all).
-    2. The owner averages them rank by rank, in the residual's type, and the means go to everybody (all-gather).
+    1. Every rank owns one shard of every tensor, and receives that shard of all ranks (all-to-all).
+    2. The owner averages them rank by rank, in the residual's dtype, and all ranks receive the means (all-gather).
 
-    The sum's fixed order makes the result independent of where in a bucket a tensor lies. A narrow wire rounds twice
-    instead of at every hop: what the first drops stays with the sender, the second with the owner (the "server error"
-    of 1-bit Adam, arXiv 2102.02888). With ``bits``, values travel as codes of so many bits, in blocks that share a
-    scale (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Which parameters were used travels
-    as one more tensor, or where values are codes in a third, small phase.
+    The sum has a fixed order, so the result does not depend on a tensor's position in the bucket. A narrow wire rounds
+    twice instead of at every hop: the sender stores the first error, the owner the second (the "server error" of 1-bit
+    Adam, arXiv 2102.02888). With ``bits``, values are sent as codes in blocks with a shared scale
+    (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Usage flags are sent like one more tensor,
+    or, if values are codes, in a third, small phase.
 
-    With ``gathers_short``, a short message goes to all ranks whole (all-gather), and every rank computes what owners
-    would have sent back: the same bits in one round trip, for some more bytes.
+    With ``gathers_short``, all ranks receive a whole short message (all-gather) and compute the owners' means. The
+    result is bitwise identical and takes one round trip, for more bytes.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -55,14 +55,14 @@ class ReduceFormat(WireFormat):
         super().__init__(dtype, rank, world_size, bits)
         self._gathers_short = gathers_short
         self._multiple = 1 if bits is None else BLOCK
-        # Large blocks go back to the system when freed; taking them anew for every bucket costs more than filling them.
+        # A freed large block returns to the system, and a new one for every bucket costs more than the copy into it.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         self._is_in_use = True
-        # Flags travel as one more tensor; codes would round a flag of few ranks to none.
+        # Usage flags are sent like one more tensor, unless quantization would round small flags to zero.
         flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
         values = self._cut([*(each.values for each in selection), *flags])
         written, sent = self._write(values)
@@ -91,7 +91,7 @@ class ReduceFormat(WireFormat):
     @override
     def release(self) -> None:
         if not self._is_in_use:
-            self._workspace.clear()  # everything was sent whole in earlier steps, and no longer is
+            self._workspace.clear()  # only earlier steps sent dense tensors
         self._is_in_use = False
 
     @override
@@ -105,13 +105,16 @@ class ReduceFormat(WireFormat):
         return [Transfer("all_to_all", nbytes * self.world_size), Transfer("all_gather", nbytes)]
 
     def _is_gathered(self, nbytes: int) -> bool:
-        """Tell whether a message of all shards is so short that a round trip takes longer than its further bytes."""
+        """Return whether a message of all shards is so short that a round trip takes longer than the extra bytes."""
         return self._gathers_short and (self.world_size - 1) * (1 - 2 / self.world_size) * nbytes <= _WORTH_A_ROUND_TRIP
 
     def average_at(self, accumulated: Sequence[Tensor], indices: Tensor, counts: Counts) -> Phases:
-        """Average the values of all ranks at positions that all of them have, ascending, of tensors laid end to end.
+        """Average the values of all ranks at ascending indices into the flattened tensors, equal on all ranks.
 
-        Elements of each tensor, of which there are so many, travel alone if their rounding is kept.
+        Args:
+            accumulated: flat tensors.
+            indices: int64 ``[sum(counts)]``.
+            counts: number of indices in each tensor. Tensors are sent separately if the wire rounds.
         """
         chosen = FlatSelection.at(accumulated, indices, counts)
         if not len(indices):
@@ -124,12 +127,12 @@ class ReduceFormat(WireFormat):
         return result._replace(means=means, kept=chosen.replaced(_laid(result.kept), indices))
 
     def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
-        """Return what :meth:`average_at` hands to collectives for fp32 gradients, so many elements of each tensor."""
+        """Return the transfers of :meth:`average_at` for fp32 gradients, ``counts[i]`` elements of tensor ``i``."""
         counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
         return self.transfers([SelectionSize(count, count) for count in counts])
 
     def _write(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values as they travel, and what is read of them."""
+        """Return values in wire format, and the values that a receiver reads."""
         if self._bits is None:
             sent = round_to(values, self.dtype)
             return sent, sent
@@ -137,7 +140,7 @@ class ReduceFormat(WireFormat):
         return message_of([quantized]), dequantize(quantized, self._bits)
 
     def _read(self, received: Tensor, values: Tensor) -> Tensor:
-        """Read as many values of each rank as this one has of each."""
+        """Read the values of each rank; ``values`` has their shape."""
         if self._bits is None:
             return received
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)
@@ -152,7 +155,7 @@ class ReduceFormat(WireFormat):
         return shard_numel(numel, self.world_size, self._multiple)
 
     def _padding(self, numels: Sequence[int]) -> int:
-        """Return by how many elements the shards of a bucket are filled up; messages of codes are as bytes."""
+        """Return the padding of a bucket's shards, in elements; messages of codes are padded as bytes."""
         if self._bits is not None:
             return 0
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
@@ -176,7 +179,7 @@ class ReduceFormat(WireFormat):
 
 
 def _laid(received: Sequence[Selection]) -> Tensor:
-    """Return shards of several tensors laid end to end, without their padding."""
+    """Concatenate shards of several tensors, without padding."""
     numels = [each.numel for each in received]
     laid = received[0].values.new_empty(sum(numels))
     overwrite(laid.split(numels), received)

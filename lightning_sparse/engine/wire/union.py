@@ -1,4 +1,4 @@
-"""Every rank selects elements of its own, and all ranks contribute their values wherever any rank selected."""
+"""Union: all ranks send their values at every index that any rank selected."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -18,13 +18,13 @@ _COUNT_BYTES = 8
 class UnionFormat(WireFormat):
     """The mean over all ranks of the elements that any rank selected, in three phases.
 
-    1. How many elements each rank selected of the bucket, 8 bytes, with a step's last message which parameters it used,
-       1 byte each (all-gather).
-    2. Their positions in the tensors laid end to end (see :mod:`lightning_sparse.functional.elements`; all-gather), up
-       to the largest of these counts filled with positions beyond the last element.
+    1. The number of elements that each rank selected in the bucket, 8 bytes, and with the last message of a step one
+       usage flag per parameter (all-gather).
+    2. Indices into the flattened bucket (see :mod:`lightning_sparse.functional.elements`; all-gather), padded to the
+       largest count with indices beyond the last element.
     3. The values of all ranks there, by :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
 
-    Ranks may select different numbers of elements, and the same ones. If no rank selects any, the first phase is all.
+    Ranks may select different numbers of elements, and the same elements. If no rank selects any, only phase 1 runs.
     """
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
@@ -58,7 +58,7 @@ class UnionFormat(WireFormat):
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the transfers of a step in which all ranks select equally many elements, all of them different."""
+        """Return the transfers for equal counts on all ranks, without common elements."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
         first, most = Transfer("all_gather", aligned(_COUNT_BYTES + flags)), -(-selected // self.world_size)
         if not most:
