@@ -1,9 +1,9 @@
-"""Values in few bits, as codes packed side by side: in blocks that share a scale, or in bins that have a mean.
+"""Quantization to few bits, with packed codes: blocks with a shared scale, or bins with a mean.
 
-SparseLoCo (Sarfi et al., arXiv 2508.15706) quantizes in bins what top-k has selected. Its released code rounds to the
-nearest of four levels that are not symmetric about the mean; here six standard deviations about the mean are cut into
-equal bins, which leaves less behind of values of two signs that are all large. A zero stays zero: where there are some,
-the uppermost bin is theirs, and what would lie there is in the next.
+SparseLoCo (Sarfi et al., arXiv 2508.15706) quantizes the values that top-k selected in bins. The released code rounds
+to the nearest of four levels that are not symmetric about the mean. Here six standard deviations about the mean are cut
+into equal bins. This leaves a smaller error for large values of both signs. A zero stays zero: if there are zeros, they
+get the uppermost bin, and values of that bin go to the next lower one.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from lightning_sparse.functional.elements import Counts, add_rows, copied_to, read_as, repeat_interleave, round_to
 
-BLOCK = 64  # elements that share a scale, which adds a quarter of a bit to each
-_SCALE = torch.bfloat16  # it has the range of fp32; a value above the rounded scale is written as the scale
-_ZERO_BELOW = 0.75  # of a block's mean magnitude, near the least squared error of normal values (arXiv 1605.04711)
-_RANGE = 6.0  # standard deviations that the bins cover; what lies beyond is in the outermost
-BIN_MEANS = torch.bfloat16  # what it rounds off stays with the sender, as all else that the code does not say
+BLOCK = 64  # elements that share a scale, at a quarter of a bit per element
+_SCALE = torch.bfloat16  # dtype with the range of fp32; values above the rounded scale are clamped to the scale
+_ZERO_BELOW = 0.75  # fraction of a block's mean magnitude, near the least squared error of normal values (1605.04711)
+_RANGE = 6.0  # standard deviations covered by the bins; values beyond go to the outermost bins
+BIN_MEANS = torch.bfloat16  # dtype of bin means; the sender's residual has the rounding error
 
 
 def packed_nbytes(count: int, bits: int) -> int:
-    """Return the bytes that ``count`` codes of 2 or 4 bits take: ``bits`` for every eight codes begun."""
+    """Return the bytes of ``count`` codes of 2 or 4 bits: ``bits`` bytes per eight codes, rounded up."""
     return -(-count // 8) * bits
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Write codes, uint8 ``[count]``, each below ``2 ** bits``, side by side; bits that no code fills are zero."""
+    """Pack codes, uint8 ``[count]``, each below ``2 ** bits``; unused bits are zero."""
     by_byte = torch.nn.functional.pad(codes, (0, -codes.numel() % 8)).view(-1, 8 // bits)
     packed = by_byte[:, 0].clone()
     for place in range(1, 8 // bits):
@@ -35,7 +35,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Read what :func:`pack_codes` wrote, uint8 ``[count]``."""
+    """Unpack codes from :func:`pack_codes`, uint8 ``[count]``."""
     codes = packed.new_empty(packed.numel(), 8 // bits)
     for place in range(8 // bits):
         codes[:, place] = (packed >> (bits * place)) & ((1 << bits) - 1)
@@ -43,17 +43,17 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def quantized_nbytes(numel: int, bits: int) -> int:
-    """Return the bytes that whole blocks of so many elements take."""
+    """Return the bytes of ``numel`` quantized elements, a multiple of ``BLOCK``."""
     return numel * bits // 8 + numel // BLOCK * _SCALE.itemsize
 
 
 def quantize(rows: Tensor, bits: int) -> Tensor:
-    """Round values to the nearest of ``2 ** bits - 1`` multiples of their block's scale, its largest magnitude.
+    """Round values to the nearest of ``2 ** bits - 1`` multiples of the block's scale, its largest magnitude.
 
-    With 2 bits nearly all of a block would round to zero: there the scale is the mean magnitude of what does not, and
-    small values alone do. ``rows`` is floating point ``[rows, numel]``, a multiple of ``BLOCK``; a code has 2 or 4
-    bits. Returns uint8 ``[rows, quantized_nbytes(numel, bits)]``, scales first; a value that is not finite makes its
-    block so.
+    With 2 bits nearly all of a block would round to zero. The scale is therefore the mean magnitude of the larger
+    values, and only small values round to zero. ``rows`` is floating point ``[rows, numel]``, with ``numel`` a multiple
+    of ``BLOCK``; ``bits`` is 2 or 4. Returns uint8 ``[rows, quantized_nbytes(numel, bits)]``, scales first. A
+    non-finite value makes the block non-finite.
 
         >>> values = torch.tensor([[3.0, -7.0, 0.4, *[0.0] * 61]])
         >>> dequantize(quantize(values, bits=4), bits=4)[0, :4]
@@ -76,7 +76,7 @@ def quantize(rows: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(written: Tensor, bits: int) -> Tensor:
-    """Read what :func:`quantize` wrote on one rank or on several, as fp32 ``[rows, numel]``."""
+    """Return the values written by :func:`quantize` on one or more ranks, as fp32 ``[rows, numel]``."""
     levels = (1 << bits - 1) - 1
     blocks = written.shape[1] // quantized_nbytes(BLOCK, bits)
     scale_bytes = blocks * _SCALE.itemsize
@@ -87,10 +87,10 @@ def dequantize(written: Tensor, bits: int) -> Tensor:
 
 
 def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor, Tensor]:
-    """Sort the values of each of several tensors, laid end to end, into ``2 ** bits`` bins.
+    """Sort the values of several concatenated tensors into ``2 ** bits`` bins per tensor.
 
-    Returns codes, uint8 ``[sum(counts)]``, and means, bfloat16 ``[tensors * 2 ** bits]``, zero where a bin is empty; a
-    mean of a tensor with a value that is not finite is not finite either. A zero is read as zero.
+    Returns codes, uint8 ``[sum(counts)]``, and means, bfloat16 ``[tensors * 2 ** bits]``, zero for an empty bin. A
+    non-finite value makes a mean of the tensor non-finite. A zero is decoded as zero.
 
         >>> codes, means = bin_values(torch.tensor([-4.0, -3.0, 3.0, 5.0]), [4], bits=2)
         >>> codes.tolist(), values_of_bins(codes, means, [4], bits=2).tolist()
@@ -118,7 +118,7 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
 
 
 def values_of_bins(codes: Tensor, means: Tensor, counts: Sequence[int], bits: int) -> Tensor:
-    """Read what :func:`bin_values` wrote, on one rank or on several, as fp32 of the shape of ``codes``."""
+    """Return the values written by :func:`bin_values` on one or more ranks, as fp32 in the shape of ``codes``."""
     places = codes.long().add_(_tensor_of_each(tuple(counts), codes.device), alpha=1 << bits)
     return means.float().gather(-1, places)
 

@@ -1,11 +1,10 @@
-"""Elements of flat tensors: copied, rounded, added, taken together; written as bytes, indices as narrow as is exact.
+"""Operations on elements of flat tensors: copy, round, add, and write indices as bytes, exactly and narrowly.
 
-A position costs 2 bytes in blocks of 65 536 elements, plus 4 a block; 1 byte in blocks of 256, plus 2 a block, which is
-less above a density of about 0.8 %; 4 bytes below one of 0.003 %, where most blocks hold nothing. Sizes follow from
-``numel`` and ``count``, so every rank knows them without asking.
+An index costs 2 bytes in blocks of 65 536 elements, plus 4 per block. Above a density of about 0.8 % blocks of 256
+elements are cheaper: 1 byte per index, plus 2 per block. Below 0.003 %, where most blocks are empty, an index costs 4
+bytes. Sizes follow from ``numel`` and ``count``, so ranks need not exchange them.
 
-A group's many tensors cost more in calls than in elements: those are taken together that lie beside each other in
-memory.
+The many tensors of a bucket cost more in kernel launches than in elements, so adjacent tensors share one call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,23 +16,23 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-Counts = tuple[int, ...]  # of elements, by tensor
+Counts = tuple[int, ...]  # numbers of elements, by tensor
 
-# put_ adds so few in order, in one call for index_add_'s three; of some 30 000 (torch 2.13) threads add in any order.
+# put_ adds up to _FEW elements in order, in one call instead of three; with about 30 000, threads break the order.
 _FEW = 1 << 12
-_FEW_ROWS = 16  # added row by row in less time than one call takes that sorts
-_ALIGNMENT = 16  # bytes that NCCL copies at a time, from addresses that are multiples of it; else it is far slower
+_FEW_ROWS = 16  # rows; up to here one call per row is faster than one call that sorts
+_ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of this
 
 
 def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read part of what has arrived, uint8 ``[world_size, nbytes]``, as a type: a copy, and so aligned."""
+    """Return bytes, uint8 ``[world_size, nbytes]``, as another dtype: a copy, and therefore aligned."""
     if not wires.numel():
-        return wires.new_empty(*wires.shape, dtype=dtype)  # torch refuses a view of nothing as a wider type
+        return wires.new_empty(*wires.shape, dtype=dtype)  # torch cannot view an empty tensor as a wider dtype
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: its shard of a DTensor, all of any other; the same memory."""
+    """Return the local shard of a DTensor, or any other tensor unchanged; the same memory."""
     if not hasattr(tensor, "to_local"):
         return tensor.detach()
     with torch.no_grad():
@@ -42,12 +41,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return what this rank holds of the parameters of a model, by name; the same memory."""
+    """Return the local tensors of a model's parameters, by name; the same memory."""
     return {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
 
 
 def as_dtensor(held: Tensor, like: Any) -> Tensor:
-    """Return the tensor of which a rank holds this, where ``like`` is another of its kind: a DTensor, or any."""
+    """Return ``held`` as the local shard of a DTensor like ``like``, or unchanged if ``like`` is no DTensor."""
     if not hasattr(like, "to_local"):
         return held
     form = {"run_check": False, "shape": like.shape, "stride": like.stride()}
@@ -56,29 +55,29 @@ def as_dtensor(held: Tensor, like: Any) -> Tensor:
 
 
 def flatten_as(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
-    """Return a tensor flat, in the order of its memory or that of ``like``, as DDP lays its gradient."""
+    """Return a tensor flat, in the order of memory or that of ``like``, as DDP flattens its gradient."""
     if like is not None and not has_layout_of(tensor, like):
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def has_layout_of(tensor: Tensor, like: Tensor) -> bool:
-    """Tell whether a tensor lies in memory as another one of its shape does; strides along a size of 1 say nothing.
+    """Return whether two tensors of one shape have the same memory layout; strides along a size of 1 do not count.
 
-    They alone differ between 1x1 convolutions' parameters and gradients, which backward makes in channels_last.
+    These strides differ between parameters of 1x1 convolutions and channels_last gradients.
     """
     own, others = tensor.stride(), like.stride()
     return own == others or all(one == other for size, one, other in zip(tensor.shape, own, others) if size > 1)
 
 
 def laid_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the strides of another one if it lies as that: lists of unequal ones torch copies singly."""
+    """Return a tensor with the strides of ``like`` if the layouts agree: unequal strides disable fused list copies."""
     is_same = tensor.stride() == like.stride() or not has_layout_of(tensor, like)
     return tensor if is_same else tensor.as_strided(tensor.shape, like.stride())
 
 
 def copy_elements(source: Tensor, out: Tensor) -> Tensor:
-    """Copy elements in order from a tensor of any shape, which may end in padding, to a flat one, in place."""
+    """Copy elements in order from a tensor of any shape, with optional padding at the end, into a flat tensor."""
     if source.numel() == out.numel():
         out.view(source.shape).copy_(source)
         return out
@@ -86,14 +85,14 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
 
 
 def shard_numel(numel: int, world_size: int, multiple: int = 1) -> int:
-    """Return the elements of each rank's shard of so many, a multiple of ``multiple``."""
+    """Return the size of each rank's shard of ``numel`` elements, a multiple of ``multiple``."""
     return -(-numel // (world_size * multiple)) * multiple
 
 
 def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Write flat tensors into ``[world_size, columns]``, in place, each cut by itself into a shard in every row.
+    """Write flat tensors into ``[world_size, columns]``, in place; each tensor has one shard in every row.
 
-    The last shards of a tensor, and the columns, end in zeros.
+    The last shards of a tensor and the last columns are padded with zeros.
 
         >>> cut_into(torch.empty(2, 4), [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])])
         tensor([[1., 2., 4., 0.],
@@ -108,9 +107,9 @@ def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tens
 
 
 def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean over the first dimension, added in its order, in a type; rows of this type are overwritten."""
-    # Divided before they are added, so that a sum of large values stays finite.
-    if rows.dtype is dtype:  # then all at once: of many ranks every call counts
+    """Return the mean over the first dimension, summed in order, in ``dtype``; rows of this dtype are overwritten."""
+    # The division comes first, so that a sum of large values stays finite.
+    if rows.dtype is dtype:  # one division for all rows, because with many ranks every call counts
         mean, *rest = rows.div_(len(rows)).unbind()
         for row in rest:
             mean += row
@@ -122,9 +121,9 @@ def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
-    """Add to a flat tensor, in place, what several ranks sent of it, rank by rank.
+    """Add the elements of several ranks to a flat tensor, in place, rank by rank.
 
-    Indices, int64 ``[world_size, count]`` like the values, are distinct in each row.
+    ``indices`` are int64 ``[world_size, count]``, like ``values``, and distinct in each row.
 
         >>> add_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0, 2], [1, 2]]), torch.zeros(3))
         tensor([1., 3., 6.])
@@ -134,7 +133,7 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
             return out.put_(indices, values, accumulate=True)
         return out.index_add_(0, indices.flatten(), values.flatten())
     if len(indices) > _FEW_ROWS:
-        # It sorts by place, and so adds in an order that all ranks share; index_add_ of all rows at once promises none.
+        # index_put_ sorts by index, so all ranks add in the same order; index_add_ of all rows does not guarantee that.
         return out.index_put_((indices.flatten(),), values.flatten(), accumulate=True)
     for row, row_values in zip(indices, values):
         out.index_add_(0, row, row_values)
@@ -142,10 +141,10 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to a floating-point type; a finite value beyond its range becomes the largest that fits.
+    """Round to a floating-point dtype; a finite value out of range becomes the largest finite value.
 
-    The difference is the caller's to keep: what lies beyond float16's range is late, not lost. Infinities and NaN stay
-    what they are, so that a gradient scaler still sees them.
+    The caller stores the difference, so that values beyond the range of float16 are late, not lost. Infinities and NaN
+    are unchanged, so that a gradient scaler detects them.
 
         >>> round_to(torch.tensor([1.0001, -1e6, float("inf")]), torch.float16)
         tensor([ 1.0000e+00, -6.5504e+04,         inf], dtype=torch.float16)
@@ -153,7 +152,7 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype:
         return values
     limit = torch.finfo(dtype).max
-    values = values.to(torch.promote_types(values.dtype, dtype))  # in which the limit is exact
+    values = values.to(torch.promote_types(values.dtype, dtype))  # the limit is exact in this dtype
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
@@ -166,19 +165,19 @@ def all_finite(values: Tensor) -> Tensor:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the size of a message of so many bytes, so that what comes behind it starts aligned."""
+    """Return the size of a message of ``nbytes`` bytes, rounded up so that the next message is aligned."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def message_of(sections: Sequence[Tensor]) -> Tensor:
-    """Lay sections, uint8 ``[..., nbytes]``, end to end, up to an aligned size."""
+    """Concatenate sections, uint8 ``[..., nbytes]``, with padding to an aligned size."""
     nbytes = sum(section.shape[-1] for section in sections)
     padding = sections[0].new_zeros(*sections[0].shape[:-1], aligned(nbytes) - nbytes)
     return torch.cat([*sections, padding], dim=-1)
 
 
 class IndexCodec(NamedTuple):
-    """A way to write ``room`` ascending positions below ``numel``; a block holds ``2 ** block_bits`` elements."""
+    """Format of ``room`` ascending indices below ``numel``; a block has ``2 ** block_bits`` elements."""
 
     block_bits: int
     offset_dtype: torch.dtype
@@ -188,15 +187,15 @@ class IndexCodec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that positions take: none where there are none."""
+        """The bytes of the indices; 0 if ``room`` is 0."""
         return self.room * self.offset_dtype.itemsize + self._blocks * self.count_dtype.itemsize
 
     def encode(self, indices: Tensor) -> Tensor:
-        """Write positions, int64 ``[room]``, as uint8 ``[nbytes]``."""
+        """Write indices, int64 ``[room]``, as uint8 ``[nbytes]``."""
         return self.encode_rows(indices.unsqueeze(0)).squeeze(0)
 
     def encode_rows(self, indices: Tensor) -> Tensor:
-        """Write several rows of positions, int64 ``[rows, room]``, as uint8 ``[rows, nbytes]``."""
+        """Write several rows of indices, int64 ``[rows, room]``, as uint8 ``[rows, nbytes]``."""
         rows, blocks = len(indices), self._blocks
         starts = torch.arange(rows * blocks + 1, device=indices.device) << self.block_bits
         laid = indices
@@ -207,14 +206,14 @@ class IndexCodec(NamedTuple):
         return torch.cat([offsets.view(torch.uint8), counts.view(torch.uint8)], dim=1)
 
     def decode(self, wires: Tensor) -> Tensor:
-        """Read what ranks have written, uint8 ``[world_size, nbytes or more]``, as int64 ``[world_size, room]``."""
+        """Read the indices of all ranks, uint8 ``[world_size, nbytes or more]``, as int64 ``[world_size, room]``."""
         world_size, count = len(wires), self.room
         offset_bytes = count * self.offset_dtype.itemsize
         offsets = read_as(wires[:, :offset_bytes], self.offset_dtype)
         counts = read_as(wires[:, offset_bytes : self.nbytes], self.count_dtype).long()
         starts = torch.arange(self._blocks, device=wires.device) << self.block_bits
         starts -= torch.iinfo(self.offset_dtype).min
-        # The size is known, so a GPU need not be asked for it.
+        # output_size avoids a synchronization with the GPU.
         total = world_size * count
         block_starts = torch.repeat_interleave(starts.repeat(world_size), counts.flatten(), output_size=total)
         return block_starts.view(world_size, count).add_(offsets)
@@ -232,14 +231,14 @@ _FORMS = ((16, torch.int16, torch.int32), (8, torch.uint8, torch.int16), (32, to
 
 
 def index_codec(numel: int, count: int) -> IndexCodec:
-    """Choose the narrowest codec for ``count`` positions below ``numel``."""
+    """Return the narrowest codec for ``count`` indices below ``numel``."""
     return min((IndexCodec(*form, numel, count) for form in _FORMS), key=lambda codec: codec.nbytes)
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-    """Find tensors, flat, contiguous, of one type, none empty, that lie beside each other in memory, in order.
+    """Find runs of tensors that are adjacent in memory. The tensors are flat, contiguous, nonempty, of one dtype.
 
-    Yields the place of a run's first tensor, that after its last, and one flat tensor that shares their memory.
+    Yields the index of the first tensor of a run, the end index, and one flat tensor that shares the run's memory.
     """
     first = 0
     while first < len(tensors):
@@ -247,7 +246,7 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
         storage = head.untyped_storage()
         start, stop = head.data_ptr(), first + 1
         end, limit = start + head.nbytes, storage.data_ptr() + storage.nbytes()
-        # Memory that only happens to lie behind is not of this storage.
+        # Memory behind the end may by chance belong to another storage.
         while stop < len(tensors) and tensors[stop].data_ptr() == end and end < limit:
             end += tensors[stop].nbytes
             stop += 1
@@ -256,7 +255,7 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
 
 
 class _Known(local):
-    """Groups are the same step after step; by thread, since what a device's stream has copied it alone reads."""
+    """Per-thread cache of device copies: buckets repeat every step, and only the copying stream may read a copy."""
 
     def __init__(self) -> None:
         self.copied_to = lru_cache(maxsize=512)(
@@ -268,24 +267,24 @@ _known = _Known()
 
 
 def copied_to(numbers: Counts, device: torch.device) -> Tensor:
-    """Return numbers as int64 ``[count]`` on a device; the latest are remembered, so that no copy stops the host."""
+    """Return numbers as int64 ``[count]`` on a device; the latest copies are cached to avoid synchronizations."""
     known: Tensor = _known.copied_to(numbers, device)
     return known
 
 
 @lru_cache(maxsize=512)
 def starts_of(numels: Counts) -> Counts:
-    """Return where tensors of so many elements start when laid end to end, and where the last one ends."""
+    """Return the offset of each tensor in the concatenation, and the end of the last one."""
     return tuple(accumulate(numels, initial=0))
 
 
 def counts_of(indices: Tensor, numels: Counts) -> Counts:
-    """Return how many ascending indices lie in each of tensors laid end to end; the host waits for a GPU."""
+    """Return the number of ascending indices in each of several concatenated tensors; synchronizes with a GPU."""
     places: list[int] = torch.searchsorted(indices, copied_to(starts_of(numels), indices.device)).tolist()
     return tuple(last - first for first, last in pairwise(places))
 
 
 def repeat_interleave(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
-    """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
-    # The size is known: a GPU need not be asked for it.
+    """Repeat ``numbers[i]`` ``counts[i]`` times; int64 ``[sum(counts)]``."""
+    # output_size avoids a synchronization with the GPU.
     return copied_to(numbers, device).repeat_interleave(copied_to(counts, device), output_size=sum(counts))

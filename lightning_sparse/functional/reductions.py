@@ -1,4 +1,4 @@
-"""What many elements come to: norms, totals by sign, histograms of magnitudes, and a fingerprint."""
+"""Reductions of flat tensors: norms, totals by sign, histograms of magnitudes, and a fingerprint."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
         norms: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float()
         if not norms.isinf().any():
             return norms
-    # fp32 squares overflow above a norm of 1.8e19; on a device the host would have to wait to know.
+    # fp32 squares overflow above a norm of 1.8e19; a check on a GPU would synchronize.
     wide: Tensor = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64))
     return wide.float()
 
 
 def norm_of_all(norms: Tensor) -> Tensor:
-    """Return the norm of what has these ones laid end to end, in fp32, ``[]``."""
+    """Return the fp32 norm ``[]`` of the concatenation of tensors with the given norms."""
     if norms.device.type == "cpu":
         norm: Tensor = norms.norm()
         if not norm.isinf():
@@ -31,21 +31,21 @@ def norm_of_all(norms: Tensor) -> Tensor:
     return wide.float()
 
 
-_PIECE = 1 << 18  # elements whose temporaries stay in the cache; counts of so few are exact in fp32
-_DEVICE_PIECE = 1 << 26  # on a device launches count more: two temporaries of 256 MiB
+_PIECE = 1 << 18  # elements with temporaries that fit in the cache, and counts that are exact in fp32
+_DEVICE_PIECE = 1 << 26  # elements; on a GPU launches cost more, so temporaries have up to 256 MiB
 
 
 def sign_totals(tensor: Tensor) -> Tensor:
     """Add up and count the magnitudes of each sign: float64 ``[2, 2]``, positive above negative, sum beside count.
 
-    A tensor with an element that is not finite has a sum that is not finite. On a CPU pieces of narrow types are added
-    up in fp32, which takes half the time, and those sums in float64: they are off by a few roundings of fp32.
+    A non-finite element makes a sum non-finite. On a CPU, pieces of narrow dtypes are summed in fp32, in half the time,
+    and the sums of pieces in float64, so the error is a few fp32 roundings.
 
         >>> sign_totals(torch.tensor([1.0, 0.0, -2.0, 3.0]))
         tensor([[4., 2.],
                 [2., 1.]], dtype=torch.float64)
     """
-    is_host = tensor.device.type == "cpu"  # else the host would have to wait to know
+    is_host = tensor.device.type == "cpu"  # a check on a GPU would synchronize
     sums = _sums_by_sign(tensor, torch.promote_types(tensor.dtype, torch.float32) if is_host else torch.float64)
     if is_host and not sums.isfinite().all():  # large magnitudes overflow fp32, as in a norm
         sums = _sums_by_sign(tensor, torch.float64)
@@ -54,7 +54,7 @@ def sign_totals(tensor: Tensor) -> Tensor:
 
 
 def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up positive elements, negative ones, signs, and the positive signs, of each piece, ``[4, pieces]``."""
+    """Return sums of positive elements, negative elements, signs and positive signs of each piece, ``[4, pieces]``."""
     parts = tensor.split(_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE)
     room = torch.empty_like(parts[0])
     sums = torch.empty(4, len(parts), dtype=dtype, device=tensor.device)
@@ -68,12 +68,12 @@ def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """Add one number, ``[]``, to positive elements, another to negative ones; not finite, they make all of it so.
+    """Add ``above`` to positive and ``below`` to negative elements, each ``[]``; non-finite shifts affect all elements.
 
     ``out`` may be the tensor itself.
     """
     shifted = torch.empty_like(tensor) if out is None else out
-    # A product with zero, and a sum with it, is exact; that of zero and infinity is NaN.
+    # A product with zero is exact, and zero times infinity is NaN.
     if tensor.device.type == "cpu":
         up, down = float(above), float(below)
         positives, negatives = torch.empty_like(tensor[:_PIECE]), torch.empty_like(tensor[:_PIECE])
@@ -91,7 +91,7 @@ def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Te
 
 
 def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> list[Tensor]:
-    """Return :func:`shift_by_sign` of several flat tensors of one type, on a CPU in their own memory."""
+    """Return :func:`shift_by_sign` of flat tensors of one dtype, on a CPU in place."""
     if tensors[0].device.type == "cpu":
         for _, _, flat in runs(tensors):
             shift_by_sign(flat, above, below, out=flat)
@@ -99,15 +99,15 @@ def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) 
     return [shift_by_sign(tensor, above, below) for tensor in tensors]
 
 
-# The upper bits of fp32 magnitudes, of exponent and mantissa, order them; those that share them lie within an eighth.
+# The upper bits of fp32 magnitudes (exponent and mantissa) preserve the order; values of a bin differ by at most 1/8.
 _BIN_BITS = 11
 _SHIFT = 31 - _BIN_BITS
-_CPU_CHUNK = 1 << 17  # elements binned at a time: their copies (half a MiB each) stay in a second-level cache
-_DEVICE_CHUNK = 1 << 23  # 32 MiB each: off the CPU the host waits for every chunk
+_CPU_CHUNK = 1 << 17  # elements per pass: copies (half a MiB each) stay in a second-level cache
+_DEVICE_CHUNK = 1 << 23  # elements, 32 MiB; a GPU synchronizes for every chunk
 
 
 def magnitude_histogram(tensor: Tensor) -> Tensor:
-    """Count magnitudes, int64 ``[2048]``: eight bins a power of two, from zero up; off the CPU the host waits."""
+    """Count magnitudes, int64 ``[2048]``: eight bins per power of two, from zero up; synchronizes with a GPU."""
     histogram = torch.zeros(1 << _BIN_BITS, dtype=torch.int64, device=tensor.device)
     for piece in tensor.split(_CPU_CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK):
         bins = piece.abs().float().view(torch.int32).bitwise_right_shift_(_SHIFT)
@@ -116,10 +116,10 @@ def magnitude_histogram(tensor: Tensor) -> Tensor:
 
 
 def magnitude_quantile(histogram: Tensor, count: int) -> float:
-    """Read off a sum of histograms, float64, the magnitude that about ``count`` elements reach; 0 for want of them.
+    """Return the magnitude that about ``count`` elements reach, from a float64 sum of histograms; 0 if too few exist.
 
-    Within a bin the logarithm of the number reaching a magnitude is taken to be straight in that of the magnitude: at
-    densities around 0.001 off by some 2 % of the count for a normal distribution.
+    Within a bin, the logarithm of the count is interpolated linearly in the logarithm of the magnitude. At densities
+    around 0.001 of a normal distribution the error is about 2 % of the count.
 
         >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001)).double()
         >>> round(magnitude_quantile(counted, 100), 2)
@@ -127,29 +127,29 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """
     histogram = histogram.cpu()
     reaching = histogram.flip(0).cumsum(0).flip(0)
-    # The last bin that enough elements reach; only a bin with elements can be the last.
+    # The last bin that enough elements reach always has elements.
     chosen = int(torch.searchsorted(-reaching, -count, right=True)) - 1
     if chosen <= 0:
         return 0.0
     edges = torch.tensor([chosen, chosen + 1], dtype=torch.int32).bitwise_left_shift_(_SHIFT).view(torch.float32)
-    # The bits beyond the last number are those of infinity and NaN: what float64 holds and fp32 does not.
+    # The bit patterns beyond the largest fp32 number are infinity and NaN: float64 values outside the range of fp32.
     limit = torch.finfo(torch.float32).max
     lower, upper = edges.nan_to_num_(nan=limit, posinf=limit).tolist()
     reaching_lower, reaching_upper = (*reaching[chosen : chosen + 2].tolist(), 0.0)[:2]
-    # The largest magnitude of all is half an element from the edge that none reaches.
+    # Above the largest magnitude, half an element stands for zero elements.
     share = math.log(reaching_lower / count) / math.log(reaching_lower / max(reaching_upper, 0.5))
     return float(lower * (upper / lower) ** share)
 
 
-_CHUNK = 1 << 20  # elements widened at a time, so that a large tensor needs no copy of its own size
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64: multiples of it are spread over all bits
+_CHUNK = 1 << 20  # elements widened at a time, so that a large tensor needs no copy of the same size
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64: multiples spread over all bits
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Add up the bits of all elements, each multiplied by a number of its place, modulo ``2 ** 64``; int64 ``[]``.
+    """Add up the bits of all elements, each multiplied by a factor of its index, modulo ``2 ** 64``; int64 ``[]``.
 
-    One changed element always changes it (its factor is odd); several cancel by a chance of one in ``2 ** 64``.
+    One changed element always changes the result (the factor is odd); several cancel with probability ``2 ** -64``.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

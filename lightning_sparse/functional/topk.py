@@ -1,15 +1,15 @@
-"""The exact ``count`` largest magnitudes of flat tensors, without ordering them.
+"""The exact ``count`` largest magnitudes of flat tensors, without a sort.
 
-On a CPU a cheap vectorised pass first discards nearly all elements, and only the few that remain are compared:
+On a CPU a cheap vectorised pass first discards nearly all elements, and only the rest is compared:
 
-* low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
-  has at least one element that none outside exceeds. Of a large tensor more blocks, those whose maxima reach a
-  threshold read off a sample of them, and of these the elements that reach it, too;
-* higher densities: a threshold is read off a strided sample, a little too low on purpose; where the count of
-  what reaches it shows that the sample misled (or many elements are equal), ``torch.topk`` decides.
+* Low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
+  has at least one element that no element outside exceeds. For a large tensor, a sample of the maxima gives a
+  threshold. Only blocks with a maximum above the threshold are examined, and there only elements above the threshold.
+* Higher densities: a strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or
+  many elements are equal), ``torch.topk`` decides.
 
-On a device it is torch's own, for which no host waits. The answer depends on the tensor alone; tensors of equal size
-share their calls, which cost more than small tensors.
+On a GPU ``torch.topk`` decides, without a synchronization. Results depend only on the tensor. Tensors of equal size
+share kernel launches, which cost more than small tensors.
 """
 
 import math
@@ -21,24 +21,24 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
-_BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
-_FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
+_BLOCK_MARGIN = 4  # minimum number of blocks per selected block; with fewer, blocks discard too little
+_FEW_BLOCKS = 1 << 15  # elements; block maxima do not pay for smaller tensors
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
-_BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
-_SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
-_SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
-_SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
-_CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
-_FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
+_BATCH = 1 << 22  # elements of tensors that share calls; limits the memory of copies (16 MiB)
+_SAMPLE_STRIDE = 8  # a denser sample costs more than the surplus candidates
+_SAMPLE = 1 << 16  # elements in a sample: the rank of the threshold is exact to about 1 %
+_SAMPLE_SIGMAS = 4.0  # margin below the expected rank; a miss costs one torch.topk
+_CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB), which stay in a core's second-level cache between two passes
+_FEW = 1 << 12  # elements below which fewer calls save more than fewer passes
 _WORD = 8  # boolean flags read as one int64
-_SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
+_SURPLUS = 2  # largest number of candidates per selected element; with more, separation does not pay
 
 
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
-    """Find where the ``count`` largest magnitudes of a flat tensor are, int64 ``[count]``, ascending.
+    """Return the indices of the ``count`` largest magnitudes of a flat tensor, int64 ``[count]``, ascending.
 
-    Its magnitudes are those of ``torch.topk(tensor.abs(), count)``; which of equal ones are taken is always the same
-    for the same tensor. A NaN counts as larger than any number. ``ValueError`` for a ``count`` outside ``[1, n]``.
+    The magnitudes equal those of ``torch.topk(tensor.abs(), count)``. Ties are broken deterministically. A NaN counts
+    as larger than any number. ``ValueError`` for a ``count`` outside ``[1, n]``.
 
         >>> top_k_indices(torch.tensor([0.1, -3.0, 2.0, -0.5]), 2)
         tensor([1, 2])
@@ -72,12 +72,12 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
 
 
 def _is_sparse(numel: int, count: int) -> bool:
-    """Return whether so few are selected of so many that maxima of blocks rule nearly all out."""
+    """Return whether block maxima exclude nearly all elements."""
     return numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    # torch.topk, too, counts a NaN as larger than any number.
+    # torch.topk also counts a NaN as larger than any number.
     return torch.topk(magnitudes, count, sorted=False).indices.sort().values
 
 
@@ -100,7 +100,7 @@ def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
 
 
 def _by_sampled_maxima(tensor: Tensor, count: int) -> Tensor:
-    """Find the largest magnitudes in the blocks whose maxima reach a threshold that enough of them reach."""
+    """Examine only blocks with a maximum above a sampled threshold."""
     maxima = _block_maxima([tensor])[0]
     threshold = _sampled_threshold(maxima, count)
     blocks = None if threshold is None else indices_reaching(maxima, threshold)
@@ -109,9 +109,9 @@ def _by_sampled_maxima(tensor: Tensor, count: int) -> Tensor:
     body = maxima.numel() * _BLOCK
     heads = tensor[:body].view(-1, _BLOCK).index_select(0, blocks).flatten()
     kept = _reaching_largest(torch.cat([heads, tensor[body:]]) if tensor.numel() > body else heads, threshold, count)
-    assert kept is not None  # each of so many blocks has an element that reaches it
+    assert kept is not None  # each of at least `count` blocks has an element above the threshold
     place = kept // _BLOCK
-    starts = torch.cat([blocks, torch.tensor([maxima.numel()])])  # of what is left over, too
+    starts = torch.cat([blocks, torch.tensor([maxima.numel()])])  # the last entry is the tail after the blocks
     return kept.add_(starts.index_select(0, place).sub_(place).mul_(_BLOCK))
 
 
@@ -145,18 +145,18 @@ def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
 
 
 def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional[Tensor]:
-    """Find the largest magnitudes among those that reach a threshold; ``None`` where fewer do."""
+    """Return the largest magnitudes above a threshold; ``None`` if fewer than ``count`` elements are above."""
     candidates = indices_reaching(tensor, threshold)
     if candidates.numel() < count:
         return None
     magnitudes = tensor.index_select(0, candidates).abs_()
-    # Dropping the few surplus candidates is cheaper than choosing the many that stay, and keeps their order.
+    # Removal of the few surplus candidates is cheaper than a selection of the rest, and preserves the order.
     surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
     return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
 
 
 def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
-    """Read a threshold off a sample; ``None`` if so many elements are equal to it that it would separate nothing."""
+    """Return a threshold from a sample, or ``None`` if too many elements equal the threshold."""
     # An odd stride does not fall into step with rows whose length is a power of two.
     stride = max(_SAMPLE_STRIDE, tensor.numel() // _SAMPLE) | 1
     sample = tensor[::stride].abs().nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -167,7 +167,7 @@ def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
 
 
 def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
-    """Find where a flat tensor's magnitude is not below a floor, int64, ascending; a NaN never is; a host waits."""
+    """Return the ascending int64 indices of magnitudes not below ``floor``, NaN included; synchronizes with a GPU."""
     if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
         return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
     chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)
@@ -184,7 +184,7 @@ def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
 
 
 def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]) -> list[Tensor]:
-    """Find the same in each of some tensors, of one type and device, all of them at once: the host waits twice."""
+    """Return :func:`indices_reaching` of tensors of one dtype and device, with two synchronizations in all."""
     several = [tensor for tensor in tensors if tensor.numel()]
     if len(several) < 2:
         nothing = torch.empty(0, dtype=torch.int64, device=tensors[0].device)
@@ -197,8 +197,8 @@ def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]
 
 
 def _flagged(mask: Tensor) -> Tensor:
-    """Find the true elements of a flat mask, ascending; their number is a multiple of ``_WORD``."""
-    # Eight flags are one word: most words hold none and are passed over at an eighth of the cost.
+    """Return the indices of true elements of a flat mask, ascending; the size is a multiple of ``_WORD``."""
+    # Eight flags are one word. Most words have no true flag, and one comparison skips them.
     words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
     row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)
     return words.index_select(0, row).mul_(_WORD).add_(flag)
