@@ -74,7 +74,7 @@ class ThreadCommunicator(Communicator):
         self._timeout = None
         self.device = _DEVICE
         self.rank = rank
-        self.ranks = ranks
+        self.world_size = ranks
         self._meeting = meeting
 
     @override
@@ -285,8 +285,6 @@ class VirtualRank:
 
     def _exchange(self, epoch: int) -> None:
         adam = self._view.adam
-        if adam is not None:
-            adam.warm_up.look(lambda number: number)  # replicas are the same here to the bit
         context = self._view.next_step()
         self._pipeline.begin_step(context)
         self._densities.begin_step(epoch, context.warm_up_progress)

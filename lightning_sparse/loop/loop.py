@@ -314,7 +314,7 @@ class Training:
         densities.expect_steps(total_steps)
         if (adam := self.view.adam) is not None:
             adam.warm_up.total_steps = total_steps
-            if adam.warm_up.is_dense and not adam.warm_up.is_resumed:
+            if adam.warm_up.is_dense:
                 self._log(adam_line(self.settings, self.optimizers, total_steps))
         if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
             log_rounds(local, total_steps, self._log, None if is_trial else warn_user)
@@ -329,7 +329,6 @@ class Training:
         else:
             is_dense = self.choice is not None and self.choice.wants_dense
             if adam is not None:
-                adam.warm_up.poll(self.engine.mean_over_ranks)
                 is_dense = adam.warm_up.is_dense or is_dense
         if is_dense != self.is_dense:
             self.is_dense = is_dense

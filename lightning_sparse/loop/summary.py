@@ -7,7 +7,6 @@ from typing import Optional
 from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER
-from lightning_sparse.engine.adam.correction import MIN_DENSE_STEPS
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.wire import EXCHANGES
@@ -82,13 +81,12 @@ def describe(settings: Settings) -> str:
 
 
 def adam_line(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
-    """Describe the first steps of optimizers that are Adam, by their own names, in a training of known length."""
+    """Describe the first steps of the corrected optimizers, in a training of so many steps."""
     assert settings.adam is not None
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
-    most, fall = settings.adam.most_dense_steps(total_steps), settings.adam.density_decay_steps
-    least = f"{MIN_DENSE_STEPS} to " if settings.adam.warmup_steps is None and most > MIN_DENSE_STEPS else ""
+    dense, fall = settings.adam.warm_up(total_steps)
     falls = "" if fall == 0 else f", then the density falls from 1 to {settings.least_density:g}"
-    return f"{names} sends whole gradients in the first {least}{most} optimizer steps{falls}."
+    return f"{names} sends whole gradients in the first {dense} optimizer steps{falls}."
 
 
 def warning_for(optimizer: Optimizer) -> str:

@@ -28,13 +28,11 @@ class AdamCorrection:
     the first moment, send all of it as signs, and divide after the exchange. Here updates compete, not gradients.
 
     Args:
-        warmup_steps: first steps of a parameter in which its whole gradient is sent and the optimizer acts as ever, at
-            least 2; ``None`` for as many as the second moment takes to be known: from 10 to 100, and no more than a
-            hundredth of a training whose length is known, if that is more than 10. It is known when its mean over a
-            parameter's elements has changed by less than a factor of 1.65 since half as many steps, on average over
-            elements.
+        warmup_steps: first steps of a parameter, at least 2. They send its whole gradient, and the optimizer steps as
+            without compression. ``None`` for a hundredth of the training, at least 10 and at most 100; 100 if the
+            training's length is unknown.
         density_decay_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for
-            five times the dense steps, and no more than a tenth of a training whose length is known.
+            five times the dense steps, and at most a tenth of a training of known length.
         second_moment_interval: least steps between two mean gradients that a parameter's second moment learns from;
             the interval grows to a tenth of the steps made. Parameters take turns, so that of a model of 5 million or
             more a step sends a tenth of half of what DDP sends, or less; smaller ones take fewer turns.
@@ -62,25 +60,20 @@ class AdamCorrection:
                 raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
             object.__setattr__(self, name, int(given))  # of numpy's, too
 
-    def most_dense_steps(self, total_steps: Optional[int]) -> int:
-        """Return how many steps are dense at most, of the whole training's (``None`` where they are not known)."""
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        known = MAX_DENSE_STEPS if total_steps is None else total_steps // 100
-        return max(MIN_DENSE_STEPS, min(MAX_DENSE_STEPS, known))
-
-    def warm_up(self, warmup_steps: int, total_steps: Optional[int] = None) -> "WarmUp":
-        """Return the warm-up of a training with so many dense steps.
+    def warm_up(self, total_steps: Optional[int] = None) -> "WarmUp":
+        """Return the warm-up of a training of so many steps; ``None`` if their number is unknown.
 
         Example::
 
-            >>> AdamCorrection().warm_up(10), AdamCorrection().warm_up(10, total_steps=400)
-            (WarmUp(warmup_steps=10, density_decay_steps=50), WarmUp(warmup_steps=10, density_decay_steps=40))
+            >>> AdamCorrection().warm_up(), AdamCorrection().warm_up(total_steps=400)
+            (WarmUp(warmup_steps=100, density_decay_steps=500), WarmUp(warmup_steps=10, density_decay_steps=40))
         """
-        if self.density_decay_steps is not None:
-            return WarmUp(warmup_steps, self.density_decay_steps)
-        fall = _FALL * warmup_steps
-        return WarmUp(warmup_steps, fall if total_steps is None else min(fall, total_steps // 10))
+        hundredth = MAX_DENSE_STEPS if total_steps is None else total_steps // 100
+        dense = self.warmup_steps or min(MAX_DENSE_STEPS, max(MIN_DENSE_STEPS, hundredth))
+        fall = self.density_decay_steps
+        if fall is None:
+            fall = _FALL * dense if total_steps is None else min(_FALL * dense, total_steps // 10)
+        return WarmUp(dense, fall)
 
 
 class WarmUp(NamedTuple):

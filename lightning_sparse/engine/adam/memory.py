@@ -240,8 +240,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, rescale_on_lr_change)
         self._clips = OwnClips(world_size, total_of)
-        self.warm_up: Optional[WarmUp] = None  # ``None`` while the second moment is not known
-        self.second_means: dict[str, tuple[float, int]] = {}  # that later ones are compared with, and their step
+        self.warm_up: Optional[WarmUp] = None  # that has ended
         self.correction = correction
         self._world_size = world_size
         self._share_of = local_share
@@ -459,8 +458,7 @@ class AdamMemory(ResidualMemory):
             "squared_norms": dict(self._clips.squared_norms),
             "refresh_gradient": {name: each for name, each in self.refreshes.gradients.items() if each is not None},
             "refresh_due": {name: _saved([step]) for name, step in self.refreshes.due.items()},
-            "second_moment_mean": {name: _saved(mean) for name, mean in self.second_means.items()},
-            "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, _saved(self.warm_up)),
+            "warm_up": {} if self.warm_up is None else dict.fromkeys(states, _saved(self.warm_up)),
         }
 
     @override
@@ -473,11 +471,8 @@ class AdamMemory(ResidualMemory):
         due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
         held = {name: each.to(torch.bfloat16, copy=True) for name, each in state.get("refresh_gradient", {}).items()}
         self.refreshes = Refreshes(self.correction.second_moment_interval, due, {**held})
-        means = state.get("second_moment_mean", {})
-        self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
-        self.warm_up = next(
-            (WarmUp(int(dense), int(fall)) for _, (dense, fall) in _as_numbers(state.get("warm_up", {}))), None
-        )
+        saved = next(iter(state.get("warm_up", {}).values()), None)
+        self.warm_up = None if saved is None else WarmUp(*map(int, saved.tolist()))
 
 
 def _teach(
@@ -512,7 +507,3 @@ def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMomen
 def _saved(numbers: Sequence[float]) -> Tensor:
     """Return numbers as a tensor of a type that does not follow the default type, which may be narrow."""
     return torch.tensor(numbers, dtype=torch.float32)
-
-
-def _as_numbers(kept: Mapping[str, Tensor]) -> Iterator[tuple[str, list[float]]]:
-    return ((name, tensor.tolist()) for name, tensor in kept.items())

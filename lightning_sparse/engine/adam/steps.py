@@ -1,7 +1,6 @@
 """The optimizer's part of a step whose updates were made before selection: apply the mean update, and weight decay."""
 
 import inspect
-import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
-from lightning_sparse.engine.adam.correction import MIN_DENSE_STEPS, WarmUp
+from lightning_sparse.engine.adam.correction import WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened
 from lightning_sparse.engine.step.hooks import after_closure
@@ -24,9 +23,6 @@ from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
 from lightning_sparse.functional.elements import flatten_as, local_tensor
 
-# Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
-# ends with 10 dense steps where it does with 20.
-_KNOWN_CHANGE = 0.5
 _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -170,76 +166,33 @@ class StepCounts:
 
 @dataclass
 class AdamWarmUp:
-    """How long more is sent than later: everything until the second moment is known, then less with each step."""
+    """First steps that send everything, and the steps after them that send less and less."""
 
     counts: StepCounts
     memory: AdamMemory
-    total_steps: Optional[int] = None  # of the whole training, where that is known
+    total_steps: Optional[int] = None  # of the whole training, if known
 
     @property
-    def known(self) -> Optional[WarmUp]:
-        """How long that is; ``None`` while the second moment is not known."""
-        chosen = (correction := self.memory.correction).warmup_steps
-        return self.memory.warm_up if chosen is None else correction.warm_up(chosen)
+    def length(self) -> WarmUp:
+        """Lengths of both parts; a warm-up that has ended stays as it was, whatever the training's new length."""
+        correction, ended = self.memory.correction, self.memory.warm_up
+        return correction.warm_up(self.total_steps) if ended is None or correction.warmup_steps else ended
 
     @property
     def is_dense(self) -> bool:
-        """Whether everything is sent in the coming step, of all parameters that have made the most steps."""
-        warm_up, most = self.known, self.counts.most
-        return most >= 0 and (warm_up is None or most < warm_up.warmup_steps)
+        """Whether the coming step sends everything of all parameters that have made the most steps."""
+        return 0 <= self.counts.most < self.length.warmup_steps
 
     @property
     def progress(self) -> float:
-        """How much of the fall of the density lies behind, from 0 to 1."""
-        return 1.0 if self.counts.most < 0 else _progress(self.known, self.counts.most)
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether steps were made before that nobody has looked at, with DDP: what Adam has learned then is known."""
-        return self.known is None and not self.memory.second_means and self.counts.most > MIN_DENSE_STEPS
-
-    def poll(self, agree: Callable[[float], float]) -> None:
-        """End the warm-up once its steps have made the second moment known; ``agree`` returns a mean over ranks."""
-        if self.known is not None:
-            return
-        steps, last = self.counts.most, max((step for _, step in self.memory.second_means.values()), default=0)
-        most = self.memory.correction.most_dense_steps(self.total_steps)
-        if steps < min(2 * last or MIN_DENSE_STEPS // 2, most):
-            return
-        means, is_resumed = self._second_means(), self.is_resumed
-        if last:
-            change = agree(self._change(means))
-        self.memory.second_means = {name: (mean, steps) for name, mean in means.items()}
-        if is_resumed or (last and change <= _KNOWN_CHANGE) or steps >= most:
-            warmup_steps = MIN_DENSE_STEPS if is_resumed else steps
-            self.memory.warm_up = self.memory.correction.warm_up(warmup_steps, self.total_steps)
-
-    def _change(self, means: Mapping[str, float]) -> float:
-        """Return by how much second moments have changed: the mean over elements of a logarithm's magnitude."""
-        numels = {name: parameter.numel() for *_, members in self.counts.groups() for parameter, name, _ in members}
-        changes = {
-            name: abs(math.log(means[name] / before))
-            for name, (before, _) in self.memory.second_means.items()
-            if means.get(name, 0.0) > 0 and before > 0
-        }
-        weighed = sum(numels[name] * change for name, change in changes.items())
-        return weighed / max(1, sum(numels[name] for name in changes))
-
-    def _second_means(self) -> dict[str, float]:
-        """Return the mean of each parameter's second moment, without the bias of its step."""
-        means: dict[str, Tensor] = {}
-        for optimizer, group, members in self.counts.groups():
-            for parameter, name, count in members:
-                if count:
-                    bias = 1 - float(group["betas"][1]) ** count
-                    means[name] = local_tensor(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias
-        return dict(zip(means, torch.stack(list(means.values())).tolist()))
+        """Fraction of the density's fall that is over, from 0 to 1."""
+        return 1.0 if self.counts.most < 0 else _progress(self.length, self.counts.most)
 
     def resume_from(self, before: "AdamWarmUp") -> None:
-        """Go on from that of other optimizers; learn how long more is sent once more, where these have made no step."""
+        """Continue the warm-up of other optimizers; optimizers without a step begin their own."""
         self.total_steps = before.total_steps
         if not self.counts.most:
-            self.memory.warm_up, self.memory.second_means = None, {}
+            self.memory.warm_up = None
 
 
 class AdamSteps:
@@ -289,15 +242,14 @@ class AdamSteps:
         """
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
-        warm_up = self.warm_up.known
-        warmup_steps = math.inf if warm_up is None else warm_up.warmup_steps
+        warm_up = self.warm_up.length
         groups = [] if is_dense else list(self.counts.groups())
         # Of several optimizers with one parameter each has to know it: any may make the step.
         whole = {
             name
             for *_, members in groups
             for parameter, name, count in members
-            if count < warmup_steps or not _fills_memory(parameter)
+            if count < warm_up.warmup_steps or not _fills_memory(parameter)
         }
         for optimizer, group, members in groups:
             settings, rate = _settings(optimizer, group), group["lr"]
@@ -310,6 +262,8 @@ class AdamSteps:
                 moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
+        if hyperparameters:
+            self._memory.warm_up = warm_up
         clips = () if is_dense else self.clips.next_step(self.counts.names)
         return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
@@ -432,14 +386,12 @@ class AdamSteps:
         self._hidden.clear()
 
 
-def _progress(warm_up: Optional[WarmUp], steps: int) -> float:
+def _progress(warm_up: WarmUp, steps: int) -> float:
     """Return how much of the fall of the density lies behind after so many steps, from 0 to 1.
 
     >>> [_progress(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
     [0.0, 0.0, 0.5, 1.0]
     """
-    if warm_up is None:
-        return 0.0
     fallen = max(0, steps - warm_up.warmup_steps)
     is_over = steps >= warm_up.warmup_steps and fallen >= warm_up.density_decay_steps
     return 1.0 if is_over else fallen / max(1, warm_up.density_decay_steps)

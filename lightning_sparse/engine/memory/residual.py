@@ -25,7 +25,6 @@ NUMBERS = {
     "refresh_due": 1,
     "second_moment_step": 1,
     "squared_norms": 2,
-    "second_moment_mean": 2,
     "warm_up": 2,
 }
 _REFRESH = "refresh_gradient"  # a kind without pending updates
