@@ -150,7 +150,7 @@ class Loop:
         if self.training is not None:
             self.training.reset_residuals()
 
-    def stats(self) -> dict[str, float]:
+    def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
 
         Names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. In a loop of one's own all the
@@ -189,7 +189,7 @@ class Loop:
             return
         # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
         can_ask = not has_failed or training.device.type == "cpu"
-        self._finish_with(*((self.stats(), self.plan()) if can_ask else ({}, None)))
+        self._finish_with(*((self.compression_stats(), self.plan()) if can_ask else ({}, None)))
         is_whole = training.close(self._final_stats, has_failed)
         self.training, self.optimizers = None, training.optimizers
         if is_whole and can_ask and keeps_state:  # on a GPU it takes as much memory as the model

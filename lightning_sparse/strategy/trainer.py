@@ -107,7 +107,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             steps of plain DDP), and where replicas drift apart ``replica_divergence`` (see
             :class:`~lightning_sparse.compressors.A2SGD`).
         """
-        return self._loop.stats()
+        return self._loop.compression_stats()
 
     def reset_residuals(self) -> None:
         """Set residuals, momentum and updates that were not sent to zero, after weights were restored by ``copy_``.

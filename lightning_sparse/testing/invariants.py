@@ -172,7 +172,7 @@ def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
             torch.testing.assert_close(arrived, owed, rtol=2e-6, atol=rounding, msg=partial("{}: {}".format, name))
 
 
-class RuntimeOptions(nn.Module):
+class GivenGradients(nn.Module):
     """Parameters with the gradients that :meth:`forward` is given; those that it is not given are unused."""
 
     def __init__(self, gradients: Tensors) -> None:
@@ -189,7 +189,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
     """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere; note what :func:`balance` does."""
     book = []
     names = ("shared", "sometimes", "never")
-    with sparse_ddp(RuntimeOptions(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
+    with sparse_ddp(GivenGradients(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
         gradients = watch_gradients(ddp.module)
         for step, uses in enumerate([3, 2 if rank == user else 1, 2 if rank == user else 1]):
             inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
@@ -383,7 +383,7 @@ def edges_of(dtype: torch.dtype) -> Tensors:
 def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """Exchange the same gradients from all ranks; return what was applied of each, and its residual here."""
     gradients = moved(gradients, DEVICE)
-    with sparse_ddp(RuntimeOptions(gradients), **settings) as (ddp, engine):
+    with sparse_ddp(GivenGradients(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
         residuals = residuals_like(engine, {f"weights.{name}": gradient for name, gradient in gradients.items()})
         applied = {name: weight.grad.clone() for name, weight in ddp.module.weights.items()}

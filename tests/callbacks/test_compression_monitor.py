@@ -79,7 +79,7 @@ def test_the_page_opens_sorted_and_says_what_is_planned(fitted, tmp_path):
     assert all(any(re.match(pattern, tag) for tag in tags) for patterns in charts.values() for pattern in patterns)
     first, *later = events.Tensors("sparse/plan/text_summary")
     assert first.step == 3
-    assert "TopK: groups are not planned" in first.tensor_proto.string_val[0].decode()
+    assert "TopK: buckets are not planned" in first.tensor_proto.string_val[0].decode()
     text = later[-1].tensor_proto.string_val[0].decode()  # after the trials
     assert "TopK: gradients are exchanged in" in text
     assert "backward and exchange take" in text

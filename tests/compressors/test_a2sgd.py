@@ -53,7 +53,7 @@ def test_it_trains_as_its_formula_says(pools, ranks):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-class RuntimeOptions(nn.Module):
+class GivenGradients(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         self.left = nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -65,7 +65,7 @@ class RuntimeOptions(nn.Module):
 
 def exchange(rank, gradients, dtype=torch.float32):
     left, right = torch.tensor(gradients[rank], dtype=dtype, device=DEVICE).split([3, 2])
-    with sparse_ddp(RuntimeOptions(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
+    with sparse_ddp(GivenGradients(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
         backpropagate(ddp, engine, ddp(left, right))
         return [*ddp.module.left.grad.tolist(), *ddp.module.right.grad.tolist()]
 

@@ -129,8 +129,12 @@ def count_bytes(rank, settings):
 
     def watched(self, name, tensor, *out):
         # An all-gather sends everything to all others, an all-to-all a part to each, and a ring all-reduce both.
-        others = self.ranks - 1
-        times = {"all_gather": others, "all_to_all": others / self.ranks, "all_reduce": 2 * others / self.ranks}
+        others = self.world_size - 1
+        times = {
+            "all_gather": others,
+            "all_to_all": others / self.world_size,
+            "all_reduce": 2 * others / self.world_size,
+        }
         sent.append(times[name] * tensor.numel() * tensor.element_size())
         return original(self, name, tensor, *out)
 

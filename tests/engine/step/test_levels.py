@@ -7,7 +7,7 @@ import lightning_sparse.engine.step.topology as levels_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.invariants import (
-    RuntimeOptions,
+    GivenGradients,
     assert_close,
     assert_nothing_moves,
     balance,
@@ -116,7 +116,7 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(n
 
 def exchange_edges(rank, settings, gradients):
     gradients = moved(gradients, DEVICE)
-    with sparse_ddp(model := RuntimeOptions(gradients), **settings) as (ddp, engine):
+    with sparse_ddp(model := GivenGradients(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
         waiting = residuals_like(engine, dict(model.named_parameters()))
         applied = gradients_of(ddp)
