@@ -86,8 +86,7 @@ class _Missing(NamedTuple):
     """A parameter that this rank has not used."""
 
     parameter: Tensor
-    gradient: Tensor  # what goes in the place of its gradient, and then the mean
-    arrived: Optional[Tensor]  # that its gradient holds
+    gradient: Tensor  # zeros in the place of its gradient, then the mean
 
 
 class Backward(ABC):
@@ -99,6 +98,7 @@ class Backward(ABC):
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
+        self.is_announced = self.has_end = False  # by a caller or by the output of the model; by a callback of autograd
         self.marks: dict[ParamEntry, Timestamp] = {}  # since when each gradient is ready, in the order of backward
         self._context = route
         self._order = order
@@ -137,9 +137,9 @@ class Backward(ABC):
 
     def _write_missing(self, unused: Set[Tensor]) -> None:
         """Write means where this rank has no gradient to write them into; nothing where no rank has one."""
-        for parameter, gradient, arrived in self._missing:
+        for parameter, gradient in self._missing:
             if parameter not in unused:
-                parameter.grad = gradient if arrived is None else gradient.add_(arrived)
+                parameter.grad = gradient
 
     def _enqueue(self, member: ParamEntry) -> None:
         """Add a gradient to its bucket, and the bucket to what travels if it is complete."""
@@ -197,10 +197,10 @@ class Backward(ABC):
         is_used = self._is_used(member)
         return LocalGradient(member.name, (self._flat_grad if is_used else self._zeros_for)(member.parameter), is_used)
 
-    def _zeros_for(self, parameter: Tensor, arrived: Optional[Tensor] = None) -> Tensor:
+    def _zeros_for(self, parameter: Tensor) -> Tensor:
         """Return zeros for a parameter that was not used."""
         zeros = torch.zeros_like(parameter)
-        self._missing.append(_Missing(parameter, zeros, arrived))
+        self._missing.append(_Missing(parameter, zeros))
         return flatten_as(shard_of(parameter, zeros) if self._context.is_sharded else zeros)
 
     def _flat_grad(self, parameter: Tensor) -> Tensor:

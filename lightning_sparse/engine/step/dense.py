@@ -57,7 +57,7 @@ class DenseBackward(Backward):
         return self._bucket_numel * member.parameter.dtype.itemsize >= self._bytes
 
     @override
-    def _zeros_for(self, parameter: Tensor, arrived: Optional[Tensor] = None) -> Tensor:
+    def _zeros_for(self, parameter: Tensor) -> Tensor:
         flat = super()._zeros_for(parameter)
         if parameter.grad is not None:  # others may have added to the same
             self._missing[-1].gradient.copy_(parameter.grad.detach())

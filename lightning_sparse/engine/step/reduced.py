@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 from torch import Tensor
 
@@ -10,15 +10,16 @@ from lightning_sparse.functional.elements import local_tensor
 
 
 class ReducedGradients:
-    """Tell apart what exchanges have brought of a gradient, the same on all ranks, and what this rank has added since.
+    """The means that exchanges have written to gradients, apart from this rank's contributions to the next exchange.
 
-    A step of several backwards has several exchanges: each is given only what was added after the one before.
+    A step of several backwards has several exchanges. When one begins, means are taken out of ``p.grad``, which holds
+    this rank's contribution alone from then on. They are added to the new means.
     """
 
     def __init__(self) -> None:
         self.begun: set[Tensor] = set()  # parameters exchanged since their step, whatever became of their gradients
-        self._written: dict[Tensor, Tensor] = {}  # gradients that are means, as nothing has been added since
-        self._copies: dict[Tensor, Tensor] = {}  # of means to which something has been added
+        self._means: dict[Tensor, Tensor] = {}  # gradients to which nothing was added since their exchange
+        self._copies: dict[Tensor, Tensor] = {}  # copies of means to which something was added
         self._handles: dict[Tensor, Any] = {}
         self.optimizer_parameters: Callable[[], Collection[Tensor]] = tuple  # parameters that optimizers train
 
@@ -27,18 +28,18 @@ class ReducedGradients:
 
         Nobody steps by them. Left there, they would be in all later sums, and no step would be finite any more.
         """
-        optimizer_parameters = set(self.optimizer_parameters() if self._written else ())
-        for parameter, gradient in self._written.items() if optimizer_parameters else ():
+        optimizer_parameters = set(self.optimizer_parameters() if self._means else ())
+        for parameter, gradient in self._means.items() if optimizer_parameters else ():
             if parameter not in optimizer_parameters and parameter.grad is gradient:
                 local_tensor(gradient).nan_to_num_(0, 0, 0)
 
     @property
     def has_means(self) -> bool:
-        """Whether a gradient holds what an exchange has brought, so that backward would add to it."""
-        return bool(self._written or self._copies)
+        """Whether a gradient holds a mean, to which backward would add."""
+        return bool(self._means or self._copies)
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Watch what backward adds to, from the next one on; what is frozen for a while is left to a later call."""
+        """Copy means before a backward adds to them, from the next one on; frozen parameters wait for a later call."""
         if len(self._handles) == len(parameters):
             return
         for parameter in parameters:
@@ -46,58 +47,68 @@ class ReducedGradients:
                 self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
 
     def unwatch(self) -> None:
-        """Watch no more; means stay known."""
+        """Copy means now, and watch no more."""
         self.keep()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
     def keep(self) -> None:
-        """Copy all means, before somebody adds to what they are in."""
-        for parameter in list(self._written):
+        """Copy all means."""
+        for parameter in list(self._means):
             self._keep(parameter)
 
     def _keep(self, parameter: Tensor, *addend: Tensor) -> None:
-        """Copy the mean in a gradient that backward is about to add to."""
-        gradient = self._written.pop(parameter, None)
+        mean = self._means.pop(parameter, None)
         if parameter.grad is None:
             self._copies.pop(parameter, None)
-        elif gradient is not None and parameter.grad is gradient:  # else somebody has replaced it
-            self._copies[parameter] = gradient.detach().clone()
+        elif parameter.grad is mean:  # else it was replaced
+            self._copies[parameter] = mean.detach().clone()
 
     @property
     def continued(self) -> set[Tensor]:
-        """Parameters whose gradients hold a mean of the step; that of what no optimizer has is of any step before."""
+        """Parameters with a mean of the step; a mean that no optimizer reads may be of any step before."""
         held = {each for each in self._copies if each.grad is not None}
-        held |= {each for each, mean in self._written.items() if each.grad is mean}
+        held |= {each for each, mean in self._means.items() if each.grad is mean}
         return (
             held & optimizer_parameters if held and (optimizer_parameters := set(self.optimizer_parameters())) else held
         )
 
-    def take(self, parameter: Tensor) -> Optional[Tensor]:
-        """Return the mean that a gradient holds, ``None`` for none, and forget it."""
-        if not self._written and not self._copies:
-            return None
-        written, copy = self._written.pop(parameter, None), self._copies.pop(parameter, None)
-        return None if parameter.grad is None else written if parameter.grad is written else copy
+    def take_means(self) -> dict[Tensor, Tensor]:
+        """Take the means out of gradients, and return them."""
+        taken: dict[Tensor, Tensor] = {}
+        for parameter, mean in self._means.items():
+            if parameter.grad is mean:
+                taken[parameter], parameter.grad = mean, None
+        for parameter, mean in self._copies.items():
+            if parameter.grad is not None and parameter not in taken:  # infinities become NaN, and stay visible
+                taken[parameter], parameter.grad = mean, (parameter.grad - mean).detach()
+        self._means.clear()
+        self._copies.clear()
+        return taken
 
     def note(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
-        """Take gradients for means after an exchange, also of what no rank has used: there is nothing of one rank."""
+        """Take gradients for means after an exchange, also of parameters that no rank has used."""
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:
-                self._written[parameter] = gradient
+                self._means[parameter] = gradient
                 if parameter not in unused:
                     self.begun.add(parameter)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """End the step of parameters: what their gradients hold from now on is of the next."""
+        """End the step of parameters."""
         for parameter in parameters:
             self.begun.discard(parameter)
-            self._written.pop(parameter, None)
+            self._means.pop(parameter, None)
             self._copies.pop(parameter, None)
 
     def clear(self) -> None:
-        """Take all gradients for the rank's own."""
+        """Take all gradients for this rank's own."""
         self.begun.clear()
-        self._written.clear()
+        self._means.clear()
         self._copies.clear()
+
+
+def add_mean(parameter: Tensor, mean: Tensor) -> None:
+    """Add a mean that was taken out of a gradient; other gradients may share the memory of either."""
+    parameter.grad = mean if parameter.grad is None else (mean + parameter.grad).detach()

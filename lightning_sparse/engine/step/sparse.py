@@ -19,8 +19,9 @@ from lightning_sparse.engine.step.backward import (
     ReducerContext,
     is_replaceable,
 )
+from lightning_sparse.engine.step.reduced import add_mean
 from lightning_sparse.engine.step.step import BucketResult, LocalGradient
-from lightning_sparse.functional.elements import flatten_as, laid_as, local_tensor
+from lightning_sparse.functional.elements import laid_as, local_tensor
 
 
 class SparseBackward(Backward):
@@ -36,8 +37,7 @@ class SparseBackward(Backward):
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
         self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
         self._exchanged: list[BucketResult] = []
-        self._means: list[Tensor] = []  # that have arrived before in the same step, the same on all ranks
-        self._reduced: list[tuple[Tensor, Tensor]] = []  # gradients, and those means, which were taken out of them
+        self._means = route.reduced.take_means()  # of exchanges before in the same step, the same on all ranks
         self._continues_step = False
         if route.overlaps_backward and route.pipeline.memory.corrects_adam:
             route.worker.submit(route.pipeline.refresh)
@@ -73,7 +73,7 @@ class SparseBackward(Backward):
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
         """Return the gradients of a bucket; small ones are copied side by side first, and their means back."""
         # Where the format is "reduce" each message is one flat tensor anyway.
-        packs = self._context.pipeline.compressor.wire_format != "reduce" and not self._context.reduced.has_means
+        packs = self._context.pipeline.compressor.wire_format != "reduce"
         small = [each for each in members if each.numel < SMALL and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
             return super()._gradients_of(members)
@@ -87,30 +87,8 @@ class SparseBackward(Backward):
     @override
     def _local_of(self, member: ParamEntry) -> LocalGradient:
         local, parameter = super()._local_of(member), member.parameter
-        # A mean that has arrived before is added to what is in the gradient's memory at the end.
-        can_trade = member.numel >= LARGE and not self._means and not self._context.is_sharded
+        can_trade = member.numel >= LARGE and not self._context.is_sharded
         return local._replace(parameter=parameter) if can_trade and is_replaceable(local.gradient, parameter) else local
-
-    @override
-    def _zeros_for(self, parameter: Tensor, arrived: Optional[Tensor] = None) -> Tensor:
-        return super()._zeros_for(parameter, self._mean_in(parameter))
-
-    @override
-    def _flat_grad(self, parameter: Tensor) -> Tensor:
-        arrived, flat = self._mean_in(parameter), super()._flat_grad(parameter)
-        if arrived is not None:
-            mean = flatten_as(local_tensor(arrived), local_tensor(parameter))
-            self._reduced.append((flat, mean))
-            # What is not finite does not become zero, so that the exchange hears of it.
-            self._context.worker.submit(partial(torch._foreach_sub_, [flat], [mean]))
-        return flat
-
-    def _mean_in(self, parameter: Tensor) -> Optional[Tensor]:
-        """Return the mean that a gradient holds since an exchange before in its step."""
-        arrived = self._context.reduced.take(parameter)
-        if arrived is not None:
-            self._means.append(local_tensor(arrived))
-        return arrived
 
     @override
     def _end(self) -> threading.Event:
@@ -126,18 +104,19 @@ class SparseBackward(Backward):
     def _commit(self) -> None:
         pipeline, exchanged = self._context.pipeline, self._exchanged
         if self._continues_step and exchanged:
-            pipeline.check_arrived(self._means)
+            means = (self._means.get(each.parameter) for each in self._order.members)
+            pipeline.check_arrived([local_tensor(each) for each in means if each is not None])
         pipeline.commit(exchanged, self._order.places)
         for gradients, views in self._packed:
             torch._foreach_copy_(gradients, views)
         pipeline.close_record()
-        for gradient, arrived in self._reduced:
-            gradient.add_(arrived)
         self._used_by_any = exchanged[-1].result.used if exchanged else None
 
     @override
     def _write_missing(self, unused: Set[Tensor]) -> None:
         super()._write_missing(unused)
+        for parameter, mean in self._means.items():
+            add_mean(parameter, mean)
         self._context.reduced.note([each.parameter for each in self._order.members], unused)
         if unused:
             self._context.pipeline.memory.on_unused(
