@@ -1,6 +1,7 @@
 """The reducer: it takes gradients as backward makes them, and writes means when backward ends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, Optional, Union
 
@@ -52,6 +53,14 @@ class NoOpReducer:
     set_runtime_stats_and_log = set_error_and_log = _do_nothing
 
 
+class State(Enum):
+    """The state of a reducer."""
+
+    IDLE = "no backward is exchanged"
+    COLLECTING = "a backward has begun that is exchanged"
+    FINALIZING = "all gradients of the backward are there, and are not means yet"
+
+
 class SparseReducer(SharedOnCopy):
     """Take gradients as backward makes them, and hand them to the object of their backward.
 
@@ -76,19 +85,18 @@ class SparseReducer(SharedOnCopy):
     ) -> None:
         self.is_dense = is_dense
         self.is_paused = False  # gradients stay this rank's own, as with local steps
-        self.allow_implicit_backward = True  # backwards of which nobody has told exchange theirs
+        self.allow_implicit_backward = True  # a backward is exchanged without prepare_for_backward, too
+        self.state = State.IDLE
         self._wrapper = wrapper
         self._context = route
         self._begin = begin
         self._end = end
-        # With hooks, also of what is frozen: it may be unfrozen within a step.
+        # Frozen parameters have hooks, too: they may be unfrozen within a step.
         self._hooked: dict[Tensor, tuple[ParamEntry, Any]] = {}
-        self.numel = 0
-        self._used: set[ParamEntry] = set()  # those that backward has reached since the last exchange
-        self._is_due = False  # a backward goes on whose gradients are exchanged when it ends, and none has come yet
-        self._last_graph = -1  # the backward whose end was seen last
-        self._heard_graph = -1  # that whose beginning was
-        self._backward: Optional[Backward] = None  # whose gradients have begun to come, and are not means yet
+        self._used: set[ParamEntry] = set()  # parameters with a gradient since the last exchange
+        self._last_graph = -1  # the last backward with an end
+        self._model_graph = -1  # the last backward through the output of the model
+        self._backward: Optional[Backward] = None  # the one in progress, unless IDLE
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = NoOpReducer()  # type: ignore[assignment]
 
@@ -107,7 +115,6 @@ class SparseReducer(SharedOnCopy):
         self._members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
         for position, each in enumerate(self._members):
             each.position = position
-        self.numel = sum(each.numel for each in self._members)
         self._context.packages.clear()
         self._order = ParamOrder((), self._context.among.device)
 
@@ -128,19 +135,21 @@ class SparseReducer(SharedOnCopy):
         return sum(each.numel * self._context.dense_dtype_of(each.parameter.dtype).itemsize for each in self._members)
 
     @property
-    def is_open(self) -> bool:
-        """Whether a backward's gradients have begun to come, and are not means yet."""
-        return self._backward is not None
+    def numel(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(each.numel for each in self._members)
 
     @property
-    def used(self) -> set[Tensor]:
-        """Parameters that backward has reached since the last exchange."""
-        return {each.parameter for each in self._members if each in self._used}
+    def is_open(self) -> bool:
+        """Whether gradients of a backward wait for their exchange."""
+        return self.state is not State.IDLE
 
     def holds_own(self, parameters: Iterable[Tensor]) -> bool:
-        """Tell whether a gradient of some parameters is this rank's own, and was to be exchanged."""
-        used = set() if self.is_paused or self.is_open else self.used  # empty from an exchange to the next backward
-        return bool(used) and any(each in used and each.grad is not None for each in parameters)
+        """Return whether a gradient of some parameters is this rank's own, and was to be exchanged."""
+        if self.is_paused or self.is_open or not self._used:
+            return False
+        used = {each.parameter for each in self._members if each in self._used}
+        return any(each in used and each.grad is not None for each in parameters)
 
     def close(self) -> None:
         """Take back what was registered on the parameters, and end what a backward that failed has on its way."""
@@ -151,27 +160,29 @@ class SparseReducer(SharedOnCopy):
             handle.remove()
 
     def prepare_for_backward(self) -> None:
-        """Know that a backward begins."""
-        if self._backward is not None and not is_in_backward():
+        """Begin a backward that ends with :meth:`finalize_backward`."""
+        if self._backward is not None and self._backward.marks and not is_in_backward():
             raise RuntimeError(_FAILED)
-        self._is_due = self._exchanges
         self._record_start()
         self._context.reduced.drop_infinities()
+        self._attend()
+        if self._exchanges and not self.is_open:
+            self._open(is_announced=True)
+
+    def on_backward_start(self, gradient: Optional[Tensor] = None) -> None:
+        """Begin a backward through the output of the model or through its loss, before any gradient of it."""
+        if self._backward is not None:
+            self._finalize_at_end(self._backward)
+            return
+        if graph_number() != self._model_graph:  # else it has come to another output before
+            self._record_start()
+            if is_in_backward():  # before users look for infinities, and step
+                self._context.reduced.drop_infinities()
         self._attend()
 
     @property
     def _exchanges(self) -> bool:
         return bool(self._wrapper.require_backward_grad_sync) and not self.is_paused
-
-    def on_backward_start(self, gradient: Optional[Tensor] = None) -> None:
-        """Know of the backward that goes on, before any of its gradients, unless somebody has told of it."""
-        if self._is_due:
-            return
-        if graph_number() != self._heard_graph:  # else it has come to another output before
-            self._record_start()
-            if is_in_backward():  # before it users look for what is not finite, and step
-                self._context.reduced.drop_infinities()
-        self._attend()
 
     def _record_start(self) -> None:
         # While dense, the record in progress may be that of a round, which the worker writes.
@@ -179,68 +190,71 @@ class SparseReducer(SharedOnCopy):
             self._context.pipeline.recorder.begin_backward()
 
     def _attend(self) -> None:
-        self._heard_graph = graph_number()
+        """Have hooks be the last ones of each parameter, so that users' own act before, and protect means."""
+        self._model_graph = graph_number()
         for parameter, (member, handle) in self._hooked.items():
-            if next(reversed(parameter._post_accumulate_grad_hooks or ()), None) != handle.id:  # others act before
+            if next(reversed(parameter._post_accumulate_grad_hooks or ()), None) != handle.id:
                 handle.remove()
                 self._hooked[parameter] = member, register_grad_hook(parameter, partial(self._on_grad_ready, member))
-        if self._context.is_sharded:  # FSDP adds to gradients without a word to their parameters
-            self._context.reduced.keep()
-        elif self._context.reduced.has_means:
-            self._context.reduced.watch([each.parameter for each in self._members])
+        reduced = self._context.reduced
+        if self._context.is_sharded:
+            if not self._exchanges:
+                reduced.keep()  # FSDP adds to gradients without a hook before
+        elif reduced.has_means:
+            reduced.watch([each.parameter for each in self._members])
 
     def _on_grad_ready(self, member: ParamEntry, parameter: Tensor) -> None:
         """Take a gradient that backward has added to for the last time."""
         self._used.add(member)
-        if (backward := self._backward or self._opened()) is None:
+        if self._backward is None and not self._begins_exchange():
             return
+        backward = self._backward or self._open(is_announced=False)
         if member in backward.marks:
             raise RuntimeError(_TWICE.format(name=member.name))
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError(SPARSE_LAYOUT.format(name=member.name))
+        self._finalize_at_end(backward)
         self._context.worker.wait_for_caller()  # a retained graph may write gradients on several streams
         backward.take(member)
 
-    def _opened(self) -> Optional[Backward]:
-        """Begin an exchange with a backward's first gradient, unless it stays this rank's own."""
-        if not self._exchanges:
-            return None
-        if self._context.is_sharded:  # whoever tells of a backward tells of its end: FSDP hands shards over until then
-            return self._open() if self._is_due and self._context.overlaps_backward else None
+    def _begins_exchange(self) -> bool:
+        """Return whether the first gradient of a backward begins an exchange, or stays this rank's own."""
+        if not self._exchanges or self._context.is_sharded:
+            return False
         if -1 < graph_number() < self._last_graph:
             raise RuntimeError(_INSIDE)
-        is_explicit = self._is_due or graph_number() == self._heard_graph
-        if not (is_explicit or self.allow_implicit_backward):
-            return None
-        backward = self._open()
-        _LATER(self.finalize_backward if is_explicit else self._finalize_implicit)
-        return backward
+        return self.allow_implicit_backward or graph_number() == self._model_graph
 
-    def _finalize_implicit(self) -> None:
-        """Finish a backward of which nobody has told: of the next one nobody will tell before it adds to gradients."""
-        self.finalize_backward()
-        self._attend()
-
-    def _open(self) -> Backward:
-        """Begin a step's exchange."""
-        is_explicit, self._is_due = self._is_due, False
-        self._begin(is_explicit)
+    def _open(self, is_announced: bool) -> Backward:
+        """Begin an exchange."""
+        self._begin(is_announced)
         used = set(self._members) if self._context.is_sharded else self._used  # FSDP has reduced all of them
         self._backward = (DenseBackward if self.is_dense else SparseBackward)(self._context, self._order, used)
+        self._backward.is_announced = is_announced or graph_number() == self._model_graph
+        self.state = State.COLLECTING
         return self._backward
 
+    def _finalize_at_end(self, backward: Backward) -> None:
+        """Finalize when the backward that goes on ends; FSDP hands shards over until then, and later."""
+        if not (backward.has_end or self._context.is_sharded):
+            backward.has_end = True
+            _LATER(self.finalize_backward)
+
     def finalize_backward(self) -> None:
-        """Exchange what has not been, all ranks together, and have gradients be means."""
+        """Exchange the rest of the gradients, all ranks together, and write means; do nothing unless COLLECTING."""
         self._last_graph = max(self._last_graph, graph_number())
-        backward = self._backward or (self._open() if self._is_due else None)
-        if backward is None:
+        backward = self._backward
+        if backward is None or self.state is State.FINALIZING:
             return
+        self.state = State.FINALIZING
         if not self._order.members:
             self._order = ParamOrder(self._agreed_order(backward), self._order.all_used.device)
         with shown("exposed"):
             backward.finalize_backward(self._order)
-        self._used, self._backward = set(), None
+        self._used, self._backward, self.state = set(), None, State.IDLE
         self._end()
+        if not backward.is_announced:  # no hook comes before the first gradient of the next one, either
+            self._attend()
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:
         """Return rank 0's order of gradients, those that it has not used last, as they are defined from the end."""
