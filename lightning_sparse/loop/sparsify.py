@@ -58,7 +58,7 @@ _LOGGER = logging.getLogger(__name__)
 def sparsify_gradients(
     model: Module,
     optimizer: Union[Optimizer, Iterable[Optimizer]],
-    compressor: Union[str, Compressor] = "topk",
+    compressor: Union[str, Compressor] = "lags",
     density: Optional[float] = None,
     *,
     scaler: Optional[GradScaler] = None,

@@ -62,7 +62,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     @with_settings_signature()
     def __init__(
         self,
-        compressor: Union[str, Compressor] = "topk",
+        compressor: Union[str, Compressor] = "lags",
         density: Optional[float] = None,
         *,
         resume_compression: bool = True,

@@ -352,7 +352,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @with_settings_signature()
     def __init__(
         self,
-        compressor: Union[str, Compressor] = "topk",
+        compressor: Union[str, Compressor] = "lags",
         density: Optional[float] = None,
         *,
         resume_compression: bool = True,

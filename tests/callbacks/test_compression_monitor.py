@@ -35,7 +35,9 @@ def fit_monitored(rank, directory, monitor=None, strategy=None, module=Small, **
         "callbacks": [CompressionMonitor(**(monitor or {}))],
         **arguments,
     }
-    trainer = run_fit(rank, SparseDDPStrategy(**(strategy or {"density": 0.01})), module(), **settings)
+    trainer = run_fit(
+        rank, SparseDDPStrategy(**{"compressor": "topk", **(strategy or {"density": 0.01})}), module(), **settings
+    )
     return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
 
