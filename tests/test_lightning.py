@@ -130,4 +130,4 @@ def test_whichever_lightning_is_imported_first_is_served_and_the_other_is_told(r
 
 @pytest.mark.exhaustive
 def test_class_paths_serve_the_other_name(run):
-    assert "SparseDDPStrategy: TopK sends 0.1" in run(COMMAND, "fit", "--config=fit.yaml", ranks=2)
+    assert "SparseDDPStrategy: LAGS sends 0.1" in run(COMMAND, "fit", "--config=fit.yaml", ranks=2)
