@@ -1,4 +1,4 @@
-"""The engine: builds the nouns for one model, starts the worker, and takes the gradients."""
+"""The engine: it builds the parts of one model's exchange, starts the worker, and hooks the gradients."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -38,16 +38,20 @@ from lightning_sparse.engine.wire import Wires
 from lightning_sparse.schedule import Merged
 
 _LOGGER = logging.getLogger(__name__)
-_RECEIVED_BYTES = 12  # of an element that a rank has selected: its value, and its place as int64
+_RECEIVED_BYTES = 12  # bytes of a selected element: a float32 value and an int64 index
 _RESIDUAL_BYTES = 4
 
 
 class Engine(SharedOnCopy):
-    """Exchange the gradients of one wrapped model, until closed; they are taken from here on.
+    """Exchange the gradients of one wrapped model, from construction until :meth:`close`.
 
-    ``local_world_size`` of a node average their gradients first, or have done so where they hold one replica in shards.
-    ``begin`` is called before a backward's first gradient is taken, and told whether anybody has told of it; ``end`` is
-    called when gradients are means. Between two steps ``densities`` may be raised, alike on all ranks.
+    Args:
+        local_world_size: ranks per node that average their gradients first, or that hold one sharded replica.
+        begin: called before the first gradient of a backward, with whether the backward was announced.
+        end: called when all gradients hold their means.
+
+    Attributes:
+        densities: may be raised between two steps, equally on all ranks.
     """
 
     def __init__(
@@ -63,10 +67,10 @@ class Engine(SharedOnCopy):
         self.module = module = named_module(ddp)
         compressor = settings.compressor
         if settings.replicas_diverge:
-            # It refuses what cannot be averaged, before a thread runs.
+            # This raises an error for models that cannot be averaged, before a thread runs.
             averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module)
-        # NCCL takes memory for each group. Those of others serve where nothing travels while others may send, too.
+        # NCCL takes memory for each group. Existing groups are safe if no exchange overlaps with other collectives.
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
         shares_groups = is_nccl and local_world_size > 1 and has_their_timeout and not settings.overlaps_backward
         levels = _levels_between(device, ddp, local_world_size, timeout, shares_groups)
@@ -79,8 +83,8 @@ class Engine(SharedOnCopy):
         self.densities = settings.densities()
         self._settings = settings
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
-        self._numels: dict[str, int] = {}  # that this rank exchanges, by name, also of what is exchanged no more
-        self._begin(self._layout_of(trained))  # it may raise, before a thread runs
+        self._numels: dict[str, int] = {}  # elements that this rank exchanges or has exchanged, by parameter name
+        self._begin(self._layout_of(trained))  # This call may raise, so it precedes the worker thread.
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
@@ -96,7 +100,7 @@ class Engine(SharedOnCopy):
 
     @property
     def topology(self) -> Topology:
-        """Who keeps what."""
+        """Number of ranks, and of ranks per node or replica."""
         return Topology(self.levels.world.world_size, self.levels.local_world_size)
 
     def _reducer_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> SparseReducer:
@@ -110,7 +114,7 @@ class Engine(SharedOnCopy):
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            begin = partial(type(self)._begin_exchange, proxy(self))  # no cycle, in which memory waits for a collection
+            begin = partial(type(self)._begin_exchange, proxy(self))  # A cycle would delay the release of GPU memory.
             return LocalStepsController(local, shared, self.levels.world, self.worker, begin)
         if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world)
@@ -119,7 +123,7 @@ class Engine(SharedOnCopy):
 
     @property
     def rounds(self) -> Optional[LocalStepsController]:
-        """Rounds of local steps; ``None`` where gradients are exchanged in every step."""
+        """Controller of local steps, or ``None`` if every step exchanges gradients."""
         return self.replicas if isinstance(self.replicas, LocalStepsController) else None
 
     def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
@@ -127,16 +131,17 @@ class Engine(SharedOnCopy):
         return layout_of(self.module, world.rank, world.world_size, world.device, trained)
 
     def _begin(self, layout: ModelLayout) -> None:
-        """Set what the compressor works on."""
         self._layout, inter = layout, self.levels.inter
         numels = tuple(map(self.levels.share_numel, layout.numels))
         self._settings.compressor.begin(layout._replace(numels=numels, rank=inter.rank, world_size=inter.world_size))
         self._numels.update(zip(layout.names, numels))
 
     def restart(self, trained: Mapping[str, Tensor], names: Renaming) -> None:
-        """Exchange these parameters of the model from the next backward on; all ranks call, between two.
+        """Exchange other parameters from the next backward on. All ranks must call, between two backwards.
 
-        State of a parameter follows it from the name that it had to the one that it has by ``names``, if it has one.
+        Args:
+            trained: parameters to exchange, by name.
+            names: the new name of each earlier parameter, or ``None`` if the model has lost the parameter.
         """
         layout = self._layout_of(trained)
         if self.rounds is not None:
@@ -153,10 +158,10 @@ class Engine(SharedOnCopy):
         self.reducer.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
-        """Have the coming steps send everything, as DDP does, or only what is selected, or nothing but in rounds."""
+        """Send dense gradients in the next steps, as DDP does, or stop doing so."""
         if self.rounds is None:
             self.reducer.is_dense = is_dense
-            if is_dense:  # optimizers learn from gradients again
+            if is_dense:  # DDP averages gradients: the memory must not accumulate updates.
                 self.reduced.clear()
                 self.worker.run(self.memory.leave)
         else:
@@ -164,7 +169,7 @@ class Engine(SharedOnCopy):
             self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense
 
     def target_densities(self) -> dict[str, float]:
-        """Return the densities that the user asked for, of all parameters whose gradients are exchanged, by name."""
+        """Return the density that the user chose for each exchanged parameter, by name."""
         return {name: self.densities.target(name) for name in self.parameter_names}
 
     def present_densities(self) -> dict[str, float]:
@@ -172,27 +177,27 @@ class Engine(SharedOnCopy):
         return {name: self.densities.of(name) for name in self.parameter_names}
 
     def mean_over_ranks(self, number: float) -> float:
-        """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
+        """Return the mean of a number over ranks. All ranks must call, between two steps. Synchronizes with the GPU."""
         return self.worker.run(lambda: self.levels.world.mean_of_numbers([number]))[0]
 
     def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
         parts = (settings.schedule, self.levels.world, self.recorder, self._numels, self.densities)
-        memory = proxy(self.memory)  # which does not wait for a collection, as a planner and its course do
+        memory = proxy(self.memory)  # The planner's generator is in a reference cycle, the memory must not be.
         adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT, epoch: int = 0) -> None:
-        """Begin a step, before any of its gradients is taken."""
-        if self.recorder.current.backward_start is None:  # nobody has heard of this backward before its first gradient
+        """Begin a backward, before its first gradient is collected."""
+        if self.recorder.current.backward_start is None:  # No hook saw the start of this backward.
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
         self.pipeline.begin_step(context)
         self.densities.begin_step(epoch, context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
-        """Begin a backward of which everything is sent: in a warm-up in the wire's type, if that has fp32's range."""
+        """Begin a backward that sends dense gradients, in the wire's dtype if that is bfloat16 and ``is_warm_up``."""
         wire = self._settings.wire
         nbytes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
         self.recorder.add_dense_step(self.reducer.numel, nbytes)
@@ -200,17 +205,16 @@ class Engine(SharedOnCopy):
     def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
         """End a step."""
         self.densities.count_step(optimizer, epoch)
-        if type(self.replicas) is not Replicas:  # which have nothing to count
+        if type(self.replicas) is not Replicas:  # The base class counts no steps.
             self.replicas.count_step(optimizer)
-        self.recorder.totals.end_step()  # which waits for what replicas exchange after it, too
+        self.recorder.totals.end_step()  # The time of the replicas' exchange belongs to this step.
 
     def _begin_exchange(self) -> StepContext:
-        """Begin an exchange of local steps."""
         self.densities.begin_step(self.densities.epoch)
         return StepContext()
 
     def compression_stats(self) -> dict[str, float]:
-        """Return the facts of the last step that ended; empty before the first."""
+        """Return the statistics of the last step that ended. They are empty before the first step."""
         recorder = self.recorder
         if recorder.last is None:
             return {}
@@ -219,7 +223,7 @@ class Engine(SharedOnCopy):
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return what is kept and learned, as plain tensors and numbers, not copied; all ranks call if ``together``."""
+        """Return the state as plain tensors and numbers, not copied. All ranks call if ``together``."""
         compressor = self.pipeline.compressor
         state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
         state["order"] = self.reducer.order
@@ -228,7 +232,7 @@ class Engine(SharedOnCopy):
         return {**state, **self.replicas.state_dict(together)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace those parts that ``state`` holds by a copy; the others stay as they are."""
+        """Replace the parts that ``state`` holds by copies. Other parts stay unchanged."""
         if "warm_up" in state:
             self.densities.load_state_dict(state["warm_up"])
 
@@ -239,16 +243,16 @@ class Engine(SharedOnCopy):
             if "compressor" in state:
                 self.pipeline.compressor.load_state_dict(dict(state["compressor"]))
 
-        # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
-        # when it has been told to read them, but has not yet: memory of another stream would be written over.
+        # The worker allocates the copies on its own stream. A copy can be freed while a queued kernel still reads its
+        # memory. The caching allocator reuses such memory safely only on the stream of the allocation.
         self.worker.run(load)
-        self.recorder.forget()  # steps of a search for a learning rate, after which training begins anew
+        self.recorder.forget()  # A search for a learning rate restores its first state: its steps do not count.
 
     def close(self, has_failed: bool = False) -> bool:
-        """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
+        """Stop the worker, destroy the process groups, and return whether the state is of a complete step."""
         self.reducer.close()
         self.wrapper.broadcast_buffers = self._broadcasts_buffers
-        # A worker that hangs in a collective still needs the process group that it hangs in.
+        # A worker that hangs in a collective still uses its process group.
         has_ended = self.worker.close()
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
@@ -258,9 +262,9 @@ class Engine(SharedOnCopy):
 def _levels_between(
     device: torch.device, wrapper: Wrapper, local_world_size: int, timeout: Optional[timedelta], shares_groups: bool
 ) -> FlatTopology:
-    """Build which ranks this one exchanges what with, and the record of it."""
+    """Build the communicators of each level, with one recorder."""
     world_size, is_sharded = dist.get_world_size(), isinstance(wrapper, ShardedModel)
-    # Beside shards the dense exchange is that of equal shards, between replicas.
+    # With shards, dense gradients are averaged between equal shards of replicas, not inside a node.
     sizes = (world_size // local_world_size, 1) if is_sharded else (world_size, local_world_size)
     recorder = Recorder(device, *sizes)
     shared = dist.group.WORLD if shares_groups else None
@@ -268,7 +272,7 @@ def _levels_between(
     if local_world_size == 1:
         return FlatTopology(world)
     nodes = [list(range(first, first + local_world_size)) for first in range(0, world_size, local_world_size)]
-    rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
+    rows = [list(row) for row in zip(*nodes)]  # each row: ranks with the same share
     number, place = divmod(world.rank, local_world_size)
     shards, replicas = wrapper.groups if shares_groups and isinstance(wrapper, ShardedModel) else (None, None)
     intra = Communicator(nodes[number], device, timeout, nodes, shards, recorder, is_inside_node=True)
@@ -278,7 +282,7 @@ def _levels_between(
 
 
 def _wires_between(levels: FlatTopology, settings: Settings, log: Callable[[str], None]) -> Wires:
-    """Build how selections are written; say so where what arrives of them takes more than the residual."""
+    """Build the wire formats. Log if received selections take more memory than the residual."""
     world_size, shared_by = levels.inter.world_size, levels.local_world_size
     wires = settings.wires_for(levels.inter.rank, world_size)
     levels.world.check(wires.collectives)
@@ -286,15 +290,15 @@ def _wires_between(levels: FlatTopology, settings: Settings, log: Callable[[str]
     received_bytes = _RECEIVED_BYTES * world_size * settings.density
     if is_gathered and received_bytes > _RESIDUAL_BYTES:
         log(
-            f"what arrives in a step takes {received_bytes / shared_by:.1f} bytes for each parameter, beside"
-            f" {_RESIDUAL_BYTES / shared_by:g} for the residual: exchange='auto' takes ways that do not grow with the"
-            " number of ranks."
+            f"received selections take {received_bytes / shared_by:.1f} bytes per parameter element, and the residual"
+            f" takes {_RESIDUAL_BYTES / shared_by:g}. Use exchange='auto', which needs memory that does not grow with"
+            " the number of ranks."
         )
     return wires
 
 
 def _memory_of(module: nn.Module, settings: Settings, levels: FlatTopology) -> Memory:
-    """Build what keeps residuals; of frozen parameters, too: they may be unfrozen."""
+    """Build the memory of residuals. Frozen parameters count, because they may be unfrozen later."""
     dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
     local_share = levels.local_share if isinstance(levels, HierarchicalTopology) else None
     total_of = (levels.total_of,) if isinstance(levels, Shards) else ()

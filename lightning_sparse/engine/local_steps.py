@@ -1,10 +1,10 @@
-"""Rounds of local steps: every rank trains by itself for some steps, then what its parameters changed by is exchanged.
+"""Rounds of local steps: each rank trains alone for some steps, then ranks exchange the changes of their parameters.
 
-The change goes the way of a gradient (any compressor, memory and wire), and its mean over ranks is the gradient of an
-outer step, which moves the shared model. With everything sent this is local SGD (Stich, arXiv 1805.09767), with an
-outer Nesterov momentum DiLoCo (Douillard et al., arXiv 2311.08105), and with top-k and error feedback SparseLoCo (Sarfi
-et al., arXiv 2508.15706), in whose formula, too, the mean is over all ranks; its released code divides by the number of
-ranks that sent an element.
+Changes use the path of gradients: any compressor, memory and wire. The mean change over ranks is the pseudo-gradient of
+an outer step, which moves the shared model. Dense changes make this local SGD (Stich, arXiv 1805.09767), an outer
+Nesterov momentum makes DiLoCo (Douillard et al., arXiv 2311.08105), and top-k with error feedback makes SparseLoCo
+(Sarfi et al., arXiv 2508.15706). SparseLoCo's formula also averages over all ranks; its released code divides by the
+number of ranks that sent an element.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +24,15 @@ from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 
 _UNEQUAL = (
-    "a round of local steps ends on all ranks after the same step, and rank {first} has made {0} optimizer steps{1}"
-    " where rank {other} has made {2}{3}: give all ranks equally many batches, as with ddp"
+    "ranks differ in their number of steps: rank {first} has made {0} optimizer steps{1}, but rank {other} has made"
+    " {2}{3}. A round of local steps ends on all ranks after the same step. Give all ranks equally many batches, as"
+    " with ddp"
 )
 _ENDS = ("", " and has come to a validation or to its end")
 
 
 class LocalStepsController(Replicas):
-    """Count steps, and exchange where a round ends; ``begin`` is called for each exchange."""
+    """Count steps, and exchange changes at the end of each round; ``begin`` is called for each exchange."""
 
     are_apart = True
 
@@ -48,26 +49,31 @@ class LocalStepsController(Replicas):
         self._communicator = communicator
         self._worker = worker
         self._begin = begin
-        self._origin = 0  # step at which a round of this length began after one that was ended early
-        self._begun = 0  # step at which the last exchange was made
+        self._origin = 0  # step at which rounds began, or at which a round ended early
+        self._begun = 0  # step of the last exchange
         self._step = 0
         self._steps_of: dict[int, int] = {}
         self.has_begun = self._has_steps = False
         self._is_stale = False  # whether a step has been made since the last exchange
-        self.is_shared = True  # this rank's model is that of all: before rounds begin, and where one was ended early
+        self.is_shared = True  # whether all ranks hold the shared model: before rounds, and after an early end
 
     @property
     def steps_since_ended(self) -> int:
-        """Steps since rounds began, or since one was ended early."""
+        """Steps since rounds began, or since a round ended early."""
         return self._step - self._origin
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the next step is DDP's, as rounds have not begun, and are not to begin yet."""
+        """Whether the next step is a step of DDP, because rounds begin later."""
         return not self.has_begun and max(self._steps_of.values(), default=0) < self.local.synchronous_steps
 
     def restart(self, trained: Sequence[str], names: Renaming) -> None:
-        """End the round, and share these parameters from now on, of which some have other names; all ranks call."""
+        """End the round, and exchange changes of other parameters from now on. All ranks must call.
+
+        Args:
+            trained: names of the parameters to exchange.
+            names: the new name of each earlier parameter.
+        """
         self.synchronize()
         self.shared = self.shared.restarted(trained, names)
         self._begun, self._is_stale = self._step, False
@@ -79,9 +85,9 @@ class LocalStepsController(Replicas):
             self.reset_shared_model()
 
     def begin_steps(self) -> None:
-        """Begin the first local step, with what the first forward has written, as where layers start from their data.
+        """Begin the first local step: average the trained parameters once more before the first update.
 
-        All ranks must call, before an update of theirs.
+        Layers such as ActNorm set parameters from data in the first forward pass. All ranks must call.
         """
         self.begin_round()
         if not self._has_steps:
@@ -89,13 +95,13 @@ class LocalStepsController(Replicas):
             self.shared.reset_shared_model(all_of_it=False)
 
     def leave(self) -> None:
-        """Leave the round in progress, and what it has changed, for a state and a model that are loaded; all call."""
+        """Drop the round in progress and its changes, before a state and a model are loaded. All ranks must call."""
         self.shared.swap_out(own=False)
         self.has_begun, self.is_shared = False, True
 
     @override
     def reset_shared_model(self) -> None:
-        """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
+        """Make the average of the ranks' present models the shared model. All ranks must call."""
         self.shared.reset_shared_model()
         self._is_stale, self.is_shared = False, True
 
@@ -103,7 +109,7 @@ class LocalStepsController(Replicas):
     def count_step(self, optimizer: int) -> None:
         """Count a step of an optimizer, and exchange at the end of a round.
 
-        A round counts those of the optimizer with the most, skipped or not.
+        The optimizer with the most steps, skipped ones included, sets the length of a round.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         if not self.has_begun:
@@ -117,10 +123,10 @@ class LocalStepsController(Replicas):
 
     @override
     def synchronize(self) -> None:
-        """End the round early, and go on from the shared model; all ranks must call."""
+        """End the round early, and continue from the shared model. All ranks must call."""
         if not self.has_begun:
             return
-        self.shared.swap_out()  # inside of shared_model() there is no change of this rank's to be seen
+        self.shared.swap_out()  # Inside shared_model() the module does not hold this rank's changes.
         self.begin_steps()
         inactive, have_moved = self._meet(ends=True)
         if have_moved:
@@ -129,10 +135,10 @@ class LocalStepsController(Replicas):
         self._origin, self.is_shared = self._step, True
 
     def _meet(self, ends: bool) -> tuple[frozenset[str], bool]:
-        """Return what rests on all ranks, and whether the model of any is not the shared one.
+        """Return names that are inactive on all ranks, and whether any rank's model differs from the shared model.
 
         Raises:
-            RuntimeError: on all ranks, where they have not made equally many steps.
+            RuntimeError: on all ranks, if their numbers of steps differ.
         """
         inactive = self.shared.inactive()
         has_moved = self._is_stale or self.shared.has_moved()
@@ -141,7 +147,7 @@ class LocalStepsController(Replicas):
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in everywhere]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
-        rests_alike = len({told for *_, told in everywhere}) == 1  # else what rests here has moved elsewhere
+        rests_alike = len({told for *_, told in everywhere}) == 1  # A tensor may be inactive on some ranks only.
         return inactive if rests_alike else frozenset(), any(moved for _, _, moved, _ in everywhere)
 
     def _exchange(self, inactive: frozenset[str]) -> None:
@@ -163,8 +169,8 @@ class LocalStepsController(Replicas):
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        # A save does not end a round: a small GPT whose rounds were cut in three by saves ended 1.6 to 4.5 % above,
-        # with DiLoCo's outer momentum (300 steps, three seeds).
+        # A save does not end a round. With saves that cut each round in three, the loss of a small GPT ended 1.6 to
+        # 4.5 % higher, with DiLoCo's outer momentum (300 steps, three seeds).
         rounds = {
             "has_begun": self.has_begun,
             "has_steps": self._has_steps,
@@ -178,7 +184,7 @@ class LocalStepsController(Replicas):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another round stood, with the shared model that the model's tensors hold now."""
+        """Continue a saved round. The module's tensors must hold the shared model."""
         if "rounds" not in state:
             return
         state = state["rounds"]

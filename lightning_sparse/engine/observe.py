@@ -1,4 +1,4 @@
-"""What was done in a step, and when: gathered on the threads where it happens, read later, so that no step waits."""
+"""Records of each step: work, bytes and times. Recording does not synchronize with the GPU, reading may."""
 
 import math
 from collections import deque
@@ -20,45 +20,45 @@ from lightning_sparse.schedule.network import dense_bytes
 
 
 def shown(stage: str) -> AbstractContextManager[Any]:
-    """Return what shows a stage to a profiler of torch that is on, as ``sparse.<stage>``."""
+    """Return a context that shows a stage as ``sparse.<stage>`` in a running torch profiler."""
     return profiler.record_function(f"sparse.{stage}") if profiler._is_profiler_enabled else nullcontext()
 
 
 def _no_mark() -> None:
-    """Mark nothing: on a device each gradient would cost an event."""
+    """Return no timestamp, because on a GPU each gradient would cost an event."""
 
 
-Timestamp = Any  # a host time in seconds (float), or an event of the device
+Timestamp = Any  # host time in seconds (float), or a CUDA event
 _FP32_BYTES = 4
-_ALL = "what all buckets of a step share"
-_MAX_RECORDS = 256  # of a step that may never end, or between two lines of a log
-_dense_bytes_each = cache(partial(dense_bytes, 1))  # by ranks
+_ALL = "the data that all buckets of a step share"
+_MAX_RECORDS = 256  # a bound, because an optimizer step may never end
+_dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element, by world size
 
 
 class Clock:
-    """Mark points in time: on the host's clock for CPU, as events on the current stream elsewhere."""
+    """Timestamps: host times on CPU, and events on the current stream on other devices."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.is_host = device.type == "cpu"  # marks are host times, which cost next to nothing
+        self.is_host = device.type == "cpu"  # whether timestamps are cheap host times
 
     def mark(self) -> Timestamp:
-        """Return the present; on a device, the moment at which the work queued so far has been done."""
+        """Return the present time. On a GPU, the event passes when all work queued so far is done."""
         if self.is_host:
             return perf_counter()
         module = torch.get_device_module(self._device)
         event = module.Event(enable_timing=True)
-        event.record(module.current_stream(self._device))  # the calling thread may have chosen another device
+        event.record(module.current_stream(self._device))  # The thread's current device may be another one.
         return event
 
     @staticmethod
     def has_passed(mark: Timestamp) -> bool:
-        """Tell whether a device has come to a mark, without waiting for it."""
+        """Return whether the device has reached a timestamp. Does not synchronize."""
         return isinstance(mark, float) or bool(mark.query())
 
     @staticmethod
     def seconds(start: Timestamp, end: Timestamp) -> float:
-        """Return the seconds between two marks; on a device this waits until both have passed."""
+        """Return the seconds between two timestamps. Synchronizes with the GPU."""
         if isinstance(start, float):
             return float(end - start)
         end.synchronize()
@@ -66,7 +66,7 @@ class Clock:
 
 
 class Span(NamedTuple):
-    """A stretch of one stage: ``"select"``, ``"encode"``, ``"exchange"`` or ``"commit"``."""
+    """A time interval of one stage: ``"select"``, ``"encode"``, ``"exchange"`` or ``"commit"``."""
 
     stage: str
     start: Timestamp
@@ -75,61 +75,62 @@ class Span(NamedTuple):
 
 @dataclass
 class BucketRecord:
-    """The life of one bucket."""
+    """Record of one bucket."""
 
     names: tuple[str, ...]
     elements: int = 0
-    counts: int = 0  # elements that the density asked for
+    counts: int = 0  # number of elements by the density
     wire_bytes: float = 0.0
-    spans: list[Span] = field(default_factory=list)  # in their order; exchanges are at the same time on all ranks
+    spans: list[Span] = field(default_factory=list)  # stages in order, exchanges at the same time on all ranks
 
     def seconds(self, *stages: str) -> float:
-        """Return the time spent in stages; on a device this waits for them."""
+        """Return the time spent in stages. Synchronizes with the GPU."""
         return _seconds(self.spans, stages)
 
 
 @dataclass
 class StepRecord:
-    """What one exchange did, and when, without a tensor of what arrived, so that many can be kept.
+    """Record of one exchange, without received tensors, so that many records fit into memory.
 
-    An optimizer step has one for each of its backwards. All seconds wait for a device.
+    An optimizer step has one record per backward. All seconds synchronize with the GPU.
     """
 
     world_size: int = 1
     local_world_size: int = 1
-    elements: float = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
-    wire_bytes: float = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
-    node_bytes: float = 0.0  # those of them for ranks of the same node, with two levels
-    step: int = 0  # number of the optimizer step that it is for
-    covered_steps: int = 0  # those of a round of local steps; 0 for an exchange of gradients, of one step
+    elements: float = 0.0  # gradient elements; with two levels the elements of this rank's shares
+    wire_bytes: float = 0.0  # sent bytes by ``sent_bytes``, with indices, counts, flags and padding
+    node_bytes: float = 0.0  # part of wire_bytes for ranks of the same node, with two levels
+    step: int = 0  # number of the optimizer step
+    covered_steps: int = 0  # steps of the round of local steps; 0 for an exchange of gradients
     is_logged: bool = False
-    is_dense: bool = False  # plain DDP made the exchange, whose times are not known
-    is_typical: bool = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
-    sent: list[Union[float, Tensor]] = field(default_factory=list)  # elements, by bucket; of a device not yet asked
-    buckets: list[BucketRecord] = field(default_factory=list)  # in the order of exchange
-    spans: list[Span] = field(default_factory=list)  # stages that belong to no bucket
-    ready: dict[str, Optional[Timestamp]] = field(
-        default_factory=dict
-    )  # by parameter, in order; on a device if watched
-    backward_start: Optional[Timestamp] = None  # if anybody said so
-    backward_end: Optional[Timestamp] = None  # the last gradient was ready
-    end: Optional[Timestamp] = None  # the last exchange had been written back
-    exposed: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # in which training stood still
+    is_dense: bool = False  # whether plain DDP made the exchange, without times
+    is_typical: bool = True  # False in Adam's warm-up, which sends more
+    sent: list[Union[float, Tensor]] = field(default_factory=list)  # elements by bucket, maybe on the GPU
+    buckets: list[BucketRecord] = field(default_factory=list)  # order of exchange
+    spans: list[Span] = field(default_factory=list)  # stages outside of buckets
+    ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # by parameter, in order of readiness
+    backward_start: Optional[Timestamp] = None  # None if no hook saw the start
+    backward_end: Optional[Timestamp] = None  # time when the last gradient was ready
+    end: Optional[Timestamp] = None  # time when all means had been written
+    exposed: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # intervals when training waited
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return that of an all-reduce of gradients as they are, whose ring leaves each node once."""
+        """Return the record of an all-reduce of dense gradients on one ring, which leaves each node once.
+
+        ``numel`` elements of gradients have ``nbytes``.
+        """
         wire_bytes = _dense_bytes_each(world_size) * (nbytes / _FP32_BYTES)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
         return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
 
     @property
     def dense_bytes(self) -> float:
-        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
+        """Bytes that DDP's all-reduces of fp32 gradients would have sent from this rank."""
         return _dense_bytes_each(self.world_size) * (self.elements * self.local_world_size * max(1, self.covered_steps))
 
     def seconds(self, *stages: str) -> float:
-        """Return the time spent in stages, of buckets and of the exchange as a whole."""
+        """Return the time spent in stages, inside and outside of buckets."""
         return _seconds([*chain.from_iterable(bucket.spans for bucket in self.buckets), *self.spans], stages)
 
     @property
@@ -140,12 +141,12 @@ class StepRecord:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds from the last gradient until all means had been written, and of waits after that."""
+        """Seconds of training that waited: from the last gradient until all means were written, and later waits."""
         return sum(starmap(_exposed, self.exposed))
 
 
 def _exposed(start: Timestamp, end: Timestamp) -> float:
-    """Return the seconds between two marks of which the latter may come first, when nothing was left to wait for."""
+    """Return the seconds between two timestamps, or 0 if the end comes first because nothing was left to wait for."""
     return max(0.0, Clock.seconds(start, end))
 
 
@@ -154,7 +155,10 @@ def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
 
 
 def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, float]:
-    """Return the public statistics, means over optimizer steps (times: not over plain DDP's); waits for a device."""
+    """Return the public statistics as means over optimizer steps. Synchronizes with the GPU.
+
+    Steps of plain DDP are left out of the times.
+    """
     wire_bytes = mean_of(records, lambda each: each.wire_bytes)
     dense = mean_of(records, lambda each: each.dense_bytes)
     ours = compressed(records)
@@ -172,43 +176,41 @@ def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, flo
 
 
 def compressed(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return those of the steps of which nothing was left to plain DDP."""
+    """Return the records of optimizer steps in which plain DDP exchanged nothing."""
     dense = {each.step for each in records if each.is_dense}
     return [each for each in records if each.step not in dense]
 
 
 def mean_of(records: Sequence[StepRecord], number: Callable[[StepRecord], float]) -> float:
-    """Return what the exchanges of an optimizer step come to together, on average; NaN of no step."""
+    """Return the mean over optimizer steps of a number that their exchanges add up to; NaN without a step."""
     steps = len({each.step for each in records if not each.covered_steps}) + sum(e.covered_steps for e in records)
     return sum(map(number, records)) / steps if steps else math.nan
 
 
 def compression_ratio(dense: float, sent: float) -> float:
-    """Return how many times fewer bytes were sent than DDP would have sent; 1 where nothing travels."""
+    """Return the bytes of DDP divided by the bytes sent, or 1 if nothing was sent."""
     return dense / sent if sent else 1.0
 
 
 class Totals:
-    """Add up what the steps of a training sent, and how long they took, without a wait for a device."""
+    """Sums over all steps of a training: bytes and times, without a synchronization with the GPU."""
 
     def __init__(self) -> None:
-        self.steps = 0  # of optimizers, those left to plain DDP included
+        self.steps = 0  # optimizer steps, including steps of plain DDP
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
-        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # in the step in progress
+        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # exposed intervals of the current step
         self._is_dense = False
         self._paused: Optional[float] = None
         self.forget_times()
 
     def forget_times(self) -> None:
-        """Forget how long the steps so far have taken."""
+        """Reset the times of the steps so far."""
         self._seconds = self._exposed_seconds = 0.0
-        self._unread: deque[tuple[Timestamp, Timestamp]] = (
-            deque()
-        )  # exposed, and a device may not have come to the end of it
+        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # exposed intervals that the GPU may not have passed
         self._border = perf_counter()
 
     def add(self, record: StepRecord) -> None:
-        """Add an exchange that has ended, as far as the host knows."""
+        """Add the record of an exchange. The GPU may not have finished the exchange yet."""
         self.wire_bytes += record.wire_bytes
         self.node_bytes += record.node_bytes
         self.dense_bytes += record.dense_bytes
@@ -216,16 +218,16 @@ class Totals:
         self.expose(record.exposed)
 
     def expose(self, exposed: Iterable[tuple[Timestamp, Timestamp]]) -> None:
-        """Count the time between two marks each as one in which the step in progress stands still."""
+        """Count the time between each two timestamps as exposed in the current step."""
         if self._paused is None:
             self._exposed += exposed
 
     def pause(self) -> None:
-        """Count no time until :meth:`resume`: a validation between two batches of a step is no part of it."""
+        """Stop counting time until :meth:`resume`, such as for a validation between two batches of a step."""
         self._paused = perf_counter() if self._paused is None else self._paused
 
     def resume(self) -> None:
-        """Count time from here on; where nothing was paused, all that went before is no part of a step."""
+        """Count time again. Without a pause before, the time so far belongs to no step."""
         now = perf_counter()
         if self._paused is None:
             self._exposed.clear()
@@ -234,7 +236,7 @@ class Totals:
     def end_step(self) -> None:
         """Count a step of an optimizer."""
         border, self._border = self._border, perf_counter()
-        if not self._is_dense:  # of which nobody knows what was exposed
+        if not self._is_dense:  # The exposed time of DDP is not measured.
             self._seconds += self._border - border
             self._unread.extend(self._exposed)
         self._exposed.clear()
@@ -244,7 +246,7 @@ class Totals:
             self._exposed_seconds += _exposed(*self._unread.popleft())
 
     def as_stats(self, has_levels: bool) -> dict[str, float]:
-        """Return the public statistics; on a device this may wait."""
+        """Return the public statistics. May synchronize with the GPU."""
         stats = {
             "total_wire_bytes": self.wire_bytes,
             "total_dense_bytes": self.dense_bytes,
@@ -255,35 +257,35 @@ class Totals:
         if self.steps:
             stats["total_steps"] = float(self.steps)
             exposed = self._exposed_seconds + sum(starmap(_exposed, self._unread))
-            # A device may be behind the host, by whose clock steps are timed.
+            # The host's clock times the steps, and the GPU may be behind the host.
             stats["exposed_share"] = min(1.0, exposed / self._seconds) if self._seconds else math.nan
         return stats
 
 
 class Recorder:
-    """Write the record of the exchange in progress, and keep that of the last one that ended."""
+    """Writer of the current exchange's record, with the records of earlier exchanges."""
 
     def __init__(self, device: torch.device, world_size: int, local_world_size: int = 1) -> None:
         self.clock = Clock(device)
         self._sizes = (world_size, local_world_size)
-        self.has_levels = local_world_size > 1  # some ranks share a gradient
-        self.current = StepRecord(*self._sizes)  # changes only between two backwards
+        self.has_levels = local_world_size > 1  # whether ranks of a node divide each gradient
+        self.current = StepRecord(*self._sizes)  # replaced only between two backwards
         self.forget()
-        self.begun_steps = 0  # some of which have not ended, as no optimizer has stepped
-        self.watches_gradients = False  # mark each, also where that costs an event of the device
-        self.samples: Optional[ParameterSamples] = None  # of the exchanges since somebody asked
-        self.last_samples: Optional[ParameterSamples] = None  # the last that an exchange was part of
-        self.subject = _ALL  # what an exchange is about that is made now, to be named in an error
+        self.begun_steps = 0  # begun steps that no optimizer step has ended
+        self.watches_gradients = False  # whether each gradient gets a timestamp, also on a GPU
+        self.samples: Optional[ParameterSamples] = None  # samples since ask_for_samples()
+        self.last_samples: Optional[ParameterSamples] = None  # samples of the last sampled exchange
+        self.subject = _ALL  # description of the current exchange, for error messages
         self._bucket: Optional[BucketRecord] = None
 
     def forget(self) -> None:
-        """Forget the steps so far, of a training that goes on from another state than theirs."""
+        """Drop the records so far, because the training continues from another state."""
         self.totals = Totals()
-        self.last: Optional[StepRecord] = None  # that ended, with the engine or with plain DDP
-        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # that ended last
+        self.last: Optional[StepRecord] = None  # the last complete exchange, of the engine or of plain DDP
+        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # the last complete exchanges
 
     def begin_backward(self) -> None:
-        """Record that a backward begins; of several in one step the last one counts."""
+        """Record the start of a backward. The last backward of a step counts."""
         self.current.backward_start = self.clock.mark()
 
     def end_backward(self) -> None:
@@ -291,14 +293,14 @@ class Recorder:
         self.current.backward_end = self.clock.mark()
 
     def mark_of_gradients(self) -> Callable[[], Optional[Timestamp]]:
-        """Return what marks that a gradient is ready, in the exchange in progress."""
+        """Return a function that returns the timestamp of a ready gradient in the current exchange."""
         if self.clock.is_host:
             return perf_counter
         return self.clock.mark if self.watches_gradients else _no_mark
 
     @contextmanager
     def bucket(self, names: Sequence[str]) -> Iterator[None]:
-        """Count what is recorded inside as that of one bucket."""
+        """Count all records inside the context for one bucket."""
         self._bucket = BucketRecord(tuple(names))
         self.current.buckets.append(self._bucket)
         self.subject = f"the bucket of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
@@ -308,7 +310,7 @@ class Recorder:
             self._bucket, self.subject = None, _ALL
 
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
-        """Look at what is sent of some of the bucket's parameters; ``counts`` is what the density of each asks for."""
+        """Count the sent elements of a bucket; ``counts`` are the numbers by each parameter's density."""
         if isinstance(selection, FlatSelection):
             numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
         else:
@@ -320,7 +322,7 @@ class Recorder:
             self._bucket.counts += asked
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
-        """Record that bytes leave this rank, maybe for others of its node."""
+        """Record sent bytes. ``is_inside_node`` means that they go to ranks of this node."""
         self.current.wire_bytes += count
         self.current.node_bytes += count * is_inside_node
         if self._bucket is not None:
@@ -328,7 +330,7 @@ class Recorder:
 
     @contextmanager
     def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
-        """Count bytes that leave this rank inside, between two steps, as the last one's, if there was any, or not."""
+        """Count bytes sent inside the context for the last exchange, if ``is_counted``."""
         current, self.current, self.subject = self.current, StepRecord(), subject
         try:
             yield
@@ -340,7 +342,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, is_exchange: bool = False) -> Iterator[None]:
-        """Count what is done inside as time in which training stands still, after the last exchange's step."""
+        """Count the time inside the context as exposed time of the last exchange."""
         start = self.clock.mark()
         yield
         exposed = [(start, self.clock.mark())]
@@ -351,7 +353,7 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
-        """Time what is done inside, as part of a stage; to a profiler of torch that is on it is ``sparse.<stage>``."""
+        """Time the context as part of a stage, and show the stage to a running torch profiler."""
         with shown(stage):
             start = self.clock.mark()
             yield
@@ -359,7 +361,7 @@ class Recorder:
         record.spans.append(Span(stage, start, self.clock.mark()))
 
     def end_exchange(self) -> StepRecord:
-        """Close the record of this exchange, open the next, and return the former."""
+        """End the current record, begin the next, and return the ended one."""
         record, self.current = self.current, StepRecord(*self._sizes)
         record.end = self.clock.mark()
         if record.backward_end is not None:
@@ -375,21 +377,21 @@ class Recorder:
 
     @property
     def last_step(self) -> list[StepRecord]:
-        """All of the optimizer step that goes on, or of the last one if none has come since."""
+        """Records of the current optimizer step, or of the last step if no exchange followed."""
         return [each for each in self.records if each.step == self.records[-1].step]
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
-        """Record a step whose gradients, of so many elements and bytes, plain DDP exchanges."""
+        """Record a step that plain DDP exchanges, with ``numel`` gradient elements of ``nbytes``."""
         self._keep(StepRecord.of_dense(numel, nbytes, *self._sizes))
         self.samples = self.last_samples = None
 
     def ask_for_samples(self) -> None:
-        """Ask for :attr:`last_samples` of the exchanges until :meth:`stop_sampling`, on any ranks.
+        """Collect :attr:`last_samples` of exchanges until :meth:`stop_sampling`. Ranks may differ in this.
 
-        Norms read gradients and residuals once more.
+        Norms need one more pass over gradients and residuals.
         """
         self.samples = ParameterSamples()
 
     def stop_sampling(self) -> None:
-        """Ask for nothing more; what has been gathered stays."""
+        """Stop collecting samples. Collected samples stay."""
         self.samples = None

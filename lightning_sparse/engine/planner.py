@@ -1,4 +1,4 @@
-"""HOW MUCH is sent of each parameter, and in which buckets, alike on all ranks."""
+"""The number of elements to send of each parameter, and the buckets, equal on all ranks."""
 
 import math
 from collections import Counter
@@ -17,37 +17,37 @@ from lightning_sparse.schedule import Merged, plan_buckets
 from lightning_sparse.schedule.costs import BucketCosts, BucketSample, BucketShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 
-WARM_UP_PART = 10  # a warm-up that nobody has asked for takes one in so many of a training's steps at most
-_FEW = 64  # densities asked for of single parameters
-_STAIR = 1.25  # times less in each stair of Adam's falling density: a plan would not follow one that fell in every step
+WARM_UP_PART = 10  # a default warm-up takes at most 1/10 of a training's steps
+_FEW = 64  # cached densities of parameters
+_STAIR = 1.25  # factor between two stairs of Adam's falling density, constant in between so that plans can be timed
 
 
 class Densities:
-    """The density of each parameter in the step that comes.
+    """The density of each parameter in the next step.
 
-    1. The user asks for one: ``density=`` of the model, or its compressor's of a parameter (``LAGS(densities=...)``).
+    1. The user sets one: ``density=`` of the model, or of a parameter by its compressor (``LAGS(densities=...)``).
     2. Warm-ups raise it: over ``warmup_epochs``, and after the dense steps of a corrected Adam.
     3. Rules (:class:`~lightning_sparse.callbacks.AdaptiveDensity`) raise a parameter's to ``ruled``, up to ``ceiling``.
-    4. A plan raises it to ``planned``, where that costs no time.
-    5. While ``sends_all``, before ``sparse_auto`` sends dense gradients, all are 1, and nothing is left over.
+    4. A plan raises it to ``planned``, if the extra elements cost no time.
+    5. While ``sends_all``, before ``sparse_auto`` sends dense gradients, all are 1, which empties the residuals.
     """
 
     def __init__(self, compressor: Compressor, density: float, epochs: int = 0, is_bounded: bool = False) -> None:
         self._compressor, self._target = compressor, density
-        self._epochs, self._is_bounded = epochs, is_bounded  # of the warm-up; by a tenth of a training of known length
+        self._epochs, self._is_bounded = epochs, is_bounded  # warm-up epochs, and whether 1/10 of the steps is a limit
         self.ruled: Mapping[str, float] = {}
         self.ceiling = 1.0
         self.planned: Mapping[str, float] = {}
         self.sends_all = False
-        self._total_steps: Optional[int] = None  # of the training, where a warm-up goes by it
-        self._is_told = False  # of them, by a checkpoint
-        self._steps: Counter[int] = Counter()  # by optimizer
-        self.epoch = 0  # that the last step was of
-        self._in_warm_up = lru_cache(_FEW)(partial(_raised, epochs))  # in most steps as in the one before
+        self._total_steps: Optional[int] = None  # length of the training, for a bounded warm-up
+        self._is_told = False  # whether a checkpoint has set the length
+        self._steps: Counter[int] = Counter()  # steps by optimizer
+        self.epoch = 0  # epoch of the last step
+        self._in_warm_up = lru_cache(_FEW)(partial(_raised, epochs))  # Most steps repeat the previous result.
         self.begin_step(0)
 
     def begin_step(self, epoch: int, progress: float = 1.0) -> None:
-        """Have warm-ups go on: to an epoch, and to how much of Adam's lies behind, from 0 to 1."""
+        """Set the progress of both warm-ups: the epoch, and the fraction of Adam's warm-up that is over."""
         stage = epoch
         if self._total_steps:
             made = max(self._steps.values(), default=0)
@@ -56,11 +56,11 @@ class Densities:
         self._compressor.begin_step(self._in_warm_up(self._target, stage, progress))
 
     def of(self, name: str) -> float:
-        """Return the fraction of elements to send of a parameter."""
+        """Return the fraction of a parameter's elements to send."""
         return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
 
     def wanted(self, name: str) -> float:
-        """Return the least density that a plan may send: the user's, a warm-up's, or a rule's."""
+        """Return the least density that a plan may send, by the user, a warm-up, or a rule."""
         asked = self._in_warm_up(self.target(name), self._stage, self._progress)
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
@@ -69,33 +69,33 @@ class Densities:
         return element_count(numel, self.wanted(name))
 
     def target(self, name: str) -> float:
-        """Return the density that the user asked for, that of a parameter when no warm-up, rule or plan raises it."""
+        """Return the density that the user chose for a parameter, before warm-ups, rules and plans."""
         return self._compressor.density_of(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Have a default warm-up go by a training's length, if that is known and a checkpoint has not told of it.
+        """Set the length of the training, which bounds a default warm-up.
 
-        A search for a learning rate has told of its own length before.
+        A length from a checkpoint takes precedence. A length from a search for a learning rate is overwritten.
         """
         if self._is_bounded and not self._is_told:
             self._total_steps = total_steps
 
     def count_step(self, optimizer: int, epoch: int) -> None:
-        """Count a step of an optimizer, in an epoch."""
+        """Count a step of an optimizer."""
         self._steps[optimizer] += 1
         self.epoch = epoch
 
     @property
     def warm_up_steps(self) -> Optional[int]:
-        """Optimizer steps after which a default warm-up is over; ``None`` where it goes by epochs alone."""
+        """Optimizer steps of a default warm-up, or ``None`` if epochs alone set its length."""
         return None if self._total_steps is None else -(-self._total_steps // WARM_UP_PART)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far a default warm-up has come; empty for a warm-up that goes by epochs."""
+        """Return the progress of a default warm-up, or an empty state for a warm-up by epochs."""
         return {"steps": dict(self._steps), "total_steps": self._total_steps} if self._is_bounded else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a default warm-up."""
+        """Continue a default warm-up."""
         if self._is_bounded:
             self._steps = Counter(state["steps"])
             self._is_told = bool(state["total_steps"])
@@ -103,13 +103,17 @@ class Densities:
 
 
 def _raised(epochs: int, target: float, stage: int, progress: float) -> float:
-    """Return a density in warm-ups: it falls geometrically by stages, as in Deep Gradient Compression's code."""
+    """Return the density in a warm-up, which falls geometrically as in the code of Deep Gradient Compression."""
     least = falling_density(target, progress)
     return least if stage >= epochs else max(least, same_everywhere(target ** ((stage + 1) / (epochs + 1))))
 
 
 def falling_density(target: float, progress: float) -> float:
-    """Return the density, from 1 in geometric stairs to its target, where so much of the fall lies behind.
+    """Return a density that falls from 1 to its target in geometric stairs.
+
+    Args:
+        target: density at the end of the fall.
+        progress: fraction of the fall that is over.
 
     >>> [round(falling_density(0.01, progress), 3) for progress in (0.0, 0.5, 0.99, 1.0)]
     [1.0, 0.112, 0.012, 0.01]
@@ -120,17 +124,17 @@ def falling_density(target: float, progress: float) -> float:
     return same_everywhere(target ** (int(progress * stairs) / stairs))
 
 
-_ROUNDS = 2  # in which plans take turns, so that whatever else the machine does hits all alike
-_STEPS = 3  # of a turn
+_ROUNDS = 2  # turns of each plan, so that other load of the machine affects all plans equally
+_STEPS = 3  # steps per turn
 
 
 class StepSample(NamedTuple):
-    """Sizes and times of one step; sizes are equal on all ranks, times are not."""
+    """Sizes and times of one step. Sizes are equal on all ranks, times are not."""
 
     ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of readiness
     buckets: tuple[BucketSample, ...]  # in the order of exchange
-    exposed_seconds: float  # from the last gradient until all means had been written
-    total_seconds: float  # from the start of backward until then
+    exposed_seconds: float  # seconds from the last gradient until all means were written
+    total_seconds: float  # seconds from the start of backward until all means were written
 
 
 Samples = dict[Stops, list[StepSample]]
@@ -138,18 +142,18 @@ Course = Generator[None, StepRecord, None]
 
 
 class Planner:
-    """Follow no plan: what stands in a planner's place where the schedule needs none."""
+    """A planner without a plan, for schedules that need none."""
 
     plan: Optional[Plan] = None
 
     def see_exchange(self, record: StepRecord) -> None:
-        """Look at an exchange that has ended; on every rank, between two steps."""
+        """Process the record of an exchange, on every rank, between two steps."""
 
 
 class StepPlanner(Planner):
-    """Time plans of the first steps and follow the fastest; anew where gradients come in another order.
+    """Time several plans in the first steps, and follow the fastest. Another order of gradients starts this again.
 
-    With ``adaptive_density`` the plan sends more than asked for of buckets whose exchange hides behind backward.
+    With ``adaptive_density`` the plan raises the density of buckets that are exchanged during backward.
     """
 
     def __init__(
@@ -169,17 +173,17 @@ class StepPlanner(Planner):
         self._numels = numels
         self._densities = densities
         self._adapts_density = adaptive_density
-        self._holds_plan = holds_plan  # whether all exchanges follow backward now
+        self._holds_plan = holds_plan  # whether all exchanges now begin after backward
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
-        self._course: Course  # once an order is known
+        self._course: Course  # set once the order of gradients is given
         schedule.reset()
 
     @override
     def see_exchange(self, record: StepRecord) -> None:
         order = tuple(record.ready)
         if not order or not record.is_typical:
-            return  # nothing was merged, or no step to come is like this one
+            return  # Nothing was merged, or the step differs from later steps.
         if order == self._order:
             self._course.send(record)
         else:
@@ -187,13 +191,13 @@ class StepPlanner(Planner):
             next(self._course)
 
     def _run(self) -> Course:
-        """Live through the steps of one graph: each ``yield`` is a step."""
+        """Plan for one order of gradients. Each ``yield`` is one step."""
         elements = [self._numels[name] for name in self._order]
         seen = yield from self._time([(len(elements),)] if self._holds_plan() else equal_plans(elements))
         costs, ready = _learned(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
-            # With what was seen before, or what was lucky then could lose now to none but that it is compared with.
+            # Earlier samples count, too. Otherwise a plan that was fast by chance would meet only one other plan.
             seen |= {stops: [*seen.get(stops, ()), *steps] for stops, steps in contest.items()}
         best = _fastest(seen)
         densities = self._hidden_densities(best, costs, ready) if self._adapts_density and costs is not None else ()
@@ -202,7 +206,7 @@ class StepPlanner(Planner):
             yield
 
     def _time(self, plans: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
-        """Time steps under some plans; one more comes before each turn, in which buffers take their new sizes."""
+        """Time steps of some plans, each turn after one more step in which buffers get their new sizes."""
         seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in plans}
         self._recorder.watches_gradients = True
         for stops, steps in list(seen.items()) * _ROUNDS:
@@ -216,7 +220,7 @@ class StepPlanner(Planner):
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], costs: BucketCosts, ready: Sequence[float]) -> Stops:
-        """Return the plan that ends a step first by the costs seen, as OMGS-SGD asks."""
+        """Return the plan with the earliest end of a step by the measured costs, as in OMGS-SGD."""
         sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
         backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
         buckets = plan_buckets(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
@@ -260,7 +264,7 @@ def _fastest(seen: Samples) -> Stops:
 
 
 def _learned(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]:
-    """Return what buckets take, and when gradients are ready: the same on all ranks, as the times are."""
+    """Return costs of buckets, and times of gradients. Both are equal on all ranks, because the samples are."""
     samples = list(chain.from_iterable(seen.values()))
     ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)
     return costs_of([bucket for sample in samples for bucket in sample.buckets]), list(ready)[1:]
@@ -282,10 +286,10 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan
 
 
 def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
-    """Read when each gradient was ready, unless nobody watched it, and the other times of a sample."""
+    """Return the times of ready gradients, empty if not recorded, and the other times of a sample."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
-    # Whoever drives the engine without a Trainer need not say when backward begins.
+    # Without a Trainer, no hook may record the start of backward.
     first = watched[0] if watched else record.backward_end
     start = first if record.backward_start is None else record.backward_start
     backward_seconds = Clock.seconds(start, record.backward_end)
