@@ -37,7 +37,7 @@ class Point(NamedTuple):
     epochs: int = 2  # epochs needed to reach the point
     # The other rank may wait in the end-of-step agreement if the victim has just begun its next step.
     message: str = (
-        r"waited in vain in all_gather of (the group of \d parameters from|\d+ numbers on which)"
+        r"waited in vain in all_gather of (the bucket of \d parameters from|\d+ numbers on which)"
         r".*longer timeout=.*ckpt_path"
     )
 
@@ -50,7 +50,7 @@ POINTS = {
     "hook": Point(Backward, "_enqueue", 1),
     "selection": Point(TopK, "select"),
     "between two collectives": Point(
-        Communicator, "issue", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
+        Communicator, "issue", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the bucket of \d param"
     ),
     # The survivors need nothing more in this step. The failure appears in Lightning's next broadcast.
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
