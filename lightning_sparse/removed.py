@@ -8,7 +8,7 @@ Kind = TypeVar("Kind", bound=type[Any])
 REMOVED: dict[str, str] = {
     "RequeueAtStepEnd": "the strategy requeues by itself: leave the callback out",
     "plan": "use lightning-sparse estimate instead",
-    "submit": "change a script in examples/slurm instead (docs/clusters.md lists the lines)",
+    "submit": "change a script in examples/slurm instead (docs/slurm-and-kubernetes.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
     "GradientSparsifier.state_dict": "use save_state(folder) instead, on all ranks",

@@ -1,7 +1,6 @@
 """Every row of the table in docs/compatibility.md with every strategy."""
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,10 +10,11 @@ from pytorch_lightning.callbacks import LearningRateFinder
 from tests.compatibility.rows import ROWS
 from tests.compatibility.running import IN_EVERY_ROW, ROUND, STRATEGIES, Feature, run_cell
 from tests.helpers.fits import refuse
+from tests.helpers.pages import DOCS, section
 from tests.helpers.tiers import exhaustive
 
 FEATURES = {feature.name: feature for feature in ROWS}
-PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+PAGE = DOCS / "compatibility.md"
 STEPS_TO_CHANGE_HANDS = 4
 COUNTED = re.compile("dense_bytes|steps")  # statistics without times and buffer sizes
 IN_TURN = [name for name in STRATEGIES if name not in IN_EVERY_ROW]
@@ -120,7 +120,7 @@ def test_a_search_for_a_rate_in_fit_leaves_nothing_behind(pair, strategy, tmp_pa
 
 
 def test_the_table_on_the_page_is_that_of_the_rows():
-    page = PAGE.read_text()
+    page = section(PAGE, "## Features")
     table = [[cell.strip() for cell in line.split("|")[1:-2]] for line in page.splitlines() if line.startswith("| ")]
     assert table[0][1:] == ["every step", *[f"`{name}`" for name in IN_EVERY_ROW[1:]]]
     assert table[2:] == [[row.name, *[word(row, strategy) for strategy in IN_EVERY_ROW]] for row in ROWS]

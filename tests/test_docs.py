@@ -29,9 +29,9 @@ from lightning_sparse.testing.wrapping import batch, sgd_steps, sparse_ddp
 from tests.helpers.commands import run_pytest
 from tests.helpers.pages import DOCS, PAGES, ROOT, anchors, blocks, prose, rows, spans
 
-SYSTEMS = DOCS / "systems"
-AUTHORS = DOCS / "writing-a-compressor.md"
-LIMITS, TOGETHER = DOCS / "limits.md", "## Choices that do not go together"
+SYSTEMS = DOCS / "strategies.md"
+AUTHORS = DOCS / "write-a-compressor.md"
+LIMITS, TOGETHER = DOCS / "compatibility.md", "## Combinations that raise an error"
 MODULES = (lightning_sparse, callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 CLASSES = {name: each for name, each in NAMES.items() if inspect.isclass(each) or name == "sparsify_gradients"}
@@ -47,7 +47,7 @@ def arguments_of(function):
 
 
 def test_density_and_warm_up_of_every_system_are_those_that_are_told():
-    told = {name.strip("`"): cells for name, _, *cells, _ in rows(SYSTEMS / "README.md", "## All strategies")}
+    told = {name.strip("`"): cells for name, _, *cells, _ in rows(SYSTEMS, "## All strategies")}
     chosen = {system.name: SparseDDPStrategy(**system.arguments).settings for system in systems()}
     assert told == {
         name: ["none", "none"]
@@ -57,13 +57,17 @@ def test_density_and_warm_up_of_every_system_are_those_that_are_told():
     }
 
 
-@pytest.mark.parametrize("page", sorted({*SYSTEMS.glob("*.md")} - {SYSTEMS / "README.md"}), ids=lambda page: page.stem)
-def test_arguments_and_their_defaults_are_those_of_the_compressor(page):
-    parameters = inspect.signature(compressors.COMPRESSORS[page.stem]).parameters
-    told = rows(page, "## Arguments") if parameters else []
-    assert {argument: default for argument, default, *_ in told} == {
-        f"`{argument}`": f"`{parameter.default!r}`" for argument, parameter in parameters.items()
-    }
+@pytest.mark.parametrize("kind", COMPRESSORS.values())
+def test_arguments_and_their_defaults_are_those_of_the_compressor(kind):
+    table = rows(SYSTEMS, "## Arguments of compressors")
+    listed = {argument: default for names, argument, default, _ in table if f"`{kind.__name__}`" in names}
+    parameters = inspect.signature(kind).parameters
+    assert listed == {f"`{argument}`": f"`{parameter.default!r}`" for argument, parameter in parameters.items()}
+
+
+def test_the_table_of_the_api_lists_every_public_name():
+    listed = re.findall(r"^\| `(?:\w+\.)?(\w+)` \|", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(NAMES)
 
 
 @each_page
@@ -128,7 +132,7 @@ def test_options_of_examples_exist(page):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python") and page.name != "writing-a-compressor.md"],
+    [page for page in PAGES if blocks(page, "python") and page != AUTHORS],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_code_runs(page):
@@ -169,7 +173,9 @@ def test_what_a_target_of_make_has_pytest_run_is_there(target):
 
 
 def test_arguments_of_ddp_that_are_told_to_be_refused_are_those_of_the_table():
-    assert rows(LIMITS, "## Arguments that are refused") == [[f"`{name}`", cure] for name, cure in REFUSED.items()]
+    assert rows(LIMITS, "## Arguments of DDP that raise an error") == [
+        [f"`{name}`", cure] for name, cure in REFUSED.items()
+    ]
     for name in REFUSED:
         with pytest.raises(ValueError, match=f"^{name}="):
             SparseDDPStrategy(**{name: object()})

@@ -29,7 +29,7 @@ LIMITS = {
     "tests": dict(zip(PAGES, (1, 20, 1, 0.2, 0.4, 0.5, 2, 8, 2.5))),
     "README.md": PAGES,
     "CONTRIBUTING.md": PAGES,
-    "docs": dict(zip(PAGES, (7.5, 50, 1.7, 0.3, 0.5, 0.9, 4.8, 10, 3))),
+    "docs": PAGES,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightning_sparse.loop.summary import in_bytes
 from lightning_sparse.schedule.network import dense_bytes
 
-# docs/which-strategy.md says from which measured rows these come; its table is held to them.
+# docs/choose-a-strategy.md explains the thresholds. A test compares its table with these.
 LOCAL_STEPS = "local steps"
 BANDS = (  # r below which a strategy is recommended, and why
     (0.3, "ddp", "there is little to win, and DDP delays no gradient"),
@@ -18,7 +18,7 @@ BANDS = (  # r below which a strategy is recommended, and why
     (math.inf, LOCAL_STEPS, "compressed gradients would be exposed, too; see sparse_diloco and sparse_loco"),
 )
 FAR = 0.2  # round trip / step from which on local steps are recommended in place of sparse_lags
-PASSES = {"adamw": 29.0, "sgd": 14.0}  # of a compressed step over the model's fp32 bytes, as docs/estimate.md says
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # of a compressed step over the model's fp32 bytes, see docs/choose-a-strategy.md
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}

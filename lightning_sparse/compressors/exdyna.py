@@ -48,7 +48,7 @@ class ExDyna(Compressor):
     magnitudes of its partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the next
     threshold.
 
-    The density is that of the whole model, with at least one element per rank. ``docs/systems/exdyna.md`` lists the
+    The density is that of the whole model, with at least one element per rank. ``docs/papers.md`` lists the
     differences from the paper.
     Example::
 

@@ -15,7 +15,7 @@ from lightning_sparse.compressors import A2SGD
 from tests.helpers.loggers import rows_of
 from tests.helpers.trainers import Small, run_fit
 
-PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
+PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
 KINDS = ("wire_bytes", "dense_bytes")
 
 

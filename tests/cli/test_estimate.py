@@ -9,7 +9,7 @@ from lightning_sparse.cli.estimate import BANDS, FAR, PASSES, Estimate, read_rat
 from tests.helpers.commands import refusal
 from tests.helpers.pages import DOCS, ROOT, rows, shown_commands
 
-PAGE = DOCS / "which-strategy.md"
+PAGE = DOCS / "choose-a-strategy.md"
 MODEL = ["--parameters=124M", "--compute=100ms"]
 NETWORK = ["--bandwidth=10gbit", "--workers=4"]
 
@@ -25,7 +25,7 @@ def test_what_is_printed_is_on_the_page_and_follows_the_formula(capsys):
 
 
 def test_the_passes_over_memory_are_those_of_the_page():
-    assert f"{PASSES['adamw']:g} with AdamW, {PASSES['sgd']:g} with SGD" in (DOCS / "estimate.md").read_text()
+    assert f"{PASSES['adamw']:g} with AdamW, {PASSES['sgd']:g} with SGD" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("command", shown_commands("estimate"))

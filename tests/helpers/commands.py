@@ -117,9 +117,9 @@ class Interpreter:
         self._server.communicate()
 
 
-def train_as_on_page(interpreter, page, folder):
-    """Run the first Python block of a docs/ page on two ranks and assert that the loss at least halves."""
-    text = (_ROOT / "docs" / page).read_text()
+def train_as_on_page(interpreter, heading, folder):
+    """Run the first script of a section on two ranks and assert that the loss at least halves."""
+    text = (_ROOT / "docs" / "without-a-trainer.md").read_text().partition(f"\n{heading}\n")[2]
     (folder / "train.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     ended = interpreter.run(folder / "train.py", ranks=2)
     assert ended.returncode == 0, ended.stderr

@@ -523,7 +523,7 @@ def test_on_other_numbers_of_ranks_the_mean_continues(pools, tmp_path, ranks):
 
 @pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
-    train_as_on_page(interpreter, "plain-loop.md", tmp_path)
+    train_as_on_page(interpreter, "## A plain loop", tmp_path)
     assert {path.name for path in tmp_path.rglob("*.pt")} == {"model.pt", "rank_00000.pt", "rank_00001.pt"}
 
 

@@ -270,6 +270,6 @@ def test_every_name_of_the_trainer_is_known():
 
 @pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
-    result = train_as_on_page(interpreter, "fabric.md", tmp_path)
+    result = train_as_on_page(interpreter, "## Fabric", tmp_path)
     assert "SparseFabricStrategy: LAGS sends 0.01 of each gradient" in result.stderr
     assert (tmp_path / "half.ckpt.sparse").is_dir()
