@@ -1,24 +1,28 @@
-"""The command line: Lightning's own, with this package's strategy names registered, and the estimate."""
+"""The command line: Lightning's own, with this package's strategy names registered, the estimate, and the check."""
 
 import os
 import sys
 
+from lightning_sparse.cli.check import check
 from lightning_sparse.cli.estimate import estimate
 from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.lightning import ArgsType, LightningCLI
 
-_EPILOG = "One more subcommand says by formula whether compression pays: see 'lightning-sparse estimate --help'."
+_EPILOG = (
+    "Two more subcommands: 'lightning-sparse check --help' tries the package on these machines, and 'lightning-sparse"
+    " estimate --help' says by formula whether compression pays."
+)
 
 
 def main(args: ArgsType = None) -> None:
-    """Run ``lightning-sparse fit|validate|test|predict|estimate`` with ``args``, or with those of the process."""
+    """Run ``lightning-sparse fit|validate|test|predict|estimate|check`` with ``args``, or with those of the process."""
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
         sys.path.insert(0, os.getcwd())  # as `python -m` does: the model is often a file there
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words:
         refuse_removed(f"lightning-sparse {words[0]}", words[0], SystemExit)
-        if words[0] == "estimate":
-            estimate(words[1:])
+        if words[0] in (commands := {"estimate": estimate, "check": check}):
+            commands[words[0]](words[1:])
             return
     defaults = {}
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may start on any number of nodes

@@ -20,8 +20,8 @@ BANDS = (  # r below which a strategy is recommended, and why
 FAR = 0.2  # round trip / step from which on local steps are recommended in place of sparse_lags
 PASSES = {"adamw": 29.0, "sgd": 14.0}  # of a compressed step over the model's fp32 bytes, see docs/choose-a-strategy.md
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 class Estimate(NamedTuple):
@@ -79,8 +79,8 @@ def _estimated(options: argparse.Namespace) -> str:
     workers, memory = options.workers, options.memory_bandwidth
     if workers < 2 or not memory > 0:
         raise ValueError(f"--workers {workers} must be at least 2, --memory-bandwidth {memory} above zero")
-    elements = read("parameters", options.parameters, _COUNTS, "124M")
-    compute = read("compute", options.compute, _SECONDS, "120ms")
+    elements = read("parameters", options.parameters, COUNTS, "124M")
+    compute = read("compute", options.compute, SECONDS, "120ms")
     rate, latency = read_rate(options.bandwidth), read_seconds(options.latency)
     exchange = dense_bytes(elements, workers) * 8 / rate + 2 * (workers - 1) * latency
     found, passes, size = Estimate(exchange, compute, latency), PASSES[options.optimizer], in_bytes(4 * elements)
@@ -103,7 +103,7 @@ def read_rate(text: str, noun: str = "bandwidth") -> float:
 
 def read_seconds(text: str, noun: str = "latency") -> float:
     """Return seconds of a text such as ``"100us"``; ``"0"`` needs no unit."""
-    return 0.0 if text == "0" else read(noun, text, _SECONDS, "100us")
+    return 0.0 if text == "0" else read(noun, text, SECONDS, "100us")
 
 
 def read(noun: str, text: str, units: dict[str, float], example: str) -> float:

@@ -1,0 +1,166 @@
+"""The command ``lightning-sparse check``: what it reports of a machine that works, and of faults made on purpose."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import refusal
+
+ROOT = Path(__file__).parents[2]
+# Patches what a fault is about, then runs the command; its first word is the fault.
+WRAPPER = """
+import os, sys, time
+fault, names = sys.argv[1], sys.argv[2].split(";")
+from lightning_sparse.cli import check, main, probes
+rank = int(os.environ["RANK"])
+correctness, speed = probes.Probes.correctness, probes.Probes.speed
+def some(rows):
+    return lambda own: {name: row for name, row in rows(own).items() if names == [""] or name in names}
+probes.Probes.correctness, probes.Probes.speed = some(correctness), some(speed)
+step = probes._OddModel.training_step
+
+def at_step_5(act):
+    def training_step(own, batch, index):
+        if rank == 1 and index == 5:
+            act()
+        return step(own, batch, index)
+    probes._OddModel.training_step = training_step
+
+if fault == "seed" and rank == 1:
+    import torch
+    seed = torch.manual_seed
+    torch.manual_seed = lambda number: seed(number + 1)
+if fault == "hangs":
+    at_step_5(lambda: time.sleep(1000))
+if fault == "dies":
+    at_step_5(lambda: os._exit(9))
+if fault == "raises":
+    at_step_5(lambda: [][0])
+if fault == "nothing":
+    from lightning_sparse.compressors.topk import TopK
+    select = TopK.select
+    def select_zeros(own, *given, **named):
+        found = select(own, *given, **named)
+        found.values.zero_()
+        return found
+    TopK.select = select_zeros
+if fault == "rounds":
+    from lightning_sparse.engine.wire.gather import GatherFormat
+    write = GatherFormat._write
+    GatherFormat._write = lambda own, selected: (write(own, selected)[0], selected.values)
+if fault == "slow" and rank == 1:
+    import torch.distributed as dist
+    send = dist.send
+    def slow(*given, **named):
+        time.sleep(0.5)
+        return send(*given, **named)
+    dist.send = slow
+main(["check", *sys.argv[3:]])
+"""
+
+
+class Ranks:
+    """Ranks of the command as torchrun starts them, with a fault and with some of the rows."""
+
+    def __init__(self, folder, fault="", rows=(), ranks=2, limit=100):
+        self.output = folder / "check.json"
+        (folder / "wrapper.py").write_text(WRAPPER)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "job"}
+        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "wrapper.py", fault, ";".join(rows), "--accelerator=cpu", f"--time={limit}"]
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
+        self.processes = []
+        for rank in range(ranks):
+            of_rank = {**os.environ, "PYTHONPATH": str(ROOT), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(subprocess.Popen([*words, f"--output={self.output}"], env=of_rank, **piped))
+
+    def end(self):
+        """Wait; return each rank's status, what was printed, and the failed rows with their details."""
+        try:
+            said = [process.communicate(timeout=200) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        assert self.output.exists(), said
+        failed = {row["name"]: row["detail"] for row in self.report()["rows"] if row["state"] == "failed"}
+        return [process.returncode for process in self.processes], "".join(out for out, _ in said), failed
+
+    def report(self):
+        return json.loads(self.output.read_text())
+
+
+def test_rows_pass_and_are_reported(tmp_path):
+    rows = ("density 1 equals DDP", "mass, bfloat16 wire", "two levels", "all-reduce")
+    ranks = Ranks(tmp_path, rows=rows)
+    states, said, failed = ranks.end()
+    assert (states, failed) == ([0, 0], {}), said
+    assert "All rows passed." in said
+    report = ranks.report()
+    assert [row["name"] for row in report["rows"]] == ["environment", *rows]
+    assert [row["state"] for row in report["rows"]] == ["passed"] * 3 + ["not applicable", "passed"]
+    assert report["passed"]
+    assert list(report["environment"]["ranks"]) == [f"rank {rank} ({socket.gethostname()})" for rank in range(2)]
+    assert report["rows"][-1]["values"]["bits_per_second"] > 1e6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("fault", "rows", "said"),
+    [
+        ("seed", ["one seed, one model"], r"^rank 1 .*the same seed builds another model than on rank 0"),
+        ("nothing", ["replicas at density 0.01"], "no parameter has changed"),
+        ("rounds", ["mass, bfloat16 wire"], "AssertionError"),
+        ("slow", ["links"], r"Gbit/s on the slowest, rank 1 "),
+        ("dies", ["replicas at density 0.01"], r"^rank 1 \(.*\), at .*, died$"),
+        ("hangs", ["replicas at density 0.01"], r"^rank 1 \(.*\), at wrapper.py:\d+, had not ended it"),
+        ("raises", ["replicas at density 0.01"], r"^rank 1 \(.*\): IndexError"),
+    ],
+)
+def test_a_fault_is_named_by_its_row(fault, rows, said, tmp_path):
+    others = [] if fault in ("dies", "hangs", "raises") else ["mass, float32 wire"] * (fault != "nothing")
+    states, printed, failed = Ranks(tmp_path, fault, [*rows, *others], limit=45 if fault == "hangs" else 100).end()
+    assert list(failed) == rows, printed
+    assert re.search(said, failed[rows[0]]), failed
+    assert f"FAILED: {rows[0]}" in printed
+    assert all(states)
+
+
+@pytest.mark.exhaustive
+def test_an_interrupt_of_one_rank_ends_all(tmp_path):
+    ranks = Ranks(tmp_path, "hangs", ["replicas at density 0.01"])
+    printed = ranks.processes[0].stdout.readline()
+    time.sleep(2)
+    began = time.monotonic()
+    ranks.processes[1].send_signal(signal.SIGINT)
+    states, said, failed = ranks.end()
+    assert time.monotonic() - began < 10
+    assert all(states), printed + said
+    assert "ended by SIGINT" in str(failed)
+
+
+@pytest.mark.exhaustive
+def test_local_processes_give_advice(tmp_path):
+    words = ["check", "--devices=2", "--accelerator=cpu", "--parameters=1M", "--compute=1ms", "--time=200"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lightning_sparse", *words]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^r = .* as measured;.*^Take ", done.stdout, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["--parameters=1M"], "--compute"), (["--parameters=1M", "--compute=1"], "compute='1'"), (["--tim=1"], "--tim=1")],
+)
+def test_arguments_that_make_no_sense_are_refused(words, named, capsys):
+    assert named in refusal(capsys, "check", *words)[-1]
