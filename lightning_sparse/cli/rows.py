@@ -72,8 +72,12 @@ class Rows:
         keys = [f"{place}/{rank}" for rank in range(len(self.names))]
         self._store.wait(keys, timedelta(days=1))  # the thread ends a wait in vain
         found = [json.loads(self._store.get(key)) for key in keys]
-        failed = [f"{self.names[rank]}: {each[1]}" for rank, each in enumerate(found) if each[0] == "failed"]
-        state, detail, values = ("failed", "; ".join(failed), {}) if failed else found[0]
+        failed = {rank: each[1] for rank, each in enumerate(found) if each[0] == "failed"}
+        # What waited in vain for another rank is not the cause.
+        causes = {rank: each for rank, each in failed.items() if not each.startswith("ExchangeError")} or failed
+        words = [f"{self.names[rank]}: {each}" for rank, each in causes.items()]
+        words = words if len(set(causes.values())) > 1 else [f"all ranks: {found[0][1]}"] if len(words) > 1 else words
+        state, detail, values = ("failed", "; ".join(words), {}) if failed else found[0]
         self.ended.append(Row(name, state, detail, round(time.monotonic() - began, 2), values))
 
     def close(self) -> None:

@@ -117,7 +117,11 @@ def test_rows_pass_and_are_reported(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "rows", "said"),
     [
-        ("seed", ["one seed, one model"], r"^rank 1 .*the same seed builds another model than on rank 0"),
+        (
+            "seed",
+            ["one seed, one model"],
+            r"^all ranks: ValueError: rank 1 .*the same seed builds another model than on rank 0",
+        ),
         ("nothing", ["replicas at density 0.01"], "no parameter has changed"),
         ("rounds", ["mass, bfloat16 wire"], "AssertionError"),
         ("slow", ["links"], r"Gbit/s on the slowest, rank 1 "),
