@@ -51,7 +51,8 @@ class Rows:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *received: None)
         signal.set_wakeup_fd(written)  # wakes the thread even where the main one waits in a collective
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
 
     @property
     def seconds_left(self) -> float:
@@ -76,7 +77,8 @@ class Rows:
         # What waited in vain for another rank is not the cause.
         causes = {rank: each for rank, each in failed.items() if not each.startswith("ExchangeError")} or failed
         words = [f"{self.names[rank]}: {each}" for rank, each in causes.items()]
-        words = words if len(set(causes.values())) > 1 else [f"all ranks: {found[0][1]}"] if len(words) > 1 else words
+        if len(causes) == len(found) > 1 and len(set(causes.values())) == 1:
+            words = [f"all ranks: {found[0][1]}"]
         state, detail, values = ("failed", "; ".join(words), {}) if failed else found[0]
         self.ended.append(Row(name, state, detail, round(time.monotonic() - began, 2), values))
 
@@ -86,6 +88,7 @@ class Rows:
         if self.rank == 0:  # may hold the store
             self._store.wait([f"check/over/{rank}" for rank in range(len(self.names))], timedelta(seconds=10))
         self._is_over = True
+        self._thread.join()  # a thread in a store's call would abort the interpreter's end
 
     def _watch(self) -> None:
         beats: dict[int, tuple[str, float]] = {}
