@@ -5,10 +5,14 @@ READY := .venv/.ready
 # Three on two processors: ranks wait for each other, and SLURM for its clock, for a third of the time.
 WORKERS ?= 3
 
-.PHONY: demo test test-all quick versions faults soak lint docs bench wheel clean
+.PHONY: demo check test test-all quick versions faults soak lint docs bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+# The package on two processes of this machine.
+check: $(READY)
+	$(BIN)/lightning-sparse check --devices 2
 
 # A worker starts its processes once; one that is done helps the other.
 TOGETHER := --numprocesses $(WORKERS) --dist worksteal
