@@ -1,10 +1,10 @@
-"""Names and arguments that this version no longer has, each with the alternative; for one release."""
+"""Names and arguments that this version has renamed or removed, each with its replacement; for one release."""
 
 from functools import wraps
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind", bound=type[Any])
-# A strategy's name, a command, an attribute, an argument of an entry point, or "Class.argument" of a class.
+# Keys: a strategy's name, a command, an attribute, an argument of an entry point, or "Class.argument".
 REMOVED: dict[str, str] = {
     "RequeueAtStepEnd": "the strategy requeues by itself: leave the callback out",
     "plan": "use lightning-sparse estimate instead",
@@ -45,7 +45,7 @@ def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError)
 
 
 def refusing(kind: Kind) -> Kind:
-    """Refuse removed arguments of a class with the alternative, which Python's own error does not name."""
+    """Reject removed arguments of a class with a message that names the replacement."""
     build = kind.__init__
 
     @wraps(build)

@@ -1,4 +1,4 @@
-"""Callbacks: they show what the engine did, and steer it; and the rules that :class:`AdaptiveDensity` follows."""
+"""Callbacks that observe and control the engine, and the density rules of :class:`AdaptiveDensity`."""
 
 from typing import NoReturn
 

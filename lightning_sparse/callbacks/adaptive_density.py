@@ -1,4 +1,4 @@
-"""The callback that lets rules set the density of each parameter as training goes on."""
+"""The callback that sets the density of each parameter by rules."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,26 +22,26 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
-_CHANGE = 1.25  # times: a density that falls a little in every step is not worth a point in every step
+_CHANGE = 1.25  # factor of a density that is worth a new point in the log
 
 
 class AdaptiveDensity(StepObserver):
-    """Let rules decide how much is sent of each parameter.
+    """Set the density of each parameter by rules.
 
-    A parameter gets the largest density that a rule asks for, and never less than the user asked for; the strategy's
-    own warm-up and plan can give it more. Checkpoints hold what rules have learned. When a density has changed by a
-    quarter, loggers get ``sparse_parameters/density/<parameter name>`` (unless a :class:`CompressionMonitor` logs it),
-    and TensorBoard a table with reasons. Rank 0 says when another rule decides.
+    A parameter gets the largest density of any rule, and at least the density set by the user; the strategy's warm-up
+    and plan may raise it. Checkpoints have the state of the rules. When a density has changed by a quarter, loggers get
+    ``sparse_parameters/density/<parameter name>`` (unless a :class:`CompressionMonitor` logs it), and TensorBoard a
+    table with reasons. Rank 0 logs when another rule decides.
 
     Args:
         rules: such as :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`.
-        max_density: the most that a rule gets of a parameter, or a plan that sends more where that costs no time.
+        max_density: largest density from a rule, or from a plan that uses spare time.
         every_n_steps: optimizer steps between two measurements, each a pass over gradients and residuals.
 
     Raises:
-        ValueError: without a rule, or for an argument out of range; at the start of ``fit``, if the compressor sends no
-            density of each parameter, the schedule decides itself (``"auto"``), or another callback sets densities.
-        TypeError: for something else than a rule.
+        ValueError: without a rule, or for an argument out of range; at the start of ``fit``, if the compressor has no
+            density per parameter, the schedule decides by itself (``"auto"``), or another callback sets densities.
+        TypeError: for an object that is not a rule.
 
     Example::
 
@@ -56,7 +56,7 @@ class AdaptiveDensity(StepObserver):
         if isinstance(rules, DensityRule) or not all(isinstance(rule, DensityRule) for rule in rules):
             raise TypeError(f"rules={rules!r} must be a list of rules, such as {example}")
         if not rules:
-            raise ValueError(f"rules=[] leaves nothing to decide: give at least one, such as {example}")
+            raise ValueError(f"rules=[] sets no density: give at least one rule, such as {example}")
         self.rules = list(rules)
         self.max_density = checked_density("max_density", max_density)
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
@@ -66,7 +66,7 @@ class AdaptiveDensity(StepObserver):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._asked, self._logged = dict[str, float](), dict[str, float]()
-            self._decided_at = (-1, -1)  # step and epoch
+            self._decided_at = (-1, -1)  # last decision: step and epoch
             self._has_measured = False
             self._deciders: set[str] = set()
             for rule in self.rules:
@@ -74,7 +74,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._look(trainer)  # a callback ahead of this one may save before its turn comes
+        self._look(trainer)  # an earlier callback may save before this callback has processed the step
         checkpoint[_KEY] = [{"rule": type(rule).__name__, "state": rule.state_dict()} for rule in self.rules]
 
     @override
@@ -85,7 +85,7 @@ class AdaptiveDensity(StepObserver):
                 rule.load_state_dict(each["state"])
         elif saved:
             names = ", ".join(each["rule"] for each in saved)
-            log_line(self, f"the checkpoint was written with the rules {names}; these ones start with nothing learned.")
+            log_line(self, f"the checkpoint has the state of the rules {names}; the rules here start without state.")
 
     @override
     def looks_at(self, trainer: Trainer, step: int) -> bool:
@@ -102,7 +102,7 @@ class AdaptiveDensity(StepObserver):
         engine, now = engine_of(trainer), (step_of(trainer), trainer.current_epoch)
         if engine is None or now == self._decided_at:
             return
-        # What is frozen now may be unfrozen again, and rules have not forgotten it.
+        # A frozen parameter may be unfrozen later, and rules still have its state.
         self._asked = {**self._asked, **engine.target_densities()}
         is_due = self._has_measured or now[0] % self.every_n_steps == 0  # a plan may have changed
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
@@ -112,7 +112,7 @@ class AdaptiveDensity(StepObserver):
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
         if (samples := engine.recorder.last_samples) is None:
-            return  # the step was left to plain DDP: nothing waits
+            return  # plain DDP made the step, so there is no residual
         facts = facts_over_ranks(engine, samples)
         gradients = {name: each.gradient_norm for name, each in facts.items()}
         residuals = {name: each.residual_norm for name, each in facts.items()}
@@ -127,7 +127,7 @@ class AdaptiveDensity(StepObserver):
         return RuleContext(step_of(trainer), trainer.current_epoch, self._asked, present, self.max_density)
 
     def _decide(self, trainer: Trainer, engine: Engine) -> None:
-        """Take the largest minimum for each parameter."""
+        """Set the largest minimum of any rule for each parameter."""
         context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, DensityRule]()
         for rule in self.rules:
             for name, density in rule.minimum_densities(context).items():
@@ -137,7 +137,7 @@ class AdaptiveDensity(StepObserver):
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
         present, logged = engine.present_densities(), {**self._asked, **self._logged}
         if not all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
-            # Of a warm-up of the strategy, or of its plan, more may be sent.
+            # The strategy's warm-up or plan may exceed the rules.
             deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
             self._report(trainer, deciding, present, context.step)
 

@@ -1,4 +1,4 @@
-"""The base of this package's callbacks: which strategy they look at, at which steps, what they refuse and gather."""
+"""The base of callbacks: choice of steps, checks of the strategy, and reductions over ranks."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,23 +16,23 @@ from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule,
 
 
 class StepObserver(Callback):
-    """Look at some steps of a sparse strategy of several processes; each is known before its first batch."""
+    """Observe some steps of a sparse strategy on several processes, chosen before the first batch of a step."""
 
-    every_n_steps: Optional[int] = None  # ``None`` for the Trainer's ``log_every_n_steps``
-    works_on_shards = False  # of a model that no rank holds whole
+    every_n_steps: Optional[int] = None  # steps between observations; ``None`` for the Trainer's ``log_every_n_steps``
+    works_on_shards = False  # whether sharded models are supported
     _looks = False
     _steps_before = 0
 
     def looks_at(self, trainer: Trainer, step: int) -> bool:
-        """Decide, on every rank alike, whether to look at a step."""
+        """Return whether to observe a step, equal on all ranks."""
         every: int = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
         return every > 0 and (step + 1) % every == 0
 
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        """Ask for what is to be seen of the step."""
+        """Request the measurements of the step."""
 
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
-        """Look at the step, on all ranks."""
+        """Process the step, on all ranks."""
         raise NotImplementedError
 
     @override
@@ -43,8 +43,8 @@ class StepObserver(Callback):
         holds_shards = getattr(trainer.strategy, "holds_shards", None)
         if holds_shards and not self.works_on_shards:
             raise TypeError(
-                f"{name} looks at whole parameters, and of them a rank holds shards here: remove the callback, or use"
-                " CompressionMonitor() without by_parameter"
+                f"{name} needs whole parameters, and here each rank holds shards of parameters: remove the callback, or"
+                " use CompressionMonitor() without by_parameter"
             )
         if holds_shards is None:
             self._refuse(
@@ -53,7 +53,7 @@ class StepObserver(Callback):
             )
         alike = [type(each).__name__ for each in trainer.callbacks if isinstance(each, type(self))]  # type: ignore[attr-defined]
         if len(alike) > 1:
-            raise ValueError(f"callbacks holds {' and '.join(alike)}, which would write over each other: give one")
+            raise ValueError(f"callbacks has {' and '.join(alike)}, which would overwrite each other: give only one")
         if stage == "fit" and holds_shards is not None:
             settings: Any = getattr(trainer.strategy, "settings", None)
             for feature in FEATURES.keys() & {kind.__name__ for kind in type(self).__mro__}:
@@ -65,13 +65,13 @@ class StepObserver(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # A step of several batches is asked for once.
+        # A step of several batches needs only one request.
         if not self._looks:
             self._steps_before = trainer.global_step
             self._looks = self.looks_at(trainer, step_of(trainer))
             engine = engine_of(trainer)
             if self._looks and engine is not None:
-                engine.worker.drain()  # what is still on its way would hear of the question on a slow rank only
+                engine.worker.drain()  # otherwise a slow rank would still apply the request to the previous step
                 self.before_step(trainer, engine)
 
     @override
@@ -81,46 +81,46 @@ class StepObserver(Callback):
         self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        """Look at the step that has just been made, if it is to be looked at and has not been yet; on all ranks."""
+        """Process the completed step on all ranks, if requested and not yet processed."""
         if self._looks and trainer.global_step > self._steps_before:
             self._looks = False
             engine = engine_of(trainer)
             if engine is not None:
                 engine.worker.drain()
-                if engine.rounds is None:  # which sample when they exchange
+                if engine.rounds is None:  # local steps are sampled when a round is exchanged
                     engine.recorder.stop_sampling()
                     engine.memory.is_watched = False
                 self.after_step(trainer, engine, step_of(trainer))
 
 
 def engine_of(trainer: Trainer) -> Optional[Engine]:
-    """Return what exchanges; ``None`` on one process, and of a strategy that is not ours."""
+    """Return the engine; ``None`` on one process, and for other strategies."""
     return getattr(trainer.strategy, "engine", None)
 
 
 def step_of(trainer: Trainer) -> int:
-    """Return the number under which Lightning logs the step in progress, from 0."""
+    """Return Lightning's log step of the current step, from 0."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def parameter_tag(statistic: str, parameter: str) -> str:
-    """Return the tag of a parameter's statistic, under a prefix of its own: there are hundreds of them."""
+    """Return the tag of a parameter's statistic, with a separate prefix because there are hundreds."""
     return f"sparse_parameters/{statistic}/{parameter}"
 
 
 def log_scalars(trainer: Trainer, scalars: dict[str, float], step: int) -> None:
-    """Hand scalars to all loggers of the Trainer."""
+    """Log scalars to all loggers of the Trainer."""
     for logger in trainer.loggers:
         logger.log_metrics(scalars, step=step)
 
 
 def log_line(callback: Callback, line: str) -> None:
-    """Tell the user something, once for all ranks."""
+    """Log a line to the console, once for all ranks."""
     rank_zero_info(f"{type(callback).__name__}: {line}")
 
 
 _Key = TypeVar("_Key", bound=Hashable)
-# The slowest rank is the one that all wait for, and samples of all ranks are trained on.
+# All ranks wait for the slowest rank, and the throughput counts the samples of all ranks.
 _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
     "exposed_seconds": max,
     "exposed_share": max,
@@ -129,13 +129,13 @@ _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
 
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
-    """Return the mean over ranks by name; with local steps, when ranks need not meet, this rank's own."""
+    """Return the mean over ranks by name; with local steps the local values, because ranks need not synchronize."""
     rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, zip(*rows))}
 
 
 def facts_over_ranks(engine: Engine, samples: ParameterSamples) -> dict[str, ParameterFacts]:
-    """Return what a step did to each parameter: norms as root mean squares over ranks, or over those of a node sums."""
+    """Return facts per parameter: norms are root mean squares over ranks, or over nodes of a node's summed shares."""
     facts, shares = samples.facts(), engine.levels.local_world_size if engine.rounds is None else 1
     rows = {
         (name, place): fact if place < 2 else shares * fact**2

@@ -19,11 +19,11 @@ from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 
 class CompressionMonitor(StepObserver):
-    """Log what compression does as scalars ``sparse/<name>``, at the Trainer's ``log_every_n_steps``.
+    """Log statistics of compression as scalars ``sparse/<name>``, at the Trainer's ``log_every_n_steps``.
 
-    The page on monitoring has a table of them: means over ranks and over the steps since the last line of the log; with
-    local steps rank 0's own. A logged step costs one more pass over gradients and residuals, a small all-gather, and on
-    a GPU a wait for the step. With a strategy that compresses nothing, such as ``"ddp"``, it warns once.
+    The page on monitoring lists the scalars: means over ranks and over the steps since the last log line; with local
+    steps, values of rank 0. A logged step costs one more pass over gradients and residuals, a small all-gather, and a
+    synchronization with the GPU. With another strategy, such as ``"ddp"``, the monitor warns once.
 
     Args:
         progress_bar: also show the compression ratio since the start and the exposed milliseconds in the progress bar.
@@ -31,7 +31,7 @@ class CompressionMonitor(StepObserver):
 
     Raises:
         ValueError: at the start of ``fit``, if the Trainer has two monitors.
-        TypeError: at the start, with ``by_parameter`` where ranks hold shards.
+        TypeError: at the start, with ``by_parameter`` for a sharded model.
 
     Example::
 
@@ -41,20 +41,20 @@ class CompressionMonitor(StepObserver):
     def __init__(self, progress_bar: bool = False, by_parameter: bool = False) -> None:
         self.progress_bar = progress_bar
         self.by_parameter = by_parameter
-        self.works_on_shards = not by_parameter  # of which ranks have different ones
+        self.works_on_shards = not by_parameter  # ranks have shards of different parameters
         self._began = 0.0
 
     @override
     def _refuse(self, message: str) -> None:
-        rank_zero_warn(f"nothing of it is logged: {message}")  # whoever compares strategies has one list of callbacks
+        rank_zero_warn(f"nothing of it is logged: {message}")  # no error, so that one list of callbacks fits all runs
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plan: Any = ()  # none has been shown
-        self._totals: dict[str, float] = {}  # when the last line was logged
+        self._plan: Any = ()  # () before the first plan is shown
+        self._totals: dict[str, float] = {}  # totals at the last log line
         self._samples, self._began = 0.0, perf_counter()
         if not trainer.loggers and not self.progress_bar:
-            rank_zero_warn("CompressionMonitor has nowhere to log: give the Trainer a logger, or remove the callback")
+            rank_zero_warn("CompressionMonitor has no logger: give the Trainer a logger, or remove the callback")
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
@@ -79,7 +79,7 @@ class CompressionMonitor(StepObserver):
         records = [each for each in engine.recorder.records if not each.is_logged]
         samples = engine.recorder.last_samples
         if not records or (samples is None and not records[-1].is_dense):
-            return  # a round of local steps goes on, or what exchanges was built anew since the step was asked for
+            return  # a round of local steps continues, or the engine was rebuilt after the request
         stats = over_ranks(engine, self._statistics(engine, records))
         stats = {name: value for name, value in stats.items() if not math.isnan(value)}
         scalars = {f"sparse/{name}": value for name, value in stats.items()}
@@ -98,7 +98,7 @@ class CompressionMonitor(StepObserver):
             trainer.lightning_module.log_dict(shown, prog_bar=True, logger=False)
 
     def _statistics(self, engine: Engine, records: Sequence[StepRecord]) -> dict[str, float]:
-        """Return this rank's, of the steps since the last line; NaN is what is not known."""
+        """Return this rank's statistics of the steps since the last log line; NaN if unavailable."""
         stats, before, samples = engine.compression_stats(), self._totals, engine.recorder.last_samples
         self._totals, seconds = stats, perf_counter() - self._began
         steps = stats["total_steps"] - before.get("total_steps", 0.0)
@@ -107,7 +107,7 @@ class CompressionMonitor(StepObserver):
             stats[kind] = (stats[f"total_{kind}"] - before.get(f"total_{kind}", 0.0)) / steps
         stats["log10_density"] = math.log10(stats["density"]) if stats["density"] > 0 else math.nan
         ours = compressed(records)
-        if engine.rounds is None:  # which see no backward
+        if engine.rounds is None:  # local steps do not time backward
             stats["backward_seconds"] = mean_of(ours, lambda each: each.backward_seconds)
         stats["commit_seconds"] = mean_of(ours, lambda each: each.seconds("commit"))
         stats |= {"step_seconds": seconds / steps, "samples_per_second": self._samples / seconds}
@@ -118,11 +118,11 @@ class CompressionMonitor(StepObserver):
             return stats
         if engine.memory.corrects_adam:
             stats |= {name: float(each) for name, each in engine.memory.statistics().items()}
-        # A residual of updates is compared with updates, of which the memory has those of the last exchange alone.
+        # A residual of updates is compared with updates; the memory has only those of the last exchange.
         facts, name = samples.facts(), "residual_to_gradient"
         if "update_error" in stats:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"
-        moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # what is frozen is not
+        moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # frozen parameters are excluded
         residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *moving]))
         return {**stats, name: _ratio(residual, added)}
 
@@ -150,6 +150,6 @@ def _ratio(norm: float, other: float) -> float:
 
 
 def batch_size(batch: Any) -> float:
-    """Return the length of the first dimension that all tensors of a batch share; NaN if they share none."""
+    """Return the size of the first dimension that all tensors of a batch share; NaN if sizes differ."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else math.nan

@@ -1,4 +1,4 @@
-"""Momentum before compression instead of after it, whatever is compressed with."""
+"""Momentum before compression instead of after it, for any compressor."""
 
 from typing import Any, Optional, Union
 
@@ -16,12 +16,12 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 class MomentumCorrection(StepObserver):
     """Accumulate SGD's momentum before compression, with the settings of :class:`~lightning_sparse.compressors.DGC`.
 
-    At the Trainer's ``log_every_n_steps`` loggers get ``sparse/momentum_norm``, and where it masks and clips
-    ``sparse/masked_fraction`` and ``sparse/local_clip_factor``.
+    At the Trainer's ``log_every_n_steps`` loggers get ``sparse/momentum_norm``, with masking also
+    ``sparse/masked_fraction``, and with clipping ``sparse/local_clip_factor``.
 
     Raises:
-        ValueError: for an argument out of range; at the start of ``fit``, for an optimizer other than SGD, or for a
-            compressor or a schedule that it cannot go together with.
+        ValueError: for an argument out of range; at the start of ``fit``, for an optimizer other than SGD, or for an
+            incompatible compressor or schedule.
         TypeError: at the start, if the Trainer's strategy is not a :class:`~lightning_sparse.SparseDDPStrategy`.
 
     Example::
@@ -37,7 +37,7 @@ class MomentumCorrection(StepObserver):
         clip_norm: Optional[float] = None,
     ) -> None:
         if momentum is None:
-            raise ValueError("momentum=None leaves nothing to correct: give 'optimizer' or a number, or no callback")
+            raise ValueError("momentum=None corrects nothing: give 'optimizer' or a number, or remove the callback")
         self._correction = ErrorFeedback(True, momentum, nesterov, masks_momentum, clip_norm).checked()
 
     @override
@@ -49,10 +49,10 @@ class MomentumCorrection(StepObserver):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(map(is_correctable, trainer.optimizers)):
-            raise ValueError("MomentumCorrection is for torch.optim.SGD: use it in place of Adam, or no callback")
+            raise ValueError("MomentumCorrection is for torch.optim.SGD: replace Adam by SGD, or remove the callback")
         if engine_of(trainer) is None and self._correction != ErrorFeedback(True, FROM_OPTIMIZER, masks_momentum=False):
             rank_zero_warn(
-                "MomentumCorrection has no effect on one process: give optimizer and Trainer what it asks for"
+                "MomentumCorrection has no effect on one process: set momentum in the optimizer, clipping in Trainer"
             )
 
     @override

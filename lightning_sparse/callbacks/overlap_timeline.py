@@ -1,4 +1,4 @@
-"""Show when backward and exchange happened on rank 0: torch's own trace of a step, and a picture of it."""
+"""A timeline of backward and exchange on rank 0: torch's trace of a step, and a picture."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,21 +15,21 @@ from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, PyTorchProfiler, Trainer
 
-_STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # after those in which ``schedule="merged"`` tries plans
+_STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # later than the trial steps of ``schedule="merged"``
 _WORKER = {"select": "#f0b429", "encode": "#8d6e63", "exchange": "#2186eb", "commit": "#3f9142"}
-_ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # of the picture
+_ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # rows of the picture
 
 
 class OverlapTimeline(StepObserver):
-    """Profile some steps of rank 0 with torch, and write the last as a trace and a picture: backward beside exchange.
+    """Profile some steps of rank 0 with torch, and write the last one as a trace and a picture of the overlap.
 
-    The trace is for https://ui.perfetto.dev. ``sparse.exposed`` is the end of ``sparse.backward``, which waits for the
-    exchange there. On a GPU a span is when work is queued.
+    View the trace at https://ui.perfetto.dev. ``sparse.exposed`` is the end of ``sparse.backward``, a wait for the
+    exchange. On a GPU a span shows when kernels are queued, not when they run.
 
     Args:
-        steps: numbers of the steps to profile, from 0, as loggers count them; ``schedule="merged"`` tries first ones.
-        path: file to write, with the picture beside it as ``.png``; ``None`` for ``overlap.json`` in the log directory.
-        pictures: draw the picture.
+        steps: steps to profile, from 0, in the loggers' count; the first steps of ``schedule="merged"`` are trials.
+        path: trace file, with the picture beside it as ``.png``; ``None`` for ``overlap.json`` in the log directory.
+        pictures: whether to draw the picture.
 
     Example::
 
@@ -40,16 +40,16 @@ class OverlapTimeline(StepObserver):
         self, steps: Sequence[int] = _STEPS, path: Optional[Union[str, Path]] = None, pictures: bool = True
     ) -> None:
         if not steps or not isinstance(steps, Sequence) or any(not isinstance(s, int) or s < 0 for s in steps):
-            raise ValueError(f"steps={steps!r} must be a list of whole numbers, at least 0, such as [100, 200]")
+            raise ValueError(f"steps={steps!r} must be a list of integers, at least 0, such as [100, 200]")
         if pictures and find_spec("matplotlib") is None:
-            raise ValueError("pictures=True needs matplotlib: pip install 'lightning-sparse[plot]', or leave them out")
+            raise ValueError("pictures=True needs matplotlib: pip install 'lightning-sparse[plot]', or pictures=False")
         self.steps, self.path, self.pictures = steps, path, pictures
         self._profile: Optional[profile] = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        directory = Path(trainer.log_dir or ".")  # asks rank 0, so all ranks have to ask
+        directory = Path(trainer.log_dir or ".")  # log_dir broadcasts from rank 0, so all ranks must read it
         self._target = directory / "overlap.json" if self.path is None else Path(self.path)
         self._has_recorded = False
 
@@ -59,7 +59,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # one at a time
+        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # torch allows one
             self._profile = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             self._profile.start()
 
@@ -93,7 +93,7 @@ class OverlapTimeline(StepObserver):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not self._has_recorded:
-            reasons = "none of them was made by several processes, or PyTorchProfiler has them"
+            reasons = "no step ran on several processes, or PyTorchProfiler was active"
             rank_zero_warn(f"OverlapTimeline has recorded nothing of steps={self.steps}: {reasons}")
 
 
@@ -103,7 +103,7 @@ def _draw(profiled: profile, step: int, path: Path) -> None:
     spans: dict[str, list[tuple[float, float]]] = {stage: [(0.0, 0.0)] for stages in _ROWS for stage in stages}
     for event in profiled.events() or ():
         if event.device_type.name != "CPU":
-            continue  # the same spans once more, as a device has them
+            continue  # the device repeats the spans of the CPU
         start, end = event.time_range.start / 1e3, event.time_range.end / 1e3
         spans.get(event.name.partition("sparse.")[2], []).append((start, end - start))
     exposed = sum(duration for _, duration in spans["exposed"])

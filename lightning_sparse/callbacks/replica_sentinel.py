@@ -1,4 +1,4 @@
-"""Watch that all ranks train one and the same model, to the bit, as they do by construction."""
+"""A check that all ranks train bitwise identical replicas."""
 
 from typing import ClassVar
 
@@ -14,11 +14,11 @@ from lightning_sparse.strategy.lightning import Trainer
 
 
 class ReplicaSentinel(StepObserver):
-    """Compare a fingerprint of every parameter, of eight bytes, over ranks, and name the first that differs.
+    """Compare an 8-byte fingerprint of every parameter over ranks, and name the first parameter that differs.
 
     Args:
-        every_n_steps: compare after every so many steps.
-        action: ``"raise"`` to end training on all ranks, ``"warn"`` to go on.
+        every_n_steps: number of steps between checks.
+        action: ``"raise"`` to end training on all ranks, ``"warn"`` to continue.
 
     Raises:
         ValueError: for an interval below 1 or an unknown action; at the start of ``fit``, if replicas drift by design.

@@ -1,10 +1,10 @@
-"""What TensorBoard shows beyond scalars: charts in the tab "Custom Scalars", and tables in the tab "Text"."""
+"""TensorBoard output beyond scalars: charts in the tab "Custom Scalars", and tables in the tab "Text"."""
 
 from collections.abc import Container, Sequence
 
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
-# Each chart has one statistic: a line for each run, as lines of one run have one colour, and no legend.
+# Each chart has one statistic and a line per run, because all lines of a run have one colour and there is no legend.
 _CHARTS = {
     "sparse: how much is sent": {
         "log10_density": "Density, log10 of the fraction of elements",
@@ -34,7 +34,7 @@ _CHARTS = {
 
 
 def log_layout(trainer: Trainer, shown: Container[str]) -> None:
-    """Have "Custom Scalars" open sorted; tags are regular expressions, and need an end."""
+    """Define the charts of "Custom Scalars"; tags are regular expressions, so each ends with ``$``."""
     some = {category: {name: charts[name] for name in charts if name in shown} for category, charts in _CHARTS.items()}
     layout = {key: {title: ["Multiline", [f"sparse/{name}$"]] for name, title in some[key].items()} for key in some}
     for logger in trainer.loggers:
@@ -43,7 +43,7 @@ def log_layout(trainer: Trainer, shown: Container[str]) -> None:
 
 
 def log_table(trainer: Trainer, tag: str, rows: Sequence[Sequence[object]], step: int, text: str = "") -> None:
-    """Show a table below a text, both in Markdown; the first row names the columns."""
+    """Log a text and a table, both in Markdown; the first row has the column names."""
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

@@ -1,4 +1,4 @@
-"""The command line: Lightning's own, with this package's strategy names registered, the estimate, and the check."""
+"""The command line: Lightning's CLI with this package's strategy names, and two subcommands of the package."""
 
 import os
 import sys
@@ -9,15 +9,15 @@ from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.lightning import ArgsType, LightningCLI
 
 _EPILOG = (
-    "Two more subcommands: 'lightning-sparse check --help' tries the package on these machines, and 'lightning-sparse"
-    " estimate --help' says by formula whether compression pays."
+    "Two more subcommands: 'estimate' computes whether compression pays, and 'check' tests the package on these"
+    " machines. See 'lightning-sparse estimate --help' and 'lightning-sparse check --help'."
 )
 
 
 def main(args: ArgsType = None) -> None:
     """Run ``lightning-sparse fit|validate|test|predict|estimate|check`` with ``args``, or with those of the process."""
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: the model is often a file there
+        sys.path.insert(0, os.getcwd())  # `python -m` does the same; the model is often a local file
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words:
         refuse_removed(f"lightning-sparse {words[0]}", words[0], SystemExit)
@@ -25,7 +25,7 @@ def main(args: ArgsType = None) -> None:
             commands[words[0]](words[1:])
             return
     defaults = {}
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may start on any number of nodes
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun chooses the number of nodes
         defaults["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    overwrite = {"overwrite": True}  # a job that starts again finds the file that its first run has written
+    overwrite = {"overwrite": True}  # a restarted job finds the file of its first run
     LightningCLI(args=args, save_config_kwargs=overwrite, trainer_defaults=defaults, parser_kwargs={"epilog": _EPILOG})

@@ -1,4 +1,4 @@
-"""The command ``lightning-sparse estimate``: WILL IT PAY? Works out r and what to take, and runs nothing."""
+"""The command ``lightning-sparse estimate``: compute r, and recommend a strategy, without any measurement."""
 
 import argparse
 import math
@@ -11,21 +11,21 @@ from lightning_sparse.schedule.network import dense_bytes
 
 # docs/choose-a-strategy.md explains the thresholds. A test compares its table with these.
 LOCAL_STEPS = "local steps"
-BANDS = (  # r below which a strategy is recommended, and why
+BANDS = (  # upper limit of r, strategy and reason
     (0.3, "ddp", "there is little to win, and DDP delays no gradient"),
-    (1.0, "sparse_auto", "it times both, and keeps the faster"),
+    (1.0, "sparse_auto", "it times both, and uses the faster"),
     (20.0, "sparse_lags", "the network is the bottleneck"),
     (math.inf, LOCAL_STEPS, "compressed gradients would be exposed, too; see sparse_diloco and sparse_loco"),
 )
-FAR = 0.2  # round trip / step from which on local steps are recommended in place of sparse_lags
-PASSES = {"adamw": 29.0, "sgd": 14.0}  # of a compressed step over the model's fp32 bytes, see docs/choose-a-strategy.md
+FAR = 0.2  # round trip / step, above which local steps are recommended instead of sparse_lags
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over the fp32 model per compressed step, see docs/choose-a-strategy.md
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 class Estimate(NamedTuple):
-    """A step of DDP: seconds of its exchange, nothing of it hidden, and without it; of a message one way."""
+    """Estimated seconds of a DDP step: exchange without overlap, computation, and latency of a message one way."""
 
     exchange_seconds: float
     compute_seconds: float
@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
 
     @property
     def r(self) -> float:
-        """The number that decides."""
+        """Ratio of exchange to computation, which decides the strategy."""
         return self.exchange_seconds / self.compute_seconds
 
     @property
@@ -49,26 +49,26 @@ class Estimate(NamedTuple):
 
     @property
     def local_steps(self) -> int:
-        """Local steps that leave exchanges of whole changes 5 % of the time, 500 at most."""
+        """Local steps that limit dense exchanges to 5 % of the time, 500 at most."""
         return min(500, max(1, math.ceil(self.r / 0.05)))
 
     def __str__(self) -> str:
         reason = next(reason for _, strategy, reason in BANDS if strategy == self.strategy)
-        rounds = f", for whole changes with local_steps={self.local_steps}" if self.strategy == LOCAL_STEPS else ""
+        rounds = f", for dense changes with local_steps={self.local_steps}" if self.strategy == LOCAL_STEPS else ""
         return f"Take {self.strategy}{rounds}: {reason}."
 
 
 def estimate(args: Sequence[str]) -> None:
-    """Run the command on what follows the word ``estimate``; status 2 and a message where it makes no sense."""
+    """Run the subcommand with its arguments; exit with status 2 and a message for invalid ones."""
     parser = argparse.ArgumentParser("lightning-sparse estimate", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--parameters", required=True, help="that are trained, with fp32 gradients, such as 124M, 1.5B")
-    add("--compute", required=True, help="of a step without communication, such as 120ms: one on one device")
-    add("--bandwidth", required=True, help="of each machine's link, such as 100Mbps, 25Gb/s; plain: bits per second")
+    add("--parameters", required=True, help="trained parameters, with fp32 gradients, such as 124M, 1.5B")
+    add("--compute", required=True, help="time of a step without communication, on one device, such as 120ms")
+    add("--bandwidth", required=True, help="link of each machine, such as 100Mbps, 25Gb/s; no unit: bits per second")
     add("--workers", required=True, type=int, help="processes that exchange gradients, at least 2")
-    add("--latency", default="100us", help="of a message one way, such as 100us (Ethernet; if left out), 10ms (sites)")
-    add("--memory-bandwidth", type=float, default=1000.0, help="of a GPU, in GB/s, %(default)s if left out")
-    add("--optimizer", choices=PASSES, default="adamw", help="%(default)s if left out")
+    add("--latency", default="100us", help="time of a message one way, such as 100us (Ethernet, default), 10ms (sites)")
+    add("--memory-bandwidth", type=float, default=1000.0, help="memory bandwidth of a GPU in GB/s, default %(default)s")
+    add("--optimizer", choices=PASSES, default="adamw", help="default %(default)s")
     try:
         print(_estimated(parser.parse_args(args)))
     except ValueError as error:
@@ -94,7 +94,7 @@ def _estimated(options: argparse.Namespace) -> str:
 
 
 def read_rate(text: str, noun: str = "bandwidth") -> float:
-    """Return bits per second of a text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``; a capital B would be bytes."""
+    """Return bits per second from text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``; a capital B would mean bytes."""
     bits = read(noun, re.sub(r"([kmgKMG])(?:[bB]it|b)(?:/s|ps)?$", r"\1", text), _BITS, "1gbit")
     if bits < 1e3:
         raise ValueError(f"{noun}={text!r} must be 1000 bits per second or more, such as '1gbit', '25Gb/s' or '1e9'")
@@ -102,12 +102,12 @@ def read_rate(text: str, noun: str = "bandwidth") -> float:
 
 
 def read_seconds(text: str, noun: str = "latency") -> float:
-    """Return seconds of a text such as ``"100us"``; ``"0"`` needs no unit."""
+    """Return seconds from text such as ``"100us"``; ``"0"`` needs no unit."""
     return 0.0 if text == "0" else read(noun, text, SECONDS, "100us")
 
 
 def read(noun: str, text: str, units: dict[str, float], example: str) -> float:
-    """Return the number that a text with one of some units stands for; it must be above zero."""
+    """Return a number above zero from text with one of the ``units``, or raise ``ValueError``."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d+)?)({'|'.join(units)})", text.lower())
     number = 0.0 if match is None else float(match[1]) * units[match[2]]
     if not number:

@@ -1,4 +1,4 @@
-"""Schedules: WHEN gradients travel and WITH WHOM. They see names and sizes, never values."""
+"""Schedules, which divide gradients into buckets by names and sizes, never by values."""
 
 from lightning_sparse.schedule.base import Auto, FixedSize, Layerwise, Merged, Schedule, Single
 from lightning_sparse.schedule.merging import plan_buckets

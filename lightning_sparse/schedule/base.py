@@ -1,4 +1,4 @@
-"""The contract of a schedule, which decides WHEN and WITH WHOM a gradient travels."""
+"""The interface of schedules, which decide when a bucket of gradients is exchanged."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -8,24 +8,23 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import is_whole
 
-UNPLANNED_ELEMENTS = 1 << 23  # of a bucket, where nothing has been measured
+UNPLANNED_ELEMENTS = 1 << 23  # size of a bucket before anything is measured
 
 
 class Schedule(ABC):
-    """Cut the stream of gradients, in the order in which backward makes them ready, into buckets.
+    """Divide the stream of gradients, in the order of backward, into buckets.
 
-    The answer must follow from the arguments alone, because every rank has to cut the stream in the same places. It is
-    not asked for where all gradients wait for the end of backward: they go as one bucket then, unless a method selects
-    across a bucket.
+    The result must depend only on the arguments, because every rank must close the same buckets. If all gradients wait
+    for the end of backward, they form one bucket without a call, unless a method selects across a bucket.
     """
 
     @abstractmethod
     def closes_bucket(self, newest: str, numel: int) -> bool:
-        """Decide whether to exchange the open bucket now; what is open at the end of backward is exchanged then.
+        """Return whether to exchange the open bucket now; the end of backward closes the last bucket.
 
         Args:
             newest: name of the parameter that has just joined the bucket.
-            numel: number of elements in the bucket, the newest parameter's included.
+            numel: number of elements in the bucket, the newest parameter included.
         """
 
 
@@ -46,20 +45,20 @@ class Single(Schedule):
 
 
 class FixedSize(Schedule):
-    """Exchange as soon as a bucket has gathered a number of elements, whatever they cost.
+    """Exchange a bucket when it has a minimum number of elements.
 
     Args:
-        min_elements: of a complete bucket. Smaller overlaps more of the exchange with backward, larger pays the latency
-            of fewer messages.
+        min_elements: minimum size of a bucket. Smaller buckets overlap more of the exchange with backward; larger ones
+            have the latency of fewer messages.
 
     Raises:
-        ValueError: if ``min_elements`` is no whole number, or not positive.
+        ValueError: if ``min_elements`` is not a positive integer.
     """
 
     def __init__(self, min_elements: int = UNPLANNED_ELEMENTS) -> None:
         if not is_whole(min_elements, 1):
             raise ValueError(
-                f"min_elements={min_elements!r} must be a whole number, at least 1; 1 exchanges layer by layer"
+                f"min_elements={min_elements!r} must be an integer, at least 1; 1 exchanges layer by layer"
             )
         self.min_elements = int(min_elements)
 
@@ -69,21 +68,21 @@ class FixedSize(Schedule):
 
 
 class Merged(Schedule):
-    """Exchange in the buckets that end a step first, as timed in steps of the user's own model and network.
+    """Exchange in the fastest buckets, by timings of steps of the user's model and network.
 
-    The first steps try a handful of plans, which changes no number. The fastest and the optimum by the costs seen
-    (:func:`plan_buckets`) take turns, and the faster one is kept. Trials start again when the graph changes.
+    The first steps try several plans, without an effect on results. Then the fastest plan and the optimum for the
+    measured costs (:func:`plan_buckets`) alternate, and the faster one wins. A change of the graph restarts the trials.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the plan."""
+        """Reset the plan."""
         self._ends: Optional[frozenset[str]] = None
 
     def end_buckets_at(self, ends: Iterable[str]) -> None:
-        """Close buckets after these parameters; only between two steps, and on all ranks at once."""
+        """Close buckets after these parameters. Call this between two steps, and on all ranks at once."""
         self._ends = frozenset(ends)
 
     @override
@@ -92,9 +91,9 @@ class Merged(Schedule):
 
 
 class Auto(Merged):
-    """Exchange like :class:`Merged`, or leave everything to DDP, where that is faster.
+    """Exchange like :class:`Merged`, or let DDP exchange everything if that is faster.
 
-    Real steps are timed under the plan and under DDP, and DDP is kept unless compression saves more than the error and
-    what a delay is worth. It looks again after some time. What is measured decides, so two runs do not give the same
-    bits.
+    Steps are timed under the plan and under DDP. DDP is used unless compression saves more than the measurement error
+    and the cost of delayed updates. Measurements repeat after some time. Because timings decide, two runs are not
+    bitwise identical.
     """

@@ -1,10 +1,10 @@
-"""What buckets take, and densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for buckets.
+"""Cost models of buckets, and densities that hide behind backward: the adaptive densities of LAGS-SGD, for buckets.
 
-Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose for each layer the
-lowest compression ratio, at most ``c_u``, whose exchange and selection hide behind the computation of the next layer.
-As printed, the formula takes the larger of ``c_u`` and that ratio; only the smaller makes ``c_u`` an upper bound. The
-released code never runs the rule, leaves out the time of selection in it, and sends a twentieth of a layer that would
-hide as a whole. Here a bucket takes the place of a layer, and a whole one is sent whole.
+Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose the lowest compression
+ratio for each layer, at most ``c_u``, that hides exchange and selection behind the computation of the next layer. As
+printed, the formula takes the larger of ``c_u`` and that ratio; only the smaller makes ``c_u`` an upper bound. The
+released code never runs the rule, ignores the time of selection, and sends a twentieth of a layer that would hide
+densely. Here buckets replace layers, and a bucket of density 1 is sent densely.
 """
 
 from bisect import bisect_left
@@ -13,30 +13,30 @@ from itertools import accumulate, combinations, groupby
 from statistics import median
 from typing import NamedTuple, Optional
 
-_SAFE = 0.8  # of the time there is: what hides to the last microsecond stands out at the first disturbance
-_APART = 1.5  # times as large as the smallest size the largest has to be to tell a slope
+_SAFE = 0.8  # usable fraction of the available time: without a margin, any disturbance exposes the exchange
+_APART = 1.5  # minimum ratio of largest to smallest size for a slope
 
 
 class Line(NamedTuple):
-    """Seconds by a size.
+    """Seconds as a linear function of a size.
 
     >>> Line(startup=1e-3, per_unit=1e-8)(1_000_000)
     0.011
     """
 
-    startup: float = 0.0  # seconds, whatever the size
+    startup: float = 0.0  # seconds for any size
     per_unit: float = 0.0  # seconds per byte or element
 
     def __call__(self, size: float) -> float:
-        """Return the seconds that a size takes."""
+        """Return the seconds for a size."""
         return self.startup + self.per_unit * size
 
 
 def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
-    """Fit a line to timings, pairs of a size and seconds; ``None`` where all sizes are alike.
+    """Fit a line to timings, pairs of size and seconds; ``None`` if the sizes are too similar.
 
-    Medians of each size count; the slope is the median of those between two sizes, weighted by how far they are apart,
-    so that timings that a busy machine has spoilt change little. Neither number is negative.
+    The fit uses the median of each size. The slope is the median of the slopes between two sizes, weighted by distance,
+    so that outliers from a busy machine have little effect. Neither number is negative.
 
     >>> fit([(100, 2.0), (200, 3.0), (400, 50.0), (800, 9.0)])
     Line(startup=1.0, per_unit=0.01)
@@ -57,38 +57,38 @@ class BucketSample(NamedTuple):
     """Sizes and times of one bucket in one step."""
 
     elements: int
-    counts: int  # elements that are sent
-    select_seconds: float  # for compensating, selecting, encoding and decoding
-    exchange_seconds: float  # in collectives, waiting for other ranks included
+    counts: int  # sent elements
+    select_seconds: float  # seconds to compensate, select, encode and decode
+    exchange_seconds: float  # seconds in collectives, with the wait for other ranks
 
 
 class BucketCosts(NamedTuple):
-    """Seconds of a bucket."""
+    """Seconds of a bucket as functions of its size."""
 
-    select: Line  # by elements
-    exchange: Line  # by elements sent
+    select: Line  # argument: elements
+    exchange: Line  # argument: sent elements
 
 
 def costs_of(buckets: Sequence[BucketSample]) -> Optional[BucketCosts]:
-    """Fit what buckets take; ``None`` where those seen are too much of one size to tell startup from slope."""
+    """Fit the costs of buckets; ``None`` if the bucket sizes are too similar for a slope."""
     select = fit((bucket.elements, bucket.select_seconds) for bucket in buckets)
     exchange = fit((bucket.counts, bucket.exchange_seconds) for bucket in buckets)
     return None if select is None or exchange is None else BucketCosts(select, exchange)
 
 
 class BucketShape(NamedTuple):
-    """A bucket to be sent."""
+    """Size of a bucket and the time when it is ready."""
 
     elements: int
-    counts: int  # that the density asks for
+    counts: int  # elements to send at the set density
     ready: float  # seconds from the start of backward
 
 
 def hidden_densities(costs: BucketCosts, buckets: Sequence[BucketShape]) -> list[float]:
-    """Return for each bucket the largest density whose exchange ends before the next bucket is ready, up to 1.
+    """Return the largest density of each bucket, up to 1, that ends the exchange before the next bucket is ready.
 
-    The last bucket, and one whose exchange is late already, get the density of their counts: nothing hides them. At a
-    density of 1 a bucket is sent without indices, in fewer bytes than are counted here.
+    The last bucket, and any late bucket, get the density of their counts, because nothing hides them. At density 1 a
+    bucket is sent without indices, in fewer bytes than assumed here.
     """
     densities, free = [], 0.0
     for bucket, following in zip(buckets, [*buckets[1:], None]):

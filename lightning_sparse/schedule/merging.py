@@ -1,7 +1,7 @@
-"""Which gradients travel together, so that the last of them arrives as early as possible: the problem of OMGS-SGD.
+"""Optimal buckets, so that the last message arrives as early as possible: the problem of OMGS-SGD.
 
-Shi et al., INFOCOM 2020; their greedy rule is not optimal, dynamic programming over prefixes is. The clocks are theirs,
-from the start of backward. There selecting stops backward; in our engine it runs on the worker, with the exchange.
+Shi et al., INFOCOM 2020. The greedy rule of the paper is not optimal; dynamic programming over prefixes is. Times start
+with backward, as in the paper. There selection stops backward; in this engine the worker selects between exchanges.
 """
 
 import math
@@ -19,8 +19,8 @@ SELECTIONS = ("worker", "backward")
 Cost = Callable[[int], float]
 
 
-# One way to send the first tensors, by all that matters to the rest: seconds that selecting has stopped backward, when
-# the channel is free; then where its last bucket starts, and the place of the plan that this bucket was added to.
+# State of one way to send the first tensors: seconds that selection has stopped backward, and the time when the channel
+# is free. Then the start of the last bucket, and the index of the plan for all tensors before it.
 _Plan = tuple[float, float, int, int]
 
 
@@ -31,26 +31,25 @@ def plan_buckets(
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> list[list[int]]:
-    """Plan which neighbours in the order of backpropagation are merged, so that the last message arrives earliest.
+    """Plan which neighbours in the order of backward share a bucket, so that the last message arrives earliest.
 
-    The plan is the optimum for any costs that are not negative: they need not be convex, nor rise. Equal arguments give
-    equal plans, on every rank. With ``selection="worker"`` the time to find it grows with the square of the number of
-    tensors; with ``"backward"`` it takes seconds for the 161 tensors of a ResNet-50, some ten times as long for twice
-    as many.
+    The plan is optimal for any nonnegative costs; convex or monotonic costs are not required. Equal arguments give
+    equal plans on every rank. With ``selection="worker"`` the run time grows with the square of the number of tensors.
+    With ``"backward"`` it is seconds for the 161 tensors of a ResNet-50, and about ten times as long for twice as many.
 
     Args:
         sizes: elements of each tensor, in the order in which backward makes their gradients ready.
-        backward_seconds: seconds that backward takes for each tensor.
-        select_cost: seconds that selecting takes, of a bucket's number of elements.
-        exchange_cost: seconds that the exchange takes, of a bucket's number of elements before selection.
-        selection: ``"worker"`` if selecting runs with the exchange, bucket by bucket, while backward goes on;
-            ``"backward"`` if it stops backward, as in the paper.
+        backward_seconds: seconds of backward for each tensor.
+        select_cost: seconds of selection, as a function of a bucket's elements.
+        exchange_cost: seconds of the exchange, as a function of a bucket's elements before selection.
+        selection: ``"worker"`` if selection runs with the exchange, bucket by bucket, in parallel with backward;
+            ``"backward"`` if selection stops backward, as in the paper.
 
     Returns:
-        the positions of each bucket, in the order of exchange.
+        the tensor indices of each bucket, in the order of exchange.
 
     Raises:
-        ValueError: for an unknown selection, and for what is empty, negative, not finite or of different lengths.
+        ValueError: for an unknown selection, and for empty, negative, non-finite or mismatched arguments.
 
     Example: a message costs as much as ten elements, and backward leaves time for one before the last tensor::
 
@@ -58,17 +57,17 @@ def plan_buckets(
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    # Neither clock alone tells which plan of a prefix is best, as selecting from a merged bucket may cost more or less
-    # than from its parts: all are kept that no other beats on both. On the worker, only the second clock moves.
+    # Neither time alone decides which plan of a prefix is best, because a merged bucket may cost more or less than its
+    # parts. All plans that no other plan beats on both are stored. On the worker, only the second time differs.
     kept: list[list[_Plan]] = [[(0.0, 0.0, 0, 0)]]
     for stop in range(1, len(ready)):
         extended: list[_Plan] = []
         for start, plans in enumerate(kept):
             stopping, sending = _costs(select_cost, exchange_cost, elements[stop] - elements[start], selection)
-            for place, (stopped, channel_free, _, _) in enumerate(plans):  # one rises, the other falls
+            for place, (stopped, channel_free, _, _) in enumerate(plans):  # `stopped` rises, `channel_free` falls
                 selected = ready[stop] + stopped + stopping
                 extended.append((stopped + stopping, max(channel_free, selected) + sending, start, place))
-                if channel_free <= selected:  # the channel waits for this plan, and longer for those behind it
+                if channel_free <= selected:  # the channel waits for this plan, and longer for the plans after it
                     break
         undominated: list[_Plan] = []
         for plan in sorted(extended):
@@ -76,7 +75,7 @@ def plan_buckets(
                 undominated.append(plan)
         kept.append(undominated)
     buckets: list[list[int]] = []
-    stop, place = len(sizes), -1  # the last is the one whose channel is free first
+    stop, place = len(sizes), -1  # the last plan frees the channel first
     while stop > 0:
         _, _, start, place = kept[stop][place]
         buckets.insert(0, list(range(start, stop)))
@@ -92,11 +91,11 @@ def predict(
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> float:
-    """Predict the seconds from the start of backward to the end of the last exchange; arguments as ``plan_buckets``."""
+    """Return seconds from the start of backward to the end of the last exchange; arguments as ``plan_buckets``."""
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
     if [position for bucket in buckets for position in bucket] != list(range(len(sizes))) or not all(buckets):
         raise ValueError(
-            f"buckets={reprlib.repr(buckets)} must hold the positions 0 to {len(sizes) - 1} in this order, and no empty"
+            f"buckets={reprlib.repr(buckets)} must have the positions 0 to {len(sizes) - 1} in this order, and no empty"
             " bucket"
         )
     stopped = end = 0.0
@@ -111,28 +110,28 @@ def predict(
 def _checked_sums(
     sizes: Sequence[int], backward_seconds: Sequence[float], selection: str
 ) -> tuple[list[int], list[float]]:
-    """Return elements of the first k tensors, and seconds until they are ready, for k from 0, of sensible arguments."""
+    """Return running sums from 0 of elements and seconds, after a check of the arguments."""
     checked_name("selection", selection, SELECTIONS)
     if len(sizes) == 0:
-        raise ValueError("sizes=[] must not be empty: pass the elements of every tensor that has a gradient")
+        raise ValueError("sizes=[] must not be empty: pass the elements of every tensor with a gradient")
     if len(backward_seconds) != len(sizes):
         raise ValueError(
             f"backward_seconds has {len(backward_seconds)} entries and sizes has {len(sizes)}: pass one each per tensor"
         )
     for position, size in enumerate(sizes):
         if not hasattr(size, "__index__") or size < 0:
-            raise ValueError(f"sizes[{position}]={size!r} must be a whole number of elements, at least 0")
+            raise ValueError(f"sizes[{position}]={size!r} must be an integer number of elements, at least 0")
     for position, seconds in enumerate[Any](backward_seconds):
         if not isinstance(seconds, numbers.Real) or not 0 <= float(seconds) < math.inf:
             raise ValueError(
-                f"backward_seconds[{position}]={seconds!r} must be finite and at least 0; leave disturbed steps out of"
+                f"backward_seconds[{position}]={seconds!r} must be finite and at least 0; exclude disturbed steps from"
                 " the profile"
             )
     return list(accumulate(map(operator.index, sizes), initial=0)), list(accumulate(backward_seconds, initial=0.0))
 
 
 def _costs(select_cost: Cost, exchange_cost: Cost, elements: int, selection: str) -> tuple[float, float]:
-    """Return the seconds for which a bucket stops backward, and for which it takes the channel."""
+    """Return the seconds for which a bucket stops backward, and for which it occupies the channel."""
     select, exchange = select_cost(elements), exchange_cost(elements)
     for noun, seconds in (("select_cost", select), ("exchange_cost", exchange)):
         if not 0 <= seconds < math.inf:

@@ -1,4 +1,4 @@
-"""Bytes of collectives, which are rings. Pure numbers.
+"""Bytes sent in ring collectives.
 
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005, 3.1, 3.4.
 """
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from lightning_sparse.compressors.registry import checked_name
 
-DIRECT_BYTES = 2 << 20  # of an all-gather's result: at 1 Gbit/s and 100 us a ring is as fast from here on
+DIRECT_BYTES = 2 << 20  # size of an all-gather's result from which a ring is as fast, at 1 Gbit/s and 100 us
 
 
 def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
-    """Return the bytes that leave each of ``ranks`` ranks in a collective into which each hands ``nbytes``.
+    """Return the bytes that each of ``ranks`` ranks sends in a collective with ``nbytes`` of input per rank.
 
-    All bytes that are reported are counted by this: an all-to-all and an all-gather of its result send as much as DDP's
-    all-reduce, though half as much again is handed in at two ranks.
+    All reported bytes use this count. An all-to-all and an all-gather of its result send as much as DDP's all-reduce,
+    although their inputs are half as large again at two ranks.
     """
     if collective not in _SHARES:
         checked_name("collective", collective, tuple(_SHARES))
@@ -22,11 +22,11 @@ def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
 
 
 def dense_bytes(elements: float, ranks: int) -> float:
-    """Return the bytes that leave a rank in DDP's all-reduce of so many fp32 elements."""
+    """Return the bytes that a rank sends in DDP's all-reduce of ``elements`` fp32 elements."""
     return sent_bytes("all_reduce", 4 * elements, ranks)
 
 
-# How often a rank sends what it hands in.
+# Bytes sent per input byte.
 _SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2.0 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: ranks - 1.0,

@@ -1,23 +1,23 @@
-"""Plans: plans that a schedule can follow, which of them are tried, and what is known of the one in force."""
+"""Plans of buckets: the plans to try, and the measurements of the plan in use."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-Stops = tuple[int, ...]  # where the buckets of a plan stop, in the order of readiness
+Stops = tuple[int, ...]  # end index of each bucket of a plan, in the order of backward
 
-_PARTS = (1, 2, 4, 8, 16)  # buckets of the plans that are tried
-_TIE = 1.02  # times as long a step may be seen to take with fewer buckets; a measurement hardly tells that from as long
+_PARTS = (1, 2, 4, 8, 16)  # numbers of buckets to try
+_TIE = 1.02  # ratio of step times within which the plan with fewer buckets wins, about the measurement error
 
 
 class Plan(NamedTuple):
-    """The buckets in force.
+    """The buckets in use.
 
     Attributes:
         buckets: names of the parameters of each bucket.
-        densities: of each bucket; none where every parameter has the density that it has without a plan.
-        seconds: from the start of backward until all gradients could be used, as measured when the plan was adopted.
-        exposed_seconds: of these, after the end of backward.
-        tried: number of buckets, and seconds of the fastest plan with so many that was timed.
+        densities: density of each bucket; empty if the plan changes no density.
+        seconds: time from the start of backward until all gradients are ready, measured when the plan was chosen.
+        exposed_seconds: part of ``seconds`` after the end of backward.
+        tried: pairs of a number of buckets and the seconds of the fastest such plan.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -43,12 +43,12 @@ class Plan(NamedTuple):
 
 
 def equal_plans(elements: Sequence[int]) -> list[Stops]:
-    """Return plans into buckets of about equally many elements, for tensors of so many each."""
+    """Return plans with buckets of about equal size, for tensors of the given ``elements``."""
     return [_stops_of(elements, -(-sum(elements) // parts)) for parts in _PARTS]
 
 
 def _stops_of(sizes: Sequence[int], least: int) -> Stops:
-    """Return where buckets stop, each as soon as it holds so many elements; the last holds the rest."""
+    """Return the end of each bucket, closed at ``least`` elements; the last bucket has the rest."""
     stops, held = [], 0
     for stop, size in enumerate(sizes, start=1):
         held += size
@@ -59,9 +59,9 @@ def _stops_of(sizes: Sequence[int], least: int) -> Stops:
 
 
 def best_of(seconds: Mapping[Stops, float]) -> Stops:
-    """Return the fastest plan by the seconds of a step; of those about as fast, the one of the fewest buckets.
+    """Return the fastest plan by step time; of plans within the measurement error, the one with the fewest buckets.
 
-    A busy network can delay each message, and the fastest of many is often the luckiest.
+    Delays of a busy network affect single messages, so the fastest of many plans is often only the luckiest.
 
     >>> best_of({(6,): 0.101, (2, 4, 6): 0.1, (1, 6): 0.12})
     (6,)

@@ -237,7 +237,7 @@ def test_a_batch_has_the_size_that_its_tensors_share():
 
 
 def fit_warned(rank):
-    said = "CompressionMonitor has nowhere to log: give the Trainer a logger"
+    said = "CompressionMonitor has no logger: give the Trainer a logger"
     with pytest.warns(UserWarning, match=said) if rank == 0 else contextlib.nullcontext():
         run_fit(rank, SparseDDPStrategy(), logger=False, callbacks=[CompressionMonitor()])
 

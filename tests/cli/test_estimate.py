@@ -52,7 +52,7 @@ def test_a_long_round_trip_asks_for_local_steps_where_compression_pays(r, round_
 
 def test_local_steps_leave_a_share_of_the_time_to_exchanges():
     assert [Estimate(r, 1.0).local_steps for r in (0.01, 4.0, 100.0)] == [1, 80, 500]
-    assert "Take local steps, for whole changes with local_steps=440:" in str(Estimate(22.0, 1.0))
+    assert "Take local steps, for dense changes with local_steps=440:" in str(Estimate(22.0, 1.0))
 
 
 def test_the_page_has_these_thresholds():

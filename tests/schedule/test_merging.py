@@ -132,5 +132,5 @@ def test_unknown_selection_and_groups_that_are_none_are_refused():
     with pytest.raises(ValueError, match="selection='gpu' is unknown"):
         predict([[0, 1]], *problem, selection="gpu")
     for buckets in ([], [[0]], [[1], [0]], [[0], [], [1]], [[0, 1], [1]]):
-        with pytest.raises(ValueError, match=r"buckets=.* must hold the positions 0 to 1"):
+        with pytest.raises(ValueError, match=r"buckets=.* must have the positions 0 to 1"):
             predict(buckets, *problem)

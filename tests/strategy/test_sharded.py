@@ -416,8 +416,8 @@ REFUSED = {
     "by hand": (ByHand, {}, {}, "automatic_optimization=False"),
     "replicas that do not fit": (Sharded, {"replicas": 3}, {}, "replicas=3"),
     "shards that do not fit": (Sharded, {"data_parallel_size": 4}, {}, "data_parallel_size=4"),
-    "looked at whole": (Sharded, {}, {"callbacks": [ReplicaSentinel()]}, "looks at whole parameters"),
-    "shown whole": (Sharded, {}, {"callbacks": [CompressionMonitor(by_parameter=True)]}, "looks at whole parameters"),
+    "looked at whole": (Sharded, {}, {"callbacks": [ReplicaSentinel()]}, "needs whole parameters"),
+    "shown whole": (Sharded, {}, {"callbacks": [CompressionMonitor(by_parameter=True)]}, "needs whole parameters"),
 }
 
 
