@@ -23,9 +23,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_sparse.cli.estimate import COUNTS, PASSES, SECONDS, Estimate, read
-from lightning_sparse.cli.probes import Found, Probes
+from lightning_sparse.cli.probes import Found, Probes, wait_for_device
 from lightning_sparse.cli.rows import Row, Rows
-from lightning_sparse.engine.collectives import backend_of
+from lightning_sparse.engine.collectives import all_gather_object, backend_of, default_store
 from lightning_sparse.schedule.network import dense_bytes, sent_bytes
 from lightning_sparse.strategy.lightning import NAME, Callback, DDPStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
@@ -102,11 +102,9 @@ class _Check:
         os.environ["LIGHTNING_SPARSE_TEST_DEVICE"] = str(self._device)
 
     def run(self, sizes: Any, compute: Any) -> int:
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, (os.environ.get("GROUP_RANK"), socket.gethostname()))
+        hosts = all_gather_object((os.environ.get("GROUP_RANK"), socket.gethostname()))
         names = [f"rank {rank} ({host})" for rank, (_, host) in enumerate(hosts)]
-        store = dist.distributed_c10d._get_default_store()
-        self._rows = rows = Rows(store, dist.get_rank(), names, self._options.time, self._report)
+        self._rows = rows = Rows(default_store(), dist.get_rank(), names, self._options.time, self._report)
         self._probes = probes = Probes(self._trainer, self._device, rows, [str(each) for each in hosts])
         todo = {"environment": self._environment, **probes.correctness(), **probes.speed()}
         if self._options.model:
@@ -128,7 +126,7 @@ class _Check:
             versions[backend] = ".".join(map(str, torch.cuda.nccl.version()))
         kind = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else platform.machine()
         network = {name: os.environ[name] for name in os.environ if name.endswith("_SOCKET_IFNAME")}
-        ranks = self._probes.gather({"device": f"{self._device} {kind}", "versions": versions, "network": network})
+        ranks = all_gather_object({"device": f"{self._device} {kind}", "versions": versions, "network": network})
         self._facts = {
             "backend": backend,
             "time_limit": self._options.time,
@@ -146,7 +144,7 @@ class _Check:
         for label, strategy in {"ddp": DDPStrategy(), "alone": SparseDDPStrategy(local_steps=1000)}.items():
             clock, model = _Clock(self._device), getattr(import_module(module), name)()
             Trainer(strategy=strategy, callbacks=[clock], max_steps=13, **self._trainer).fit(model)
-            seconds[label] = max(self._probes.gather(median(clock.steps[3:])))
+            seconds[label] = max(all_gather_object(median(clock.steps[3:])))
         count = sum(each.numel() for each in model.parameters() if each.requires_grad)
         self._advice = {"parameters": count, "compute": seconds["alone"], "ddp_measured": seconds["ddp"]}
         return (
@@ -200,7 +198,6 @@ class _Clock(Callback):
 
     @override
     def on_train_batch_end(self, *batch: Any) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
+        wait_for_device(self._device)
         self.steps.append(perf_counter() - self._began)
         self._began = perf_counter()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.cli.rows import NotApplicableError, Rows
+from lightning_sparse.engine.collectives import all_gather_object, default_store
 from lightning_sparse.functional.topk import top_k_indices
 from lightning_sparse.schedule.costs import Line, fit
 from lightning_sparse.schedule.network import sent_bytes
@@ -121,7 +122,7 @@ class Probes:
         return trainer
 
     def _same_start(self) -> Found:
-        sums = self.gather([float(each.detach().double().sum()) for each in _OddModel(_SGD).parameters()])
+        sums = all_gather_object([float(each.detach().double().sum()) for each in _OddModel(_SGD).parameters()])
         if apart := [self._rows.names[rank] for rank, own in enumerate(sums) if own != sums[0]]:
             raise ValueError(f"{', '.join(apart)}: the same seed builds another model than on rank 0")
         return f"the same parameters on {self.ranks} ranks", {}
@@ -144,7 +145,7 @@ class Probes:
             raise NotApplicableError("needs three processes: two own nothing that a gather does not send")
         trainer = self._fit(SparseDDPStrategy(**settings))
         stats, weights = trainer.strategy.compression_stats(), _weights(trainer)
-        sums = self.gather([float(each.double().sum()) for each in weights.values()])
+        sums = all_gather_object([float(each.double().sum()) for each in weights.values()])
         if apart := [name for name, *column in zip(weights, *sums) if len(set(column)) > 1]:
             raise ValueError(f"after {_STEPS} steps {apart[0]} differs between ranks")
         if not 0.005 <= stats["density"] <= 0.06 or all(
@@ -158,13 +159,13 @@ class Probes:
         from lightning_sparse.testing.tensors import moved
 
         book = invariants.balance(dist.get_rank(), {"compressor": "lags", "density": 0.05, "wire": wire}, 4)
-        invariants.assert_mass_is_conserved(self.gather(moved(book, "cpu")))
+        invariants.assert_mass_is_conserved(all_gather_object(moved(book, "cpu")))
         return "residual before + gradient = sent + residual after", {}
 
     def _resumes(self) -> Found:
         with tempfile.TemporaryDirectory(dir=".", prefix=".check-") as own:
-            path = Path(self.gather(str(Path(own).resolve()))[0]) / "half.ckpt"
-            if not all(self.gather(path.parent.is_dir())):
+            path = Path(all_gather_object(str(Path(own).resolve()))[0]) / "half.ckpt"
+            if not all(all_gather_object(path.parent.is_dir())):
                 raise NotApplicableError(f"hosts do not share {path.parent.parent}, the current folder")
             whole = _weights(self._fit(SparseDDPStrategy("lags", 0.01), callbacks=[_Saves(path)]))
             resumed = _weights(self._fit(SparseDDPStrategy("lags", 0.01), path=path))
@@ -175,7 +176,7 @@ class Probes:
 
     def _memory(self) -> Found:
         source = torch.ones(1 << 25, device=self._device)
-        speeds = self.gather(2 * source.nbytes / min(self._times(partial(source.clone().copy_, source), 3)))
+        speeds = all_gather_object(2 * source.nbytes / min(self._times(partial(source.clone().copy_, source), 3)))
         self.memory = min(speeds)
         return f"{self.memory / 1e9:.3g} GB/s on the slowest, {self._slowest(speeds)}", {"bytes_per_second": speeds}
 
@@ -184,7 +185,7 @@ class Probes:
         for elements in (10_000_000, 100_000_000):
             if self._rows.seconds_left > 25 or not samples:
                 gradient = torch.randn(elements, device=self._device)
-                seconds = self.gather(min(self._times(partial(top_k_indices, gradient, elements // 100), 2)))
+                seconds = all_gather_object(min(self._times(partial(top_k_indices, gradient, elements // 100), 2)))
                 samples.append((elements, max(seconds)))
         self.select = fit(samples) or Line(0.0, samples[0][1] / samples[0][0])
         words = ", ".join(f"{1e3 * seconds:.3g} ms from {elements / 1e6:g} M" for elements, seconds in samples)
@@ -199,7 +200,9 @@ class Probes:
                 self._times(partial(dist.send, message, receiver), 3)
             elif dist.get_rank() == receiver:
                 own[sender, receiver] = min(self._times(partial(dist.recv, message, sender), 3))
-        links = {pair: 8 * message.nbytes / each for of_rank in self.gather(own) for pair, each in of_rank.items()}
+        links = {
+            pair: 8 * message.nbytes / each for of_rank in all_gather_object(own) for pair, each in of_rank.items()
+        }
         ways = (0, 1) if len(ring) > 2 else (0,)  # of two, the sender is named
         rates = [min(max(links[pair] for pair in links if pair[way] == rank) for way in ways) for rank in ring]
         words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self._rows.names[ring[rates.index(min(rates))]]}"
@@ -211,15 +214,15 @@ class Probes:
         samples = list[tuple[float, float]]()
         for size in (1, 25, 100):
             expected = samples[-1][1] * size / (samples[-1][0] / 1e6) if samples else 0.0
-            if self.gather(3 * expected < self._rows.seconds_left)[0]:
+            if all_gather_object(3 * expected < self._rows.seconds_left)[0]:
                 message = torch.ones(size * 250_000, device=self._device)
                 seconds = median(self._times(partial(dist.all_reduce, message), 3 if expected < 1 else 1))
-                samples.append((size * 1e6, max(self.gather(seconds))))
+                samples.append((size * 1e6, max(all_gather_object(seconds))))
         left = [(sent_bytes("all_reduce", size, self.ranks), seconds) for size, seconds in samples]
         self.exchange = fit(left) or Line(0.0, left[0][1] / left[0][0])
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         # What a request takes within the host of the store is not the network's.
-        trips = self.gather(min(self._times(lambda: store.check(["none"]), 100)))
+        trips = all_gather_object(min(self._times(lambda: store.check(["none"]), 100)))
         self.latency = max(0.0, (max(trips) - trips[0]) / 2)
         rate = 8e-9 / max(self.exchange.per_unit, 1e-15)
         words = ", ".join(f"{1e3 * seconds:.3g} ms for {size / 1e6:g} MB" for size, seconds in samples)
@@ -229,25 +232,21 @@ class Probes:
     def _times(self, function: Callable[[], Any], count: int) -> list[float]:
         times = []
         for _ in range(count + 1):
-            self._wait()
+            wait_for_device(self._device)
             began = perf_counter()
             function()
-            self._wait()
+            wait_for_device(self._device)
             times.append(perf_counter() - began)
         return times[1:]
-
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
 
     def _slowest(self, speeds: list[float]) -> str:
         return self._rows.names[speeds.index(min(speeds))]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return each rank's value."""
-        found = [None] * self.ranks
-        dist.all_gather_object(found, value)
-        return found
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a device has done all work that was issued."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def _weights(trainer: Any) -> dict[str, Tensor]:

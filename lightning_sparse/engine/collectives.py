@@ -83,7 +83,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
     """Overwrite tensors by those of the group's first rank. All ranks of the group must call."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for each in tensors:
-        by_dtype.setdefault(each.dtype, []).append(each)
+        if each.numel():
+            by_dtype.setdefault(each.dtype, []).append(each)
     for alike in by_dtype.values():
         ends = accumulate(each.nbytes for each in alike)
         for _, message in groupby(zip(alike, ends), key=lambda pair: pair[1] // _BROADCAST_BYTES):
@@ -94,8 +95,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
 def _broadcast_message(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([each.reshape(-1) for each in tensors])
     dist.broadcast(flat, dist.get_global_rank(group, 0), group)
-    for each, received in zip(tensors, flat.split([each.numel() for each in tensors])):
-        each.copy_(received.view(each.shape))
+    if dist.get_rank(group) != 0:
+        received = flat.split([each.numel() for each in tensors])
+        torch._foreach_copy_(list(tensors), [one.view(each.shape) for one, each in zip(received, tensors)])
 
 
 def ddp_ignored_names(module: Module) -> frozenset[str]:
@@ -137,7 +139,7 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
 
     Other ranks may continue with their step. A collective on a group in use would pair with one of that step.
     """
-    store, rank, world_size = _store(), dist.get_rank(), dist.get_world_size()
+    store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
     # Each rank counts its calls, so that all ranks use the same key in the same call.
     place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
@@ -174,7 +176,7 @@ def post_error(error: Optional[BaseException]) -> None:
     if dist.is_initialized() and not isinstance(error, ExchangeError):  # Its text names the rank that failed first.
         with suppress(Exception):  # A failing store must not hide the error itself.
             line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
-            _store().set(_ERROR_KEY.format(dist.get_rank()), line)
+            default_store().set(_ERROR_KEY.format(dist.get_rank()), line)
 
 
 def _errors_of_others() -> str:
@@ -183,8 +185,8 @@ def _errors_of_others() -> str:
     def read() -> None:
         with suppress(Exception):
             for rank in set(range(dist.get_world_size())) - {dist.get_rank()}:
-                if _store().check([key := _ERROR_KEY.format(rank)]):
-                    found[rank] = _store().get(key).decode()
+                if default_store().check([key := _ERROR_KEY.format(rank)]):
+                    found[rank] = default_store().get(key).decode()
 
     # The store's calls block without a timeout if the rank that hosts the store has stopped.
     reading = threading.Thread(target=read, daemon=True)
@@ -197,7 +199,8 @@ def _is_of_this_rank(error: RuntimeError) -> bool:
     return isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)) is not None
 
 
-def _store() -> Any:
+def default_store() -> Any:
+    """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
