@@ -33,7 +33,7 @@ class SharedModel:
     ends early, as before a validation and at the end.
 
     Attributes:
-        handled: returns what optimizers have, which is all that is trained where they have nothing of the model.
+        optimizer_parameters: returns the parameters of all optimizers; if none is of the model, all of it is trained.
     """
 
     def __init__(

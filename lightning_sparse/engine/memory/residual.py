@@ -115,7 +115,7 @@ class Memory:
         """Write means of accumulated gradients into flat gradients."""
         scatter(gradients, means)
 
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], world_size: Averages) -> None:
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
         """Run the requested averages before a step with these settings compensates its first gradient."""
 
     def on_finite(self, finite: Tensor) -> None:

@@ -32,8 +32,6 @@ _INSIDE = (
     "a backward inside another one, of torch.utils.checkpoint(..., use_reentrant=True), came before the other's first"
     " gradient, and was taken for all of it: use use_reentrant=False"
 )
-
-
 _FAILED = (
     "a backward begins, and the one before has ended in an error on this rank, with gradients half exchanged: training"
     " has to end on all ranks, or to go on with a model that is sparsified anew"

@@ -32,7 +32,7 @@ class SparseBackward(Backward):
         self._known = dict(route.packages)
         route.packages.clear()
         self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and copies to be copied back
-        # Groups that wait until the norm of all is known.
+        # Buckets that wait until the norm of all is known.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
         self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
