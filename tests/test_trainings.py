@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.pool import Pool, RemoteError
 from lightning_sparse.testing.tensors import differences
 from tests.helpers import random_trainings
@@ -27,6 +28,7 @@ from tests.helpers.random_trainings import (
     PARTS,
     REFUSALS,
     STRATEGIES,
+    Training,
     drawn,
     drawn_to_be_refused,
     fit,
@@ -215,6 +217,19 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
     training = drawn(seed)
     if failures := failures_of(pools, training, tmp_path):
         fail_with_the_least(training, failures, lambda simpler: failures_of(pools, simpler, tmp_path), seed)
+
+
+def test_gradients_that_a_toggled_optimizer_left_from_its_last_step_are_no_means_of_the_step(pools, tmp_path):
+    training = Training(
+        correction=AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3),
+        seed=457,
+        optimizer="adamw",
+        optimizers=2,
+        by_hand="toggled by turns",
+        backwards=2,
+        saves=("batch", 3),
+    )
+    assert not failures_of(pools, training, tmp_path)
 
 
 @pytest.mark.parametrize("seed", draws(_LOOPS_OF_A_COMMIT))

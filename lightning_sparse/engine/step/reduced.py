@@ -67,12 +67,11 @@ class ReducedGradients:
 
     @property
     def continued(self) -> set[Tensor]:
-        """Parameters with a mean of the step; a mean that no optimizer reads may be of any step before."""
+        """Parameters of optimizers with a mean of the step in progress in their gradient."""
         held = {each for each in self._copies if each.grad is not None}
         held |= {each for each, mean in self._means.items() if each.grad is mean}
-        return (
-            held & optimizer_parameters if held and (optimizer_parameters := set(self.optimizer_parameters())) else held
-        )
+        held &= self.begun  # the gradient of an unused parameter may hold the mean of an earlier step
+        return held.intersection(self.optimizer_parameters() or held)
 
     def take_means(self) -> dict[Tensor, Tensor]:
         """Take the means out of gradients, and return them."""
