@@ -1,8 +1,7 @@
-"""Checkpoints: Lightning's file, and the folder that it names, with the states of all ranks.
+"""Checkpoints: Lightning's file, and a folder with the states of all ranks, which the file names.
 
-States of all ranks are as large as the model times their number, and are never gathered. The folder of a new save is
-complete before Lightning's file names it; only then is the folder of the old file removed. After a crash the old
-checkpoint or the new one loads.
+The states of all ranks are too large to gather on one rank. Lightning's file names a new folder when the folder is
+complete. Only then is the old folder removed, so that after a crash the old or the new checkpoint loads.
 """
 
 import os
@@ -35,19 +34,19 @@ from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricDDPStra
 
 PathLike = Union[str, Path]
 KEY = "lightning_sparse"
-_UNKNOWN = (ValueError, ImportError)  # from a protocol that only the user's own plugin can read
+_UNKNOWN = (ValueError, ImportError)  # fsspec raises these for protocols of custom CheckpointIO plugins
 
 
 class Checkpointer:
-    """The folders of a strategy's checkpoints."""
+    """Write, read and remove the folders of a strategy's checkpoints."""
 
     def __init__(self, strategy: Union[ParallelStrategy, FabricDDPStrategy], resumes: bool) -> None:
-        # The checkpoint that was read, until it is restored from: its path, and the save that it names, if wanted.
+        # Path of the checkpoint that was read, and its header if restore() is to use the states.
         self.loaded: Optional[tuple[str, Optional[Mapping[str, Any]]]] = None
         self._strategy = strategy
         self._resumes = resumes
-        self._written: dict[str, str] = {}  # the save that each file names
-        self._removed: list[str] = []  # files that rank 0 has removed, and other nodes not yet
+        self._written: dict[str, str] = {}  # save id by file path
+        self._removed: list[str] = []  # files removed on rank 0; other nodes still have folders
 
     def save(
         self,
@@ -56,18 +55,25 @@ class Checkpointer:
         filepath: PathLike,
         write_file: Callable[[dict[str, Any], PathLike], None],
     ) -> None:
-        """Write the states of all ranks, then Lightning's file, and remove the folders that no file names any more."""
+        """Write the states of all ranks, then Lightning's file, and remove outdated folders. All ranks must call.
+
+        Args:
+            states: this rank's state by model name; if empty, only Lightning's file is written.
+            checkpoint: contents of Lightning's file.
+            filepath: path of Lightning's file; rank 0's value counts.
+            write_file: writes Lightning's file from ``checkpoint`` and ``filepath``.
+        """
         if not states:
             write_file(checkpoint, filepath)
             self.remove(filepath)
             return
-        # Rank 0's path counts, as with DDP: users may have put a process's number, or the time, into it.
+        # Rank 0's path counts, as with DDP, because a user's path may hold a rank number or the time.
         save, filepath, removed = self._strategy.broadcast((uuid4().hex, filepath, self._removed))
         self._removed, path, is_first = [], str(filepath), self._strategy.local_rank == 0
         for each in set(removed) - {path} if is_first else ():
             _remove(_folder_of(each))
         is_async = isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
-        if is_async:  # the file before has to be there
+        if is_async:  # the pending write has to finish first
             act_together(self._strategy.checkpoint_io.teardown, "the last checkpoint was not written")
         header = {"version": VERSION, "save": save, "models": list(states)}
         try:
@@ -75,7 +81,7 @@ class Checkpointer:
                 save_state(state, f"{_folder_of(path)}/{save}/{number}")
             act_together(partial(write_file, {**checkpoint, KEY: header}, filepath), f"{path} was not written")
         except Exception:
-            if is_first and not is_async:  # which may still be writing the file
+            if is_first and not is_async:  # an asynchronous write may still produce the file
                 _remove(f"{_folder_of(path)}/{save}")
             raise
         last = self._written.get(path)
@@ -85,9 +91,10 @@ class Checkpointer:
                 _remove(f"{_folder_of(path)}/{each}")
 
     def remove(self, filepath: PathLike) -> None:
-        """Remove the folder of a file that rank 0 has removed; on other nodes at their next save.
+        """Remove the folder of a file that rank 0 has removed. Other nodes remove their folders at their next save.
 
-        By a metric of its own another rank would take another checkpoint for the worst.
+        Only rank 0 decides, because a metric that differs between ranks would make another rank remove another
+        checkpoint.
         """
         if self._strategy.is_global_zero:
             self._written.pop(str(filepath), None)
@@ -95,26 +102,32 @@ class Checkpointer:
             _remove(_folder_of(filepath))
 
     def note(self, checkpoint: Mapping[str, Any], filepath: PathLike, goes_back: bool = False) -> None:
-        """Record a checkpoint of Lightning's that was read, or one of its own that a training ``goes_back`` to."""
+        """Record a checkpoint that Lightning has read.
+
+        ``goes_back`` means that a running training returns to a checkpoint of its own.
+        """
         path, header = _followed(filepath), checkpoint.get(KEY)
         is_wanted = self._resumes or (goes_back and str(filepath) in self._written)
         self.loaded = path, header if is_wanted else None
         if is_wanted and header is not None:
             check_version(header.get("version") if isinstance(header, dict) else None, path)
-            if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # it becomes part of a path
+            if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # the id becomes part of a path
                 raise CheckpointError(
-                    f"{path} names {header.get('save')!r}, which is not a save of this package. {HINT}"
+                    f"{path} names the save {header.get('save')!r}, but this package did not write such a save. {HINT}"
                 )
 
     @property
     def has_loaded_save(self) -> bool:
-        """Whether there is something to restore."""
+        """Whether a checkpoint with states was read and not restored yet."""
         return self.loaded is not None and self.loaded[1] is not None
 
     def restore(self, model: str, engine: Engine, load: Callable[[dict[str, Any]], Sequence[str]]) -> None:
-        """Load the state of a model from the checkpoint that was noted; all ranks call, and all raise if one has to.
+        """Load a model's state from the recorded checkpoint. All ranks must call, and all raise if one rank fails.
 
-        ``load`` returns what of it is of no use.
+        Args:
+            model: name of the model in the checkpoint.
+            engine: engine of the running training.
+            load: loads a state and returns descriptions of its unused parts.
         """
         if self.loaded is None:
             return
@@ -126,9 +139,9 @@ class Checkpointer:
         folder = f"{_folder_of(path)}/{header['save']}/{header['models'].index(model)}"
         if not any(all_gather_object(exists(_folder_of(path)))):
             rank_zero_warn(
-                f"{type(self._strategy).__name__}: residuals start empty, because there is no {_folder_of(path)}: it"
-                " was left behind when the checkpoint was copied, moved or renamed. To continue exactly, put it there,"
-                " and rename it like the file."
+                f"{type(self._strategy).__name__}: residuals start empty, because there is no {_folder_of(path)}. The"
+                " folder belongs to the checkpoint file, and was not copied, moved or renamed with the file. To"
+                " continue exactly, put the folder there."
             )
             return
         state = load_state(folder, engine)
@@ -145,27 +158,26 @@ class Checkpointer:
             group = "in replicas" if header["is_sharded"] else "on nodes"
             sizes = ((header["world_size"], header["local_world_size"]), engine.topology)
             before, now = (f"{ranks} ranks{f' {group} of {size}' if size > 1 else ''}" for ranks, size in sizes)
-            self._log(f"{before} saved {path}, {now} continue, each from the mean of the residuals: nothing is lost.")
+            self._log(f"{before} saved {path}, {now} continue, each from the mean residual: no residual is lost.")
         if unused:
-            self._log(f"not used of {path}: {'; '.join(unused)}.")
+            self._log(f"unused parts of {path}: {'; '.join(unused)}.")
 
     def _log(self, line: str) -> None:
         rank_zero_info(f"{type(self._strategy).__name__}: {line}")
 
     def close(self) -> None:
-        """Drop the record of what was written and read."""
+        """Drop the records of written and read files."""
         self._written.clear()
         self.loaded = None
 
 
 def _folder_of(path: PathLike) -> str:
-    """Return the folder of a file's saves. Lightning resumes from any name with ``hpc_ckpt_`` in it."""
     folder, name = os.path.split(str(path))
+    # Lightning resumes from any name that contains hpc_ckpt_, also from a folder.
     return os.path.join(folder, name.replace("hpc_ckpt_", "hpc-ckpt-") + ".sparse")
 
 
 def _followed(path: PathLike) -> str:
-    """Return the target of a link to a file; the path itself if it is none."""
     with suppress(*_UNKNOWN):
         files, place = url_to_fs(str(path))
         if isinstance(files, LocalFileSystem) and os.path.islink(place):
@@ -181,10 +193,9 @@ def _saves_of(path: PathLike) -> list[str]:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder that is of no use any more. An error here would leave the other ranks waiting."""
     try:
         with suppress(FileNotFoundError, *_UNKNOWN):  # on a shared file system another rank may have been faster
             files, place = url_to_fs(folder)
             files.rm(place, recursive=True)
-    except OSError as error:
-        warnings.warn(f"{folder} could not be removed ({error}): delete it by hand if it stays", stacklevel=3)
+    except OSError as error:  # raising here would block the other ranks
+        warnings.warn(f"{folder} could not be removed ({error}). Delete the folder by hand.", stacklevel=3)

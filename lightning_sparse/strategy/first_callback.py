@@ -1,4 +1,4 @@
-"""The first callback, where replicas may be apart or in shards: others see, and validate, the model of all ranks."""
+"""The first callback: with local steps or shards, other callbacks and validation use the same model on all ranks."""
 
 from contextlib import ExitStack
 
@@ -10,7 +10,7 @@ from lightning_sparse.strategy.lightning import Callback, LightningModule, Model
 
 
 class FirstCallback(Callback):
-    """End a round of local steps where a validation begins, and where training ends, before any other callback."""
+    """End a round of local steps when a validation or the end of training begins, before any other callback runs."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -23,7 +23,7 @@ class FirstCallback(Callback):
         self._shown.enter_context(self._training.replicas.shared_model())
 
     def end_validation(self, module: LightningModule) -> None:
-        """Go on with this rank's model, once all others have seen the end of a validation."""
+        """Restore this rank's own model after all other callbacks have handled the end of a validation."""
         reshard(module)
         self._shown.close()
 
@@ -33,16 +33,16 @@ class FirstCallback(Callback):
 
 
 def check_ranks_apart(trainer: Trainer) -> None:
-    """Refuse what each rank would decide by its own clock, or by its own model, where ranks step apart."""
+    """Raise if a setting depends on a rank's own clock or weights, because ranks would act differently."""
     seconds = getattr(trainer, "_val_check_time_interval", None)
     if seconds is not None:
         raise ValueError(
-            f"val_check_interval is a time ({seconds} s), which each rank has from its own clock, and ranks that step"
-            " apart would validate after different steps: give a number of batches or a fraction of an epoch, such as"
-            " val_check_interval=0.5"
+            f"val_check_interval is a time ({seconds} s), and each rank has its own clock. A validation averages the"
+            " replicas, so all ranks must validate after the same step. Set a number of batches or a fraction of an"
+            " epoch, such as val_check_interval=0.5."
         )
     if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError(
-            "ModelPruning removes what is small in each rank's own model, and ranks that step apart have different"
-            " ones: exchange in every step, such as with strategy='sparse_lags', or prune when training has ended"
+            "ModelPruning removes small weights of each rank's own model, and here models differ between ranks."
+            " Exchange gradients in every step, such as with strategy='sparse_lags', or prune after training."
         )

@@ -1,9 +1,9 @@
-"""The Lightning of this process: of ``pytorch_lightning`` and ``lightning.pytorch``, the one that was imported first.
+"""Imports from ``pytorch_lightning`` or ``lightning.pytorch``, from the package that this process imported first.
 
-They are the same code, but each has classes of its own. All of ours take Lightning's names from here; the choice falls
-when this package is imported. Type checkers take it for ``pytorch_lightning``.
+Both packages have the same code, but separate classes. The whole package takes Lightning's names from this module. The
+choice is made when this module is imported. Type checkers see ``pytorch_lightning``.
 """
-# All that is imported here is so for other files.
+# The imports are unused here, because other modules import the names from this one.
 # ruff: noqa: F401
 
 import sys

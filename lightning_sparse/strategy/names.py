@@ -1,4 +1,4 @@
-"""The names that ``strategy=...`` understands, and how each can be launched: rows of Lightning's registries."""
+"""Registration of the strategy names with Lightning, for the Trainer and for Fabric."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -12,7 +12,7 @@ from lightning_sparse.strategy.lightning import STRATEGY_REGISTRY, StrategyRegis
 from lightning_sparse.strategy.sharded import SparseModelParallelStrategy
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
-# What may stand behind a name, as behind "ddp", and the arguments that it stands for.
+# Suffixes of a strategy name, the same as for "ddp", and their arguments.
 VARIANTS: dict[str, dict[str, Any]] = {
     f"{way}{looks}": {"start_method": method, **more}
     for looks, more in {"": {}, "_find_unused_parameters_true": {"find_unused_parameters": True}}.items()
@@ -22,7 +22,7 @@ _REGISTRIES = ((StrategyRegistry, SparseDDPStrategy), (STRATEGY_REGISTRY, Sparse
 
 
 class System(NamedTuple):
-    """A name that the user writes, a line for who lists the names, and arguments of the strategies."""
+    """A strategy name, a one-line description for lists of strategies, and arguments of the strategy class."""
 
     name: str
     description: str
@@ -32,17 +32,17 @@ class System(NamedTuple):
 _OWN = (
     System(
         "sparse_auto",
-        "Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.",
+        "Send each bucket dense or sparse, whichever is faster, or use plain DDP if that is faster still.",
         {"compressor": "lags", "schedule": "auto"},
     ),
     System(
         "sparse_diloco",
-        "Train alone for 50 steps, then average what has changed, with an outer Nesterov momentum (DiLoCo).",
+        "Train each rank alone for 50 steps, then average the model changes with an outer Nesterov momentum (DiLoCo).",
         {"compressor": "dense", "local_steps": LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)},
     ),
     System(
         "sparse_loco",
-        "Train alone for 30 steps, then exchange a 64th of what has changed, in 2 bits each (SparseLoCo).",
+        "Train each rank alone for 30 steps, then exchange 1/64 of the model changes, in 2 bits each (SparseLoCo).",
         {
             "compressor": "topk",
             "density": 1 / 64,
@@ -53,41 +53,41 @@ _OWN = (
 )
 SHARDED = System(
     "sparse_hsdp",
-    "Shard the model in each node as configure_model says (FSDP2), and send the largest part of shards between nodes.",
+    "Shard the model inside each node with FSDP2, and send the largest gradient elements between nodes.",
     {"compressor": "lags"},
 )
 
 
 def systems() -> list[System]:
-    """Return the systems that there are now, of models that every rank holds whole."""
+    """Return all registered strategies for models that are not sharded."""
     return [*_OWN, *map(_system_of, available_compressors())]
 
 
 def register_names() -> None:
-    """Register all systems with Lightning, for the Trainer and for Fabric."""
+    """Register all strategy names with Lightning, for the Trainer and for Fabric."""
     _register(systems())
-    # Lightning launches shards as a script alone.
+    # Lightning launches sharded strategies only as a script, so the name has no variants.
     name, description, arguments = SHARDED
     StrategyRegistry.register(name, SparseModelParallelStrategy, description, override=True, **arguments)
     gone = partial(refuse_removed, f"strategy={name!r} of Fabric", "SparseFabricModelParallelStrategy")
     STRATEGY_REGISTRY.register(name, gone, override=True)
     for registry, whole in _REGISTRIES:
-        # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
-        registry.register(f"lightning_sparse.{whole.__name__}".lower(), whole, "with its defaults", override=True)
+        # Lightning looks up a class path without arguments as a name, in lower case.
+        registry.register(f"lightning_sparse.{whole.__name__}".lower(), whole, "with default arguments", override=True)
         for name in REMOVED:
             if name.startswith("sparse_"):
                 registry.register(name, partial(refuse_removed, f"strategy={name!r}", name), override=True)
 
 
 def register_compressor(name: str, compressor: type[Compressor]) -> None:
-    """Give a compressor of your own a name that ``compressor=`` understands, and its strategies theirs.
+    """Register a custom compressor for ``compressor=`` and as a strategy name.
 
     Args:
-        name: new name; ``"mine"`` makes ``Trainer(strategy="sparse_mine")`` work, too, also with suffixes.
+        name: new name. ``"mine"`` also makes ``Trainer(strategy="sparse_mine")`` work, with the usual suffixes.
         compressor: class that is built without arguments.
 
     Raises:
-        ValueError: if the name, or its strategy's, is taken.
+        ValueError: if the compressor name or the strategy name is taken.
         TypeError: if the class is not a :class:`Compressor`.
     """
     if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):

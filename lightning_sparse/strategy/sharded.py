@@ -1,4 +1,4 @@
-"""The strategy of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
+"""The strategy for models too large for one device: FSDP inside a replica, compressed exchange between replicas."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -27,29 +27,29 @@ _MESH = ("replicate", "data_parallel", "tensor_parallel")
 
 
 class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
-    """Sharded training (FSDP2) in replicas that send each other only the largest part of each gradient.
+    """Sharded training (FSDP2) in several replicas, which send each other only the largest elements of each gradient.
 
-    Everything else is :class:`~pytorch_lightning.strategies.ModelParallelStrategy`, and ``configure_model`` stays as it
-    is: ``self.device_mesh`` has its two names, and is the part of one replica. Inside a replica FSDP averages gradients
-    whole; then each rank exchanges its shards with the ranks of the other replicas that hold the same ones. What is not
-    sent stays in a residual on that rank: 4 bytes for each element of its shards.
+    The rest behaves like :class:`~pytorch_lightning.strategies.ModelParallelStrategy`, and ``configure_model`` needs no
+    change: ``self.device_mesh`` has the usual two dimension names and spans one replica. Inside a replica FSDP averages
+    dense gradients. Then each rank exchanges its shards with the ranks of other replicas that hold the same shards.
+    Unsent elements stay in a residual on that rank: 4 bytes for each element of the rank's shards.
 
     Args:
-        compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, of those that can work on shards: ``topk``,
-            ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``.
-        density: as there.
-        resume_compression: as there.
-        replicas: how many replicas there are, of ranks that follow one another; ``"nodes"`` for one on each node.
-        data_parallel_size: ranks over which FSDP shards, in a replica; ``"auto"`` for all that there are.
-        **given: settings as of :class:`~lightning_sparse.Compression`, without ``schedule``, ``overlaps_backward`` and
-            ``levels``, and other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1. What makes
-            local steps by itself is a replica, and there are no ``synchronous_steps``.
+        compressor: like in :class:`~lightning_sparse.SparseDDPStrategy`, limited to compressors that support shards:
+            ``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``.
+        density: like in ``SparseDDPStrategy``.
+        resume_compression: like in ``SparseDDPStrategy``.
+        replicas: number of replicas, each made of consecutive ranks; ``"nodes"`` for one replica on each node.
+        data_parallel_size: number of ranks over which FSDP shards a replica; ``"auto"`` for all of its ranks.
+        **given: settings of :class:`~lightning_sparse.Compression`, without ``schedule``, ``overlaps_backward`` and
+            ``levels``, and other arguments of ``ModelParallelStrategy``. ``tensor_parallel_size`` must be 1. With local
+            steps each replica steps alone, and ``synchronous_steps`` is not supported.
 
     Attributes:
-        settings: what the user chose, checked.
+        settings: the validated settings.
 
     Raises:
-        ValueError: for an unknown name, a density out of range, or a compressor that cannot work on shards.
+        ValueError: for an unknown name, a density out of range, or a compressor that does not support shards.
 
     Example::
 
@@ -96,8 +96,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         check_rounds(self.settings.local_steps, module)
         if not module.automatic_optimization:
             raise ValueError(
-                "automatic_optimization=False steps by hand, and which backward is a step's last, after which shards"
-                " are exchanged, is known under automatic optimization alone: use that, or SparseDDPStrategy"
+                "automatic_optimization=False is not supported: shards are exchanged after the last backward of a step,"
+                " which is unknown in manual optimization. Use automatic optimization, or SparseDDPStrategy."
             )
         refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
         same_shards = self._whole_mesh.get_group(_MESH[0])
@@ -113,7 +113,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.engine is None and self._checkpointer.has_loaded_save:
-            self._log("one replica: what several had kept for later steps is not used.")
+            self._log("one replica: the residuals in the checkpoint, saved by several replicas, are not used.")
         self._restore()
         self._begin_steps()
 
@@ -122,13 +122,13 @@ _ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this i
 
 
 class _Sizes(NamedTuple):
-    """How many replicas there are, and over how many ranks each is sharded, as the user has it."""
+    """The arguments ``replicas`` and ``data_parallel_size`` of the user."""
 
     replicas: Union[str, int]
     data_parallel_size: Union[str, int]
 
     def set_up(self, strategy: Any) -> DeviceMesh:
-        """Start the processes' group; return the mesh of all replicas, and show the strategy the part of its own."""
+        """Start the process group, set the strategy's mesh of one replica, and return the mesh of all replicas."""
         strategy._setup_distributed()
         replicas = strategy.num_nodes if self.replicas == NODES else int(self.replicas)
         world, shards = strategy.world_size, self.data_parallel_size
@@ -143,15 +143,14 @@ class _Sizes(NamedTuple):
 
 
 def _of_shards(settings: Settings, given: Mapping[str, Any], sizes: _Sizes) -> Iterator[str]:
-    """Yield what there is no place for where every rank holds a shard."""
     yield from of_the_settings(settings)
     layers = given.get("tensor_parallel_size", 1)
-    if layers not in (1, AUTO):  # which a command line gives where nobody has said anything
+    if layers not in (1, AUTO):  # a command line passes "auto" if the user has set no value
         yield (
-            f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times"
-            " in the norms of shards: shard over these ranks, too, with data_parallel_size"
+            f"tensor_parallel_size={layers!r} is not supported: some parameters would be replicated on several ranks,"
+            " and would count several times in the norms of shards. Use data_parallel_size to shard over these ranks."
         )
     for (name, size), word in zip(sizes._asdict().items(), (NODES, AUTO)):
         is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
         if not is_number and size != word:
-            yield f"{name}={size!r} must be {word!r}, or a number of ranks, at least 1"
+            yield f"{name}={size!r} must be {word!r}, or an integer of at least 1"

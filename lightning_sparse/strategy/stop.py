@@ -1,4 +1,4 @@
-"""SIGTERM, and SLURM's signal before its time limit, are answered on all ranks after the same step."""
+"""Handling of SIGTERM, and of SLURM's signal before the time limit, on all ranks after the same step."""
 
 import os
 import shutil
@@ -17,19 +17,20 @@ from lightning_sparse.strategy.lightning import Callback, LightningModule, SIGTE
 
 
 class GracefulStop(Callback):
-    """End or requeue all ranks after the same step when one of them is signalled; strategies add it for a fit.
+    """End or requeue all ranks after the same step when one rank receives a signal.
 
-    The handler sets a flag, and every few seconds ranks compare their flags. Lightning's own handlers save and exchange
-    wherever each rank is, and from 2.6 on its ranks wait for each other in every batch (its issue 21487).
+    Strategies add this callback during a fit. The signal handler only sets a flag. Every few seconds the ranks compare
+    their flags. Lightning's own handlers save and communicate at any point of a step, and since 2.6 its ranks
+    synchronize in every batch (its issue 21487).
     """
 
-    SECONDS = 5.0  # between two comparisons
+    SECONDS = 5.0  # approximate time between two comparisons
 
     def __init__(self) -> None:
         self._received: set[int] = set()
         self._replaced: dict[int, Any] = {}
         self._before: Any = signal.getsignal(signal.SIGTERM)  # Lightning has not registered its handlers yet
-        self._requeue_signal = 0  # none
+        self._requeue_signal = 0  # signal number; 0: no requeueing
 
     def _register(self, trainer: Trainer) -> None:
         environment = getattr(trainer.strategy, "cluster_environment", None)
@@ -56,7 +57,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        if (step := trainer.global_step) < self._next_step:  # also between two batches of one step
+        if (step := trainer.global_step) < self._next_step:  # true between two batches of one step, too
             return
         seconds = (perf_counter() - self._began) / (step - self._step)
         ends, requeues, seconds = self._compare(trainer, seconds)
@@ -71,14 +72,14 @@ class GracefulStop(Callback):
         _end_if(self._compare(trainer, 0.0)[0], trainer)
 
     def _compare(self, trainer: Trainer, seconds: float) -> list[float]:
-        """Return whether any rank received SIGTERM, whether any received the other signal, and the most seconds."""
+        """Return whether any rank received SIGTERM, the same of the requeue signal, and the maximum of ``seconds``."""
         own = [float(number in self._received) for number in (signal.SIGTERM, self._requeue_signal)]
         strategy: Any = trainer.strategy
         most = strategy.reduce(torch.tensor([*own, seconds], device=strategy.root_device), reduce_op="max")
         return list(most.tolist())
 
     def close(self, trainer: Any) -> None:
-        """Restore what was replaced, also after an error."""
+        """Restore the replaced signal handlers, also after an error."""
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
@@ -86,13 +87,13 @@ class GracefulStop(Callback):
 
 
 def remove_callback(trainer: Any, callback: Callback) -> None:
-    """Remove a callback from those that the Trainer has now: searches and users replace their list."""
+    """Remove a callback from the Trainer's current list, because users and hyperparameter searches replace the list."""
     trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
 
 
 def _end_if(any_received: float, trainer: Trainer) -> None:
     if any_received:
-        trainer._signal_connector.received_sigterm = True  # which users may read
+        trainer._signal_connector.received_sigterm = True  # users may read this attribute
         raise SIGTERMException
 
 
@@ -101,15 +102,15 @@ def _save_and_requeue(trainer: Trainer) -> None:
     trainer.save_checkpoint(path)
     rank_zero_info(f"saved {path} after step {trainer.global_step}")
     if trainer.strategy.broadcast(trainer.is_global_zero and _requeue()):
-        raise SystemExit(0)  # later steps would be done, and logged, twice
+        raise SystemExit(0)  # the requeued job would repeat, and log again, all later steps
 
 
 def _requeue() -> bool:
     job = os.environ["SLURM_JOB_ID"]
     if shutil.which("scontrol") is None:
-        rank_zero_warn(f"scontrol is not found here, such as in a container; job {job} trains on until its end")
+        rank_zero_warn(f"scontrol is not found here, perhaps in a container. Job {job} trains on until its end.")
         return False
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)  # noqa: S603, S607
-    if done.returncode > 0:  # below 0 a signal ended it: SLURM may end the job's processes before its answer
+    if done.returncode > 0:  # a negative code means a signal: SLURM may end the job before scontrol returns
         rank_zero_warn(f"SLURM does not requeue job {job}, which trains on until its end: {done.stderr.strip()}")
     return done.returncode <= 0

@@ -115,7 +115,7 @@ def test_all_ranks_save_and_requeue_after_the_same_step(signalled, end, pair, tm
     ("end", "said"),
     [
         ("echo no such job >&2; exit 1", "SLURM does not requeue job 77, which trains on until its end: no such job"),
-        (None, "scontrol is not found here, such as in a container; job 77 trains on"),
+        (None, "scontrol is not found here, perhaps in a container. Job 77 trains on"),
     ],
 )
 def test_a_job_that_is_not_requeued_saves_and_trains_on(end, said, pair, tmp_path):
