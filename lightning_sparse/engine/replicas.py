@@ -1,4 +1,4 @@
-"""Replicas of the model: one after every step, or drifting apart and averaged now and then."""
+"""Replicas of the model: identical after every step, or averaged after they have diverged."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,20 +21,20 @@ _AVERAGED_AT_ONCE = 1 << 24  # elements
 
 
 class Replicas(SharedOnCopy):
-    """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
+    """Replicas that the exchange of gradients makes identical after every step, so that each method is a no-op."""
 
-    are_apart = False  # each rank steps with gradients of its own
+    are_apart = False  # whether each rank steps with its own gradients
 
     def begin_round(self) -> None:
-        """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
+        """Begin the first round of local steps if none has begun. All ranks must call."""
 
     def reset_shared_model(self) -> None:
-        """Go on from the model that there is now, as the one of all ranks; all must call."""
+        """Make the model's current weights, averaged over ranks, the shared model. All ranks must call."""
         self.synchronize()
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Have the model be one on all ranks inside; all must call."""
+        """Set the model to the same weights on all ranks inside the context. All ranks must call."""
         self.synchronize()
         yield
 
@@ -42,22 +42,27 @@ class Replicas(SharedOnCopy):
         """Count a step of an optimizer."""
 
     def synchronize(self) -> None:
-        """Make all replicas one; all ranks must call."""
+        """Make all replicas equal. All ranks must call."""
 
     def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
-        """Return the statistics of the last exchange, which was about so many steps, with those of the replicas."""
+        """Add statistics of the replicas to those of the last exchange.
+
+        Args:
+            stats: statistics of the last exchange.
+            steps: number of optimizer steps that the exchange covers.
+        """
         return stats
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return their part of the engine's state, by its name, not copied; all ranks call if ``together``."""
+        """Return the replicas' part of the engine's state, not copied. All ranks call if ``together``."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what they keep by a copy of their part of an engine's state, if it has one; on the worker."""
+        """Load a copy of the replicas' part of an engine's state, if there is one. Runs on the worker."""
 
 
 class AveragedReplicas(Replicas):
-    """Replicas that drift apart, and are averaged every so many steps; ``None``: only when they are looked at."""
+    """Replicas that diverge and are averaged every ``every`` steps, or with ``None`` only in :meth:`synchronize`."""
 
     def __init__(self, averager: "ReplicaAverager", every: Optional[int], worker: ExchangeWorker) -> None:
         self._averager = averager
@@ -74,7 +79,7 @@ class AveragedReplicas(Replicas):
 
     @override
     def synchronize(self) -> None:
-        # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
+        # Replicas can differ without a step: a callback may write each rank's own weights.
         self._worker.run(lambda: self._averager.average(are_apart=self._steps > 0))
         self._steps = 0
 
@@ -94,7 +99,7 @@ class AveragedReplicas(Replicas):
 
 
 class ReplicaAverager:
-    """Average parameters and buffers; ``divergence`` is their RMS distance from the mean over the mean's norm."""
+    """Average replicas, and measure ``divergence``: their RMS distance from the mean, divided by the mean's norm."""
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         self._module = module
@@ -104,9 +109,11 @@ class ReplicaAverager:
         self.divergence = torch.zeros(())
 
     def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
-        """Average tensors, or the whole model, over ranks, in place; of what is no float take the first rank's.
+        """Make tensors bitwise identical on all ranks, in place: floats become the mean, other dtypes rank 0's value.
 
-        Unless they ``are_apart``, only those that ranks hold differently. Afterwards all are identical to the bit.
+        Args:
+            tensors: the tensors by name; ``None`` for the whole model.
+            are_apart: average all floats, without a comparison of ranks first.
         """
         if tensors is None:
             tensors = averaged(chain(self._module.named_parameters(), self._module.named_buffers()))
@@ -122,12 +129,17 @@ class ReplicaAverager:
                 self._copy_first(firsts)
 
     def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
-        """Return the names of tensors that ranks hold differently, on all ranks; none where they have other tensors."""
+        """Return the names of tensors that differ between ranks, or none if their names or shapes differ.
+
+        Args:
+            tensors: this rank's tensors by name.
+            is_counted: whether the sent bytes count as part of the last exchange.
+        """
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         form = torch.tensor(crc32(repr(forms).encode()), device=self._communicator.device)
-        # A rank without tensors meets the others, too.
+        # A rank without tensors must take part in the all-gather, too.
         prints = torch.stack(list(map(fingerprint, tensors.values()))) if tensors else form.view(1)
-        with self.recorder.of_last_step("what tells tensors apart", is_counted):
+        with self.recorder.of_last_step("the fingerprints of tensors", is_counted):
             everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
             if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
                 return []
@@ -152,13 +164,13 @@ class ReplicaAverager:
         self.divergence = (distances.mean() / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt().squeeze()
 
     def _copy_first(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors by those of the first rank: the sum of its bytes and the others' zeros."""
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         if self._communicator.rank:
             flat.zero_()
-        first = self._communicator.call(Payload("all_reduce", flat))
+        first = self._communicator.call(Payload("all_reduce", flat))  # rank 0's bytes, because all others add zeros
         for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned, as a view has to be
+            # view(dtype) needs aligned memory: a copy
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = torch.cat([each.reshape(-1) for each in tensors])
@@ -168,12 +180,12 @@ class ReplicaAverager:
 
 
 def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return what this rank holds of tensors of which replicas have one value; complex ones as pairs of numbers.
+    """Return this rank's tensors that replicas must hold alike, complex tensors as pairs of real numbers.
 
-    No frozen ones of a kind of their own (quantized), and nothing that lies in the memory of a trained one.
+    Frozen tensors of a subclass, such as quantized ones, are left out, and so are those in the memory of a trained one.
 
     Raises:
-        ValueError: if a tensor has a part of its memory in common with a trained one.
+        ValueError: if a tensor overlaps a part of a trained tensor's memory.
     """
     held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named}
     trained: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
@@ -188,8 +200,7 @@ def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:
-    """Return a tensor's storage, and where in its bytes it begins and ends; ``None`` where it has no such place."""
+def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # storage, first and last byte
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
         return None
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -198,7 +209,7 @@ def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:
 
 
 def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[tuple[int, int, str]]]) -> bool:
-    """Tell whether a tensor lies in the memory of one that is trained; refuse one that lies there in part."""
+    """Return whether a tensor has the memory of a trained one, or raise if the two overlap only in part."""
     place = _place(tensor)
     if place is None or place[0] not in trained:
         return False
@@ -206,14 +217,14 @@ def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[t
     there = [(first, last, other) for first, last, other in trained[storage] if start < last and first < stop]
     if there and there[0][:2] != (start, stop):
         raise ValueError(
-            f"{name!r} has a part of its memory in common with {there[0][2]!r}, which is trained, so that replicas"
-            " cannot be averaged: make it a copy, or the whole of it"
+            f"{name!r} overlaps a part of the memory of {there[0][2]!r}, which is trained. Replicas cannot be averaged."
+            " Clone the first tensor, or make it a view of all of the second."
         )
     return bool(there)
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Put tensors of a type together, some at a time: their mean takes memory."""
+    """Yield tensors of one dtype in chunks, because their mean needs memory."""
     alike: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
     numels: defaultdict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Refusals: what a feature needs of other choices, which of them give it, and what is said where one does not."""
+"""Requirements of features: the capabilities that each needs, and the error if a setting lacks one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,23 +12,23 @@ from lightning_sparse.schedule import Auto, Merged
 
 
 class Capability(NamedTuple):
-    """What a choice may give to a feature."""
+    """Property of settings that a feature may need."""
 
-    is_given: Callable[[Any], bool]  # by settings
-    problem: str  # what the compressor is or has in its place; a whole sentence of other choices
+    is_given: Callable[[Any], bool]  # whether settings have the capability
+    problem: str  # predicate after the compressor's name, or a sentence if not ``is_of_compressor``
     is_of_compressor: bool = True
 
 
 class Feature(NamedTuple):
-    """What users ask for, by an argument, by a callback, or by where they train."""
+    """Argument, callback or environment that needs capabilities; ``instead`` is an imperative for the error."""
 
     needs: tuple[str, ...]
     instead: str
-    is_asked: Callable[[Any], Any] = lambda value: False  # by an argument's value; who else asks does so itself
+    is_asked: Callable[[Any], Any] = lambda value: False  # whether an argument's value asks for the feature
 
 
 def takes_wire(compressor: Compressor, wire: str) -> bool:
-    """Tell whether a compressor's selections can be written so: few bits need to know how many elements there are."""
+    """Return whether a wire format supports a compressor: formats of few bits need a fixed number of elements."""
     is_sized = compressor.wire_format == "reduce" or (compressor.wire_format == "gather" and compressor.fills_selection)
     return is_sized or wire_values(wire).bits is None
 
@@ -44,29 +44,31 @@ CAPABILITIES = {
         lambda it: it.compressor.has_density_by_parameter, "does not send a density of each parameter"
     ),
     "one model": Capability(lambda it: not it.compressor.replicas_diverge, "lets replicas drift apart"),
-    "residual": Capability(lambda it: it.compressor.feedback.keeps_residual, "keeps nothing for later"),
+    "residual": Capability(lambda it: it.compressor.feedback.keeps_residual, "has no residual"),
     "part": Capability(lambda it: not it.compressor.is_lossless, "sends everything"),
     "rest": Capability(
         lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "sends everything exactly"
     ),
     "gradient": Capability(
         lambda it: it.compressor.feedback.momentum is None and it.compressor.feedback.clip_norm is None,
-        "accumulates momentum or clips, by its own momentum=... and clip_norm=...",
+        "accumulates momentum or clips, by its arguments momentum=... and clip_norm=...",
     ),
     "mask": Capability(lambda it: not it.compressor.selects_across_bucket, "selects across a bucket, not by parameter"),
     "residual alone": Capability(
-        lambda it: it.compressor.feedback == ErrorFeedback(), "keeps something else than a residual of gradients"
+        lambda it: it.compressor.feedback == ErrorFeedback(), "does not use plain error feedback"
     ),
-    "dense buckets": Capability(lambda it: it.compressor.dense_wire_format is not None, "cannot send a gradient whole"),
-    "shares": Capability(_works_on_shares, "works on whole gradients of all ranks"),
-    "size": Capability(lambda it: takes_wire(it.compressor, "4bit"), "sends a number of elements that is not fixed"),
-    "gather": Capability(lambda it: it.compressor.wire_format == "gather", "sends its selections in a way of its own"),
-    "plan": Capability(lambda it: isinstance(it.schedule, Merged), "this schedule follows no plan", False),
+    "dense buckets": Capability(lambda it: it.compressor.dense_wire_format is not None, "cannot send dense gradients"),
+    "shares": Capability(_works_on_shares, "needs whole gradients, not shares"),
+    "size": Capability(lambda it: takes_wire(it.compressor, "4bit"), "sends a varying number of elements"),
+    "gather": Capability(lambda it: it.compressor.wire_format == "gather", "does not send selections by all-gather"),
+    "plan": Capability(lambda it: isinstance(it.schedule, Merged), "this schedule has no bucket plan", False),
     "exchange": Capability(
         lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` leaves steps to DDP", False
     ),
     "bound": Capability(
-        lambda it: not it.compressor.adaptive_density, "more than the density is sent where backward hides it", False
+        lambda it: not it.compressor.adaptive_density,
+        "`adaptive_density` sends more than the density if backward hides the time",
+        False,
     ),
     "replicas": Capability(
         lambda it: not it.replicas_diverge,
@@ -75,12 +77,10 @@ CAPABILITIES = {
     ),
     "step": Capability(lambda it: it.local_steps is None, "`local_steps` exchange changes, not gradients", False),
 }
-_OUT = "leave it out"
+_OUT = "remove it"
 _SPARSIFIER = f"{_OUT}, or choose a sparsifier such as `compressor='topk'`"
 _SPARSIFIER_IN_EVERY_STEP = f"{_SPARSIFIER}, with `local_steps=1`"
-_BY_ELEMENT = (
-    "choose a compressor that looks at each element by itself: `topk`, `lags`, `omgs`, `dgc`, `qsgd` or `dense`"
-)
+_BY_ELEMENT = "choose a compressor that works on single elements: `topk`, `lags`, `omgs`, `dgc`, `qsgd` or `dense`"
 FEATURES = {
     "density=...": Feature(("density",), _SPARSIFIER, lambda value: value is not None),
     "warmup_epochs=...": Feature(("density",), _SPARSIFIER, bool),
@@ -127,24 +127,36 @@ FEATURES = {
 
 
 def refuse(reasons: Iterable[str]) -> None:
-    """Raise ``ValueError`` with the first of the reasons, if there is any; no other is composed."""
+    """Raise ``ValueError`` with the first reason, if there is one."""
     for reason in reasons:
         raise ValueError(reason)
 
 
 def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterator[str]:
-    """Yield why a feature cannot go together with settings."""
+    """Yield one error message for each capability that a feature needs and the settings lack.
+
+    Args:
+        feature: a key of ``FEATURES``.
+        settings: the checked settings.
+        given: the argument as the user wrote it, for the message.
+    """
     for capability in map(CAPABILITIES.__getitem__, FEATURES[feature].needs):
         if not capability.is_given(settings):
             name = type(settings.compressor).__name__
             asked = given or (f"compressor={name} {feature}" if feature.startswith("in ") else feature)
             lacks = f"{name} {capability.problem}" if capability.is_of_compressor else capability.problem
-            told = f"{asked} is refused, as {lacks}: {FEATURES[feature].instead}"
-            yield told.replace("`", "")
+            message = f"{asked} is not supported: {lacks}. To fix this, {FEATURES[feature].instead}."
+            yield message.replace("`", "")
 
 
 def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what arguments ask for that the choices which came of them do not give; ``given`` has them as written."""
+    """Yield error messages for arguments that need a capability which the settings lack.
+
+    Args:
+        settings: the checked settings.
+        asked: the arguments as objects.
+        given: the arguments as the user wrote them, for the messages.
+    """
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]
         if name in asked and is_asked(asked[name]):

@@ -1,4 +1,4 @@
-"""What a step did to each parameter: norms and counts, gathered on the device, read between two steps."""
+"""Norms and counts of each parameter in a step, gathered on the device and read between two steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional, Union
@@ -10,23 +10,23 @@ from lightning_sparse.compressors.selection import Selection, sent_count
 
 
 class ParameterFacts(NamedTuple):
-    """Facts of one parameter in a step, as plain numbers."""
+    """Norms and counts of one parameter in a step, as plain numbers."""
 
     numel: int
-    sent: float  # elements of this rank
-    gradient_norm: float  # of this rank's, before anything was added to it, without the loss scale
-    residual_norm: float  # of what is kept after the step; 0 where nothing is
-    added_norm: float  # of what the step added to the residual: the gradient, or the update where updates wait
+    sent: float  # elements sent by this rank
+    gradient_norm: float  # norm of this rank's gradient, without residual and loss scale
+    residual_norm: float  # 0 without a residual
+    added_norm: float  # norm of the step's addition to the residual: the gradient, or with AdamCorrection the update
 
 
 class ParameterSamples:
-    """Gather what steps do to each parameter, as tensors of the device, and read it when nobody waits.
+    """Gather facts of parameters as tensors on the device, so that only :meth:`facts` waits for the device.
 
-    Of several exchanges norms of what is new add up as squares: most parameters are used in one of them.
+    Norms of several exchanges of a step are added as squares, because most parameters are used in only one of them.
     """
 
     def __init__(self) -> None:
-        self.update_norms: dict[str, Tensor] = {}  # of updates that the step added, where updates wait
+        self.update_norms: dict[str, Tensor] = {}  # norms of updates added by the step, with AdamCorrection
         self._numels: dict[str, int] = {}
         self._gradient_norms: dict[str, Tensor] = {}
         self._residual_norms: dict[str, Tensor] = {}
@@ -40,12 +40,12 @@ class ParameterSamples:
         self._numels.update((name, gradient.numel()) for name, gradient in zip(names, gradients))
 
     def add_sent(self, names: Sequence[str], sent: Sequence[Selection]) -> None:
-        """Record what this rank sends of parameters."""
+        """Record this rank's selections of parameters."""
         self._sent.update(zip(names, map(sent_count, sent)))
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
-        """Record what is kept of the parameters whose gradients were seen, and what was added where updates wait."""
-        # The memory may know of others, which were frozen before.
+        """Record norms of residuals, and of updates if residuals hold updates."""
+        # The memory may hold norms of parameters that were frozen since.
         norms = {name: norm.float() for name, norm in update_norms.items() if name in self._gradient_norms}
         self.update_norms.update(_with_earlier(norms, self.update_norms))
         names = [name for name in self._gradient_norms if name in residuals]
@@ -54,7 +54,7 @@ class ParameterSamples:
             self._residual_norms.update((name, norm.float()) for name, norm in zip(names, kept))
 
     def facts(self) -> dict[str, ParameterFacts]:
-        """Return plain numbers by parameter name; on a device this waits for them."""
+        """Return plain numbers by parameter name. The host waits for the device."""
         gradients, residuals = self._gradient_norms, self._residual_norms
         if not gradients:
             return {}
@@ -66,5 +66,5 @@ class ParameterSamples:
 
 
 def _with_earlier(norms: dict[str, Tensor], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the norms of vectors at right angles to those of ``earlier`` norms, together with them."""
+    """Return the norms of sums of vectors, which are taken as orthogonal to earlier ones."""
     return {name: norm.hypot(earlier[name]) if name in earlier else norm for name, norm in norms.items()}

@@ -257,7 +257,7 @@ def overlap(rank):
 
 def test_a_buffer_in_a_part_of_what_is_trained_is_refused(pair):
     for told in pair.run(refuse, overlap):
-        assert "'part' has a part of its memory in common with 'matrix'" in told
+        assert "'part' overlaps a part of the memory of 'matrix'" in told
 
 
 def step_unseen(rank):

@@ -811,14 +811,14 @@ REFUSALS = {
             and (it.subject.wire or it.wire) == "float32"
         )
     ),
-    "MomentumCorrection is refused, as local_steps": lambda it: (
+    "MomentumCorrection is not supported: local_steps": lambda it: (
         it.local is not None and "MomentumCorrection" in it.callbacks
     ),
-    "AdaptiveDensity is refused, as local_steps": lambda it: it.local is not None and "AdaptiveDensity" in it.callbacks,
-    "sends a number of elements that is not fixed": lambda it: not takes_wire(it.subject, it.wire),
-    "sends its selections in a way of its own": (
-        lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"
+    "AdaptiveDensity is not supported: local_steps": lambda it: (
+        it.local is not None and "AdaptiveDensity" in it.callbacks
     ),
+    "sends a varying number of elements": lambda it: not takes_wire(it.subject, it.wire),
+    "does not send selections by all-gather": (lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"),
     "levels=2": lambda it: it.levels == 2 and (it.nodes == 1 or it.strategy not in _SHARED or it.local is not None),
     "AdamCorrection": (
         lambda it: (
