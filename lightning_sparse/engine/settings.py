@@ -1,4 +1,4 @@
-"""Settings: the user's choices, checked."""
+"""Settings: the user's choices, checked and converted to objects."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -30,18 +30,19 @@ AUTO = "auto"
 @refusing
 @dataclass(frozen=True)
 class LocalSteps:
-    """Rounds of local steps: each rank trains by itself, then the changes of its parameters are exchanged.
+    """Rounds of local steps: each rank trains alone, then ranks exchange the changes of their parameters (local SGD).
 
-    Their mean over ranks, multiplied by the outer learning rate and with an outer momentum, moves the shared model,
-    which is what is validated, saved, and there at the end (DiLoCo, arXiv 2311.08105).
+    The mean change over ranks is the gradient of an outer SGD step on the shared model. This model is validated and
+    saved, and is the result of the training (DiLoCo, arXiv 2311.08105).
 
     Args:
-        every: optimizer steps of a round.
-        outer_lr: what the mean change is multiplied by.
-        outer_momentum: momentum of the mean changes, as of SGD; 0 for none.
-        nesterov: whether that momentum is Nesterov's.
-        residual_decay: the residual is multiplied by this before a change is added to it; 1 keeps all of it.
-        synchronous_steps: optimizer steps that are DDP's, before the first round. They are counted on across a resume.
+        every: optimizer steps per round.
+        outer_lr: learning rate of the outer step.
+        outer_momentum: momentum of the outer step; 0 for none.
+        nesterov: whether the outer momentum is Nesterov's.
+        residual_decay: factor on the residual before a change is added; 1 preserves all of the residual.
+        synchronous_steps: optimizer steps with DDP's dense gradients before the first round. A resumed training
+            continues the count.
 
     Raises:
         ValueError: for a number out of range.
@@ -60,14 +61,13 @@ class LocalSteps:
     synchronous_steps: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check."""
         refuse_removed(f"local_steps={self.every!r}", f"local_steps={self.every!r}")
         for name, least in (("every", 1), ("synchronous_steps", 0)):
             given: Any = getattr(self, name)
             if not is_whole(given, least):
                 named = f"local_steps={given!r} (every, of LocalSteps)" if name == "every" else f"{name}={given!r}"
                 raise ValueError(f"{named} must be a whole number, at least {least}")
-            object.__setattr__(self, name, int(given))  # of numpy's, too
+            object.__setattr__(self, name, int(given))  # numpy integers become int
         refuse(self._refusals())
 
     def _refusals(self) -> Iterator[str]:
@@ -77,53 +77,59 @@ class LocalSteps:
                 yield f"{name}={number!r} must be a number with 0 <= {name} <= 1"
         if synchronous and replace(self, synchronous_steps=0) == LocalSteps():
             yield (
-                f"synchronous_steps={synchronous} are those before rounds of local steps, and every step is synchronous"
-                " with local_steps=1: leave it out (0), or give local_steps=... of 2 or more"
+                f"synchronous_steps={synchronous} come before rounds of local steps, and local_steps=1 makes no rounds."
+                " Remove synchronous_steps, or use local_steps=... of 2 or more."
             )
         if not self.outer_lr > 0:
-            yield f"outer_lr={self.outer_lr!r} must be positive; 1 applies the mean change as it is"
+            yield f"outer_lr={self.outer_lr!r} must be positive. Use 1 to apply the mean change unscaled."
         if momentum == 1:
-            yield "outer_momentum=1 never forgets: choose a number below 1, such as 0.9"
+            yield "outer_momentum=1 never decays. Use a number below 1, such as 0.9."
         if self.nesterov and not momentum:
             yield "nesterov=True needs an outer_momentum above 0, such as 0.9"
 
 
 def rounds_of(local_steps: Union[int, LocalSteps]) -> Optional[LocalSteps]:
-    """Return the rounds that a user asks for; ``None`` where gradients are exchanged in every step."""
+    """Return the rounds of local steps, or ``None`` if gradients are exchanged in every step."""
     rounds = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
     return None if rounds == LocalSteps() else rounds
 
 
 class Compression(TypedDict, total=False):
-    """What is sent, how, when and with whom: the settings that all entry points share, given by name.
+    """Settings that all entry points share as keyword arguments.
 
-    ``compressor`` and ``density`` are each entry point's own, and may be given first, without their names.
+    Entry points take ``compressor`` and ``density``, too, as their first arguments.
 
     Attributes:
-        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. None
-            of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may leave
+        schedule: when gradients are sent, and in which buckets: ``"layerwise"``, ``"merged"``, ``"single"`` or an
+            object.
+            The schedule does not change results, except with OMGS, which selects across a bucket. ``"auto"`` may hand
             steps to DDP.
-        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
-            send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual, but
-            those of Adam's first steps, which the last two and ``"bfloat16"`` send in bfloat16.
-        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's,
-            but at most a tenth of the steps of a training whose length is known, unless they are local steps.
-        optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW``, which would misjudge
-            sparse gradients, before selection, with a warm-up, and warns of other adaptive optimizers; an
-            :class:`~lightning_sparse.AdamCorrection` has your numbers, and refuses all others; ``None`` changes none.
-        exchange: how selections travel: ``"gather"`` hands every rank's to every rank, so that bytes grow with ranks;
-            with ``"owners"`` every element has a rank that sums it and chooses, so that they do not; an
-            :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for tensors of which owners take
-            half the bytes or less, from about 15 ranks on. See the page on scaling.
-        overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it, as on NCCL with
-            SyncBatchNorm: no other collective of backward then meets theirs. See the page on limits.
-        local_steps: optimizer steps of each rank by itself between two exchanges, which are then of the changes of its
-            parameters; 1 exchanges gradients in every step, and a :class:`~lightning_sparse.LocalSteps` says more. See
-            the page on local steps.
-        levels: with 2, the ranks of a node average their gradients first, and each exchanges a share of the means with
-            the other nodes: one selection for each node travels, and residuals take as many times less memory as a node
-            has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
-            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``).
+        wire: dtype of sent values: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"4bit"`` and ``"2bit"`` for
+            compressors that send everything or a fixed number of elements. Rounding errors stay in the residual. Only
+            Adam's dense warm-up has no residual: it sends bfloat16 for ``"bfloat16"``, ``"4bit"`` and ``"2bit"``.
+        warmup_epochs: epochs over which the density falls geometrically to its target. ``None`` for the compressor's
+            default, and at most a tenth of a training of known length, unless it makes local steps.
+        optimizer_correction: ``"auto"`` computes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection,
+            with
+            a warm-up, because sparse gradients distort their second moment. It warns about other adaptive optimizers.
+            An
+            :class:`~lightning_sparse.AdamCorrection` sets the numbers, and requires such an optimizer. ``None``: no
+            correction.
+        exchange: collective for selections. ``"gather"`` sends every rank's selection to all ranks, so that bytes grow
+            with the number of ranks. ``"owners"`` reduces each element on one rank, so that bytes do not grow; an
+            :class:`~lightning_sparse.Owners` has its numbers. ``"auto"`` gathers, except for tensors for which owners
+            need at most half the bytes, from about 15 ranks on. See the page on scaling.
+        overlaps_backward: whether gradients are sent during backward. ``False`` sends them after backward, so that no
+            other collective of backward runs at the same time, as SyncBatchNorm on NCCL requires. See the page on
+            limits.
+        local_steps: optimizer steps between two exchanges. With 1 ranks exchange gradients in every step. With more
+            they
+            exchange changes of parameters; a :class:`~lightning_sparse.LocalSteps` has more options. See the page on
+            local steps.
+        levels: with 2 the ranks of a node average their gradients first, and each exchanges its share of the means with
+            other nodes. Nodes then send one selection each, and residuals are divided among the ranks of a node.
+            ``"auto"`` takes 2 if several nodes have several ranks each and the compressor works on shares (``topk``,
+            ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``).
 
     Example::
 
@@ -157,10 +163,12 @@ DEFAULTS = Compression(
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """A training's choices, checked and with names turned into objects.
+    """Checked settings of a training, with names replaced by objects.
 
-    ``asked`` is what is asked of the memory, and ``feedback`` what it does: they differ where Adam's updates are made
-    before selection, in place of momentum, as ``adam`` says.
+    Attributes:
+        asked: the requested behaviour of the memory.
+        adam: the correction of Adam, if it is active; it replaces momentum, so that ``feedback`` differs from
+            ``asked``.
     """
 
     compressor: Compressor
@@ -182,7 +190,7 @@ class Settings:
     def of(
         cls, compressor: Union[str, Compressor], density: Optional[float] = None, **given: Unpack[Compression]
     ) -> Self:
-        """Check what a user chose."""
+        """Check the user's settings."""
         chosen: Compression = {**DEFAULTS, **given}
         own = build_by_name("compressor", Compressor, COMPRESSORS, compressor)
         schedule = build_by_name("schedule", Schedule, SCHEDULES, chosen["schedule"])
@@ -215,14 +223,14 @@ class Settings:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """What the memory does."""
+        """The memory's actual behaviour."""
         if self.adam is None:
             return self.asked
         return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change, clip_norm=self.asked.clip_norm)
 
-    @cached_property  # asked in every step
+    @cached_property  # read in every step
     def replicas_diverge(self) -> bool:
-        """Whether the replicas are different models between two steps."""
+        """Whether ranks hold different models between two steps."""
         return self.compressor.replicas_diverge or self.local_steps is not None
 
     @property
@@ -232,28 +240,28 @@ class Settings:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the optimizers are given part of each gradient late."""
+        """Whether compression delays part of each gradient."""
         return self.compressor.feedback.keeps_residual and self.least_density < 1 and self.local_steps is None
 
     @property
     def least_density(self) -> float:
-        """The least density that a parameter may have."""
+        """The lowest density of any parameter."""
         return self.compressor.least_density(self.density)
 
     def correcting_adam(self) -> Self:
-        """Return those by which Adam's updates are made before selection."""
+        """Return settings with the correction of Adam."""
         own = self.optimizer_correction
         return replace(self, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
 
     @property
     def can_correct_adam(self) -> bool:
-        """Whether there is something to correct for Adam, and a way to do it, and the user has not ruled it out."""
+        """Whether the correction of Adam is allowed by the user, useful, and possible."""
         is_wanted = self.optimizer_correction is not None and self.is_sparse
         leaves_room = self.asked.momentum in (None, FROM_OPTIMIZER)
         return is_wanted and leaves_room and not self.compressor.replicas_diverge
 
     def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
-        """Return those that accumulate momentum, mask and clip as ``correction`` says; ``None`` as the compressor."""
+        """Return settings with momentum, masking and clips of ``correction``, or with ``None`` of the compressor."""
         own = self.compressor.feedback
         if correction is None:
             asked = own._replace(decay=self.asked.decay)
@@ -265,11 +273,11 @@ class Settings:
         return replace(self, asked=asked, adam=None)
 
     def densities(self) -> Densities:
-        """Build how much is sent of each parameter, step by step."""
+        """Build the schedule of densities by parameter and step."""
         return Densities(self.compressor, self.density, self.warmup_epochs, self.bounds_warm_up)
 
     def wires_for(self, rank: int, world_size: int) -> Wires:
-        """Build the wire formats; while Adam's second moment is learned, everything is sent whole by one of them."""
+        """Build the wire formats, with a dense one if Adam's warm-up needs one."""
         own = self.compressor
         dense_format = own.dense_wire_format or (None if self.adam is None else "reduce")
         return build_wires(own.wire_format, dense_format, self.wire, rank, world_size, self.exchange, self.wire_bits)
@@ -281,10 +289,15 @@ class Settings:
         local_share: Optional[Callable[[Tensor], Tensor]] = None,
         total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> Memory:
-        """Build the memory: what the compressor asks for, or none where nothing can be left over.
+        """Build the memory, or a no-op memory if compression loses nothing.
 
-        The mean of ``world_size`` independent gradients has a norm smaller by the root of their number: clips allow
-        for it.
+        Args:
+            gradient_dtypes: dtypes of the gradients.
+            world_size: number of ranks. The mean of that many independent gradients is shorter than each by its root,
+                so
+                that local clips use a smaller norm.
+            local_share: returns this rank's share of a flat tensor.
+            total_of: adds numbers over the shards of a replica.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback
@@ -305,20 +318,20 @@ class Settings:
 
 
 def _of_values(chosen: Compression, rounds: Optional[LocalSteps]) -> Iterator[str]:
-    """Yield what is no value of an argument."""
+    """Yield error messages for values out of range."""
     epochs: Any = chosen["warmup_epochs"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
     if epochs is not None and not is_whole(epochs, 0):
         yield f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)"
     if levels not in (AUTO, 1, 2):
         yield (
-            f"levels={levels!r} must be 'auto' (two where several nodes have several ranks each), 1 (all ranks exchange"
-            " with all) or 2 (ranks of a node average their gradients first)"
+            f"levels={levels!r} must be 'auto' (2 if several nodes have several ranks each), 1 (all ranks exchange with"
+            " each other) or 2 (ranks of a node average their gradients first)"
         )
     if levels == 2 and rounds is not None:
         refuse_removed("levels=2 with local_steps", "levels=2 with local_steps")
     if not (isinstance(correction, AdamCorrection) or correction is None or correction == AUTO):
         yield (
-            f"optimizer_correction={correction!r} must be 'auto' (Adam and AdamW are corrected), None (nothing is), or"
-            " an AdamCorrection(...)"
+            f"optimizer_correction={correction!r} must be 'auto' (for Adam and AdamW), None (no correction) or an"
+            " AdamCorrection(...)"
         )
