@@ -1,7 +1,7 @@
-"""The shared model: what all ranks have between two rounds of local steps, and what each rank's own differs from it by.
+"""The shared model of local steps: the model that all ranks hold between two rounds.
 
-The mean of the changes is the gradient of an outer step on it, that of ``torch.optim.SGD``. The module is asked for its
-tensors when they are used: it may have others by then, or other names for them.
+The mean change over ranks is the gradient of an outer ``torch.optim.SGD`` step on the shared model. The module's
+tensors are looked up at each use, because a module may replace or rename them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,14 +26,17 @@ from lightning_sparse.schedule import Schedule
 
 
 class SharedModel:
-    """Tensors of the model that all ranks share, moved by the means of what ranks have changed.
+    """Model tensors that all ranks share, moved by the mean of the ranks' changes.
 
-    Buffers of floating point are exchanged with the parameters that are trained. What else ranks write (frozen
-    parameters, those that no optimizer has, such as an average's, integers, new buffers) they have alike when a round
-    ends early, as before a validation and at the end.
+    Trained parameters and floating-point buffers are exchanged. All other tensors that ranks may write (frozen
+    parameters,
+    parameters without an optimizer, integers, new buffers) are made equal when a round ends early, as before a
+    validation,
+    and at the end.
 
     Attributes:
-        optimizer_parameters: returns the parameters of all optimizers; if none is of the model, all of it is trained.
+        optimizer_parameters: returns the parameters of all optimizers. If none is in the model, all of the model is
+            trained.
     """
 
     def __init__(
@@ -52,20 +55,25 @@ class SharedModel:
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self.device = self._averager.device
         self.optimizer_parameters: Callable[[], Collection[Tensor]] = tuple
-        self.trained = frozenset(names)  # of the parameters whose changes are exchanged
+        self.trained = frozenset(names)  # names of parameters with exchanged changes
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
-        self._momenta: dict[str, Tensor] = {}  # of the mean changes
-        self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
+        self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter
+        self._away: Optional[dict[str, Tensor]] = None  # this rank's tensors inside shown()
         tensors = averaged(self._named())
         buffers = {name for name, _ in self.module.named_buffers()}
         beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
-        self._shared = {  # parameters that are trained, then what is exchanged beside them
+        self._shared = {  # trained parameters, then buffers
             name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
         }
 
     def restarted(self, trained: Sequence[str], names: Renaming) -> "SharedModel":
-        """Return the shared model of these parameters, where replicas are the same; some had other names before."""
+        """Return a shared model of other trained parameters, in a state in which replicas are equal.
+
+        Args:
+            trained: names of the parameters.
+            names: new names of renamed parameters.
+        """
         parts = (self._local, self._pipeline, self._schedule, self._worker)
         other = SharedModel(self.module, trained, *parts)
         other.optimizer_parameters = self.optimizer_parameters
@@ -75,16 +83,16 @@ class SharedModel:
         return other
 
     def inactive(self) -> frozenset[str]:
-        """Return the names of what no optimizer has, or is frozen and has not moved; a device may be waited for.
+        """Return names of parameters without an optimizer and of unchanged frozen ones. May wait for the device.
 
-        Where that rests on all ranks nothing moves it: no momentum, and no residual from before it was frozen.
+        If all ranks report a parameter, no momentum moves it, and no residual from before it was frozen.
         """
         frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
         held = {name: each for name, each in self._tensors().items() if name in frozen} if frozen else {}
         return self._left_alone().union(held.keys() - self._moved(held))
 
     def _moved(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of tensors that are not those of the shared model, whoever has written them."""
+        """Return the names of tensors that differ from the shared model, by any writer."""
         flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in tensors.items()]
         return set(compress(tensors, torch.stack(flags).tolist())) if flags else set()
 
@@ -92,14 +100,13 @@ class SharedModel:
         return chain(self.module.named_parameters(), self.module.named_buffers())
 
     @property
-    def _beside(self) -> list[str]:
-        """Names of what is exchanged beside the parameters that are trained."""
+    def _beside(self) -> list[str]:  # names of exchanged buffers
         return list(self._shared)[len(self.trained) :]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's tensors that are shared, but those that it no longer has, or has in another shape.
+        """Return the model's shared tensors that still exist with the same shape.
 
-        A parameter may have another name by now, and another one may have its name.
+        Parameters are matched by identity: a parameter may have a new name, and its old name may be another's.
         """
         present = set(self.module.parameters())
         known: dict[str, Tensor] = {name: each for name, each in self._parameters.items() if each in present}
@@ -109,42 +116,51 @@ class SharedModel:
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _left_alone(self) -> frozenset[str]:
-        """Return the names of what could be trained and no optimizer has, whose changes are its own way to a value."""
+        """Return names of trainable parameters without an optimizer. The user's code decides their values."""
         optimizer_parameters = set(self.optimizer_parameters())
         ours = frozenset(name for name, each in self._parameters.items() if each in optimizer_parameters)
         return self.trained - ours if ours else ours
 
     def exchanged(self) -> dict[str, Tensor]:
-        """Return the tensors that are shared but for those that no optimizer has."""
+        """Return the shared tensors without parameters that no optimizer trains."""
         left_alone = self._left_alone()
         return {name: tensor for name, tensor in self._tensors().items() if name not in left_alone}
 
     def _unshared(self) -> dict[str, Tensor]:
-        """Return what ranks may write without an optimizer: frozen parameters, integers, buffers that have changed."""
+        """Return tensors that ranks may write without an optimizer: frozen parameters, integers and changed buffers."""
         known = self.trained | self._tensors().keys()
         return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
 
     def has_moved(self) -> bool:
-        """Tell whether what is trained is not that of the shared model, whoever has written it; a device is waited for.
+        """Return whether trained parameters differ from the shared model. Waits for the device.
 
-        An exchange of nothing would move the shared model, too, by its momentum.
+        Without a difference an exchange must not run, because its momentum would move the shared model.
         """
         return bool(self._moved({name: each for name, each in self.exchanged().items() if name in self.trained}))
 
     def reset_shared_model(self, all_of_it: bool = True) -> None:
-        """Share the model that there is now, averaged over ranks, or only what of it is trained; all must call."""
+        """Make the ranks' mean model the shared model. All ranks must call.
+
+        Args:
+            all_of_it: include tensors that are not trained.
+        """
         adopted = {name: each for name, each in averaged(self._named()).items() if all_of_it or name in self.trained}
         self._worker.run(lambda: self._averager.average(adopted))
         self._away = None
         for name, tensor in self._tensors().items():
             if name in adopted:
-                shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
+                shared = self._shared[name]  # wide values that round to the model's values stay
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
     def exchange(self, inactive: frozenset[str], context: StepContext, steps: int) -> None:
-        """Exchange what this rank's tensors have changed by in so many steps, and go on from the shared model.
+        """Exchange this rank's changes, and set the model to the new shared model.
 
-        A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
+        The change of a tensor that the model has lost counts as zero, because all ranks must exchange the same names.
+
+        Args:
+            inactive: names of parameters to leave out.
+            context: context of the exchange.
+            steps: number of optimizer steps since the last exchange.
         """
         present, recorder = self.exchanged(), self._pipeline.recorder
         now = [flatten_as(present.get(name, shared), shared) for name, shared in self._shared.items()]
@@ -157,13 +173,13 @@ class SharedModel:
             torch._foreach_copy_(list(present.values()), shared)
 
     def _before(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the shared model, flat, as one of a type holds it."""
+        """Return a flat shared tensor, rounded as a parameter of a dtype holds it."""
         before = _as(flatten_as(self._shared[name]), dtype)
-        # Of what is not trained the mean may be finite, and nothing finite leads there from an infinity.
+        # The mean of buffers may be finite, and no finite change leads from an infinity to a finite value.
         return before if name in self.trained else before.nan_to_num(0, 0, 0)
 
     def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], context: StepContext, steps: int) -> None:
-        """Exchange changes, and move the shared model by their mean; on the worker."""
+        """Exchange changes, and move the shared model by their mean. Runs on the worker."""
         pipeline = self._pipeline
         pipeline.context = context
         moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
@@ -172,12 +188,12 @@ class SharedModel:
         self._move_beside([changes[name] for name in self._beside])
         self._step(moving)
         pipeline.recorder.current.covered_steps = steps
-        pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
+        pipeline.selector.release()  # the next exchange is many steps away
         pipeline.close_record()
-        pipeline.recorder.samples = None  # who asked may have looked by now, and then asks for the next
+        pipeline.recorder.samples = None  # a request is for the samples of one exchange
 
     def _move_beside(self, changes: Sequence[Tensor]) -> None:
-        """Average changes of what is not trained, all of each, whatever the compressor, and apply them as they are."""
+        """Add the mean change of buffers, sent dense and without an outer step."""
         if not changes:
             return
         replicas = self._pipeline.levels.same_shard
@@ -186,11 +202,10 @@ class SharedModel:
             flatten_as(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
 
     def _step(self, means: Mapping[str, Tensor]) -> None:
-        """Move the shared model by mean changes as if these were gradients, by ``torch.optim.SGD``."""
         how, momentum = self._local, "momentum_buffer"
         parts = [flatten_as(self._shared[name]) for name in means]
-        # Made for each round, as an optimizer knows its tensors by identity. All at once only where calls count more
-        # than the memory of a step of all of them.
+        # An optimizer identifies tensors by object, so that each round needs a new one. ``foreach`` needs more memory,
+        # and saves time only on a device.
         is_together = self.device.type != "cpu"
         outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
         for part, (name, mean) in zip(parts, means.items()):
@@ -201,7 +216,7 @@ class SharedModel:
             self._momenta.update({name: outer.state[part][momentum] for name, part in zip(means, parts)})
 
     def unify_rest(self) -> None:
-        """Have all ranks hold the same of what is not trained; all must call."""
+        """Make tensors that are not trained equal on all ranks. All ranks must call."""
         trained = self.trained.intersection(self.exchanged())
         rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in trained}
         self._worker.run(lambda: self._averager.average(rest))
@@ -211,7 +226,7 @@ class SharedModel:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Have the model hold the shared tensors inside."""
+        """Set the model to the shared tensors inside the context."""
         if self._away is not None:
             yield
             return
@@ -225,35 +240,36 @@ class SharedModel:
             self.swap_out()
 
     def swap_out(self, own: bool = True) -> None:
-        """Show the shared tensors no more: have the model hold this rank's ``own`` again, or stay as it is."""
+        """End :meth:`shown`: restore this rank's tensors if ``own``, or do not change the model."""
         tensors = self._tensors()
-        for name, tensor in (self._away or {}).items():  # none where the model has been adopted meanwhile
+        for name, tensor in (self._away or {}).items():  # empty after reset_shared_model
             if own and name in tensors:
                 tensors[name].copy_(tensor)
         self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
-        """Return what this rank keeps, not copied; of one model, before rounds begin, Lightning's file holds all."""
+        """Return this rank's state, not copied. Before the first round Lightning's file holds all of it."""
         own = {**self._tensors(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
             unshared = self._unshared()
-            # Also on a rank that has not written it: Lightning's file has what rank 0 wrote.
+            # A rank that did not write a tensor saves it, too, because Lightning's file has rank 0's value.
             differing = self._worker.run(lambda: self._averager.differing(unshared))
             unshared = {name: unshared[name] for name in differing}
         return {
             "local": own,
             "beside": self._beside,
             "unshared": unshared,
-            # In Lightning's file the shared model has the type of the parameters.
+            # Lightning's file has the shared model in the dtype of the parameters.
             "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
             "momentum": dict(self._momenta),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, with the shared model that the model's tensors hold now."""
+        """Load a state. The model's tensors must hold the shared model now."""
         if state["local"]:
-            # What a first forward has given another shape, and is each rank's own, has that shape from the start here.
+            # A first forward may change the shape of a rank's buffer. In a resumed process the buffer has that shape at
+            # once.
             known = self.trained | state["local"].keys()
             self._shared = {name: each for name, each in self._shared.items() if name in known}
         for name, tensor in state["local"].items():
@@ -270,7 +286,7 @@ class SharedModel:
 
 
 def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return flat tensors less others; 0 where they are the same infinity."""
+    """Return flat differences of tensors, 0 where both are the same infinity."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(other.dtype for other in others):
         alike = [place for place, other in enumerate(others) if other.dtype is dtype]
@@ -283,5 +299,5 @@ def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tenso
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the shared model as a parameter of a type holds it, wide: rounding is no change of the parameter."""
+    """Return shared values rounded to a dtype, in a wide dtype, so that rounding is no change of a parameter."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)
