@@ -1,4 +1,4 @@
-"""What the user chooses of the correction of Adam, and how long it sends more than later."""
+"""The user's settings of the correction of Adam, and the length of its warm-up."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -7,35 +7,38 @@ from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.removed import refusing
 
 MIN_DENSE_STEPS, MAX_DENSE_STEPS = 10, 100
-_FALL = 5  # steps of the fall for each dense one
+_FALL = 5  # density decay steps per warm-up step
 
 
 @refusing
 @dataclass(frozen=True)
 class AdamCorrection:
-    """Divide by the root of Adam's second moment before selection: what is sent and kept are updates, not gradients.
+    """Divide gradients by the root of Adam's second moment before selection, so that updates are sent, not gradients.
 
-    Adam that is fed with sparse gradients sees one spike where dense training sees a hundred small gradients, and its
-    second moment learns the wrong thing. Here every rank divides its own gradient by the root of a second moment that
-    is the same on all ranks; of these updates the largest are sent, and the rest is kept. The second moment is learned
-    while everything is sent, in the first steps, and after that from mean gradients in 16 bits, of parameters in
-    turns; they are those of the step before, so that they travel during backward.
+    With sparse gradients, Adam sees one spike in place of a hundred small gradients, and its second moment becomes
+    wrong.
+    Here every rank divides its own gradient by the root of a second moment that is equal on all ranks. The largest
+    updates
+    are sent, and the others stay in the residual. The second moment is learned in a dense warm-up, and later from mean
+    gradients in 16 bits. Parameters take turns, and send the gradients of the previous step during backward.
 
-    The first moment is dropped, and its contents move into the residual, which averages gradients as a momentum does:
-    one on top of the other delays them further (measured: see ``examples/benchmarks/README.md``).
+    The first moment is moved into the residual and stays zero. The residual averages gradients as momentum does, and
+    both
+    together would delay gradients further.
 
-    1-bit and 0/1 Adam (arXiv 2102.02888, 2202.06009) share a second moment learned at growing intervals, too, but keep
-    the first moment, send all of it as signs, and divide after the exchange. Here updates compete, not gradients.
+    1-bit and 0/1 Adam (arXiv 2102.02888, 2202.06009) share a second moment learned at growing intervals, too. They use
+    the
+    first moment, send all of it as signs, and divide after the exchange.
 
     Args:
-        warmup_steps: first steps of a parameter, at least 2. They send its whole gradient, and the optimizer steps as
-            without compression. ``None`` for a hundredth of the training, at least 10 and at most 100; 100 if the
-            training's length is unknown.
-        density_decay_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for
-            five times the dense steps, and at most a tenth of a training of known length.
-        second_moment_interval: least steps between two mean gradients that a parameter's second moment learns from;
-            the interval grows to a tenth of the steps made. Parameters take turns, so that of a model of 5 million or
-            more a step sends a tenth of half of what DDP sends, or less; smaller ones take fewer turns.
+        warmup_steps: first steps of a parameter, at least 2, with dense gradients and the optimizer's own step.
+            ``None``
+            for a hundredth of the training, at least 10 and at most 100; 100 if the training's length is unknown.
+        density_decay_steps: steps after the warm-up over which the density falls geometrically to its target. ``None``
+            for five times the warm-up, and at most a tenth of a training of known length.
+        second_moment_interval: minimum number of steps between two mean gradients for a parameter's second moment. The
+            interval grows to a tenth of the steps made. With 10 and at least 5 million parameters, a step sends at most a
+            twentieth of DDP's bytes for them. Smaller models take fewer turns.
 
     Raises:
         ValueError: for a number out of range.
@@ -51,17 +54,16 @@ class AdamCorrection:
     second_moment_interval: int = 10
 
     def __post_init__(self) -> None:
-        """Check."""
         for name, least in (("warmup_steps", 2), ("density_decay_steps", 0), ("second_moment_interval", 1)):
             given = getattr(self, name)
             if given is None:
                 continue
             if not is_whole(given, least):
                 raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
-            object.__setattr__(self, name, int(given))  # of numpy's, too
+            object.__setattr__(self, name, int(given))  # numpy integers become int
 
     def warm_up(self, total_steps: Optional[int] = None) -> "WarmUp":
-        """Return the warm-up of a training of so many steps; ``None`` if their number is unknown.
+        """Return the warm-up of a training of ``total_steps`` steps, or of unknown length with ``None``.
 
         Example::
 
@@ -77,7 +79,7 @@ class AdamCorrection:
 
 
 class WarmUp(NamedTuple):
-    """Steps in which everything is sent, and steps after them over which the density falls, of a corrected Adam."""
+    """Number of dense steps, and of steps after them over which the density falls."""
 
     warmup_steps: int
     density_decay_steps: int

@@ -1,4 +1,4 @@
-"""Adam before selection: the residual is one of updates; rule and sources stand at ``AdamCorrection``."""
+"""Residual memory with updates of Adam. :class:`AdamCorrection` documents the rule and the papers."""
 
 import math
 from collections import defaultdict
@@ -37,69 +37,71 @@ from lightning_sparse.functional.adam import (
     to_gradients,
 )
 
-_GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
-_GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples spread any run of parameters evenly over the steps of an interval
-_MIN_ELEMENTS = 1 << 19  # of a turn, a message of 1 MiB: small models have fewer turns, as each costs round trips
-_LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
-_MIN_EPS = torch.finfo(torch.float32).tiny  # with which zeros, such as padding of shares, have updates of zero
-_MIN_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
+_GROWTH = 0.1  # interval per step made: after 2000 steps a second moment is learned every 200
+_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
+_MIN_ELEMENTS = 1 << 19  # per turn, a message of 1 MiB: fewer would not pay for the round trips
+_LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
+_MIN_EPS = torch.finfo(torch.float32).tiny  # so that zeros, such as padding of shares, have zero updates
+_MIN_KEPT = 0.5  # weight of the old second moment against a single mean gradient
 
 
 class AdamSettings(NamedTuple):
-    """Adam's settings of a group of parameters."""
+    """Adam's settings of a param group."""
 
     beta1: float
     beta2: float
     eps: float
-    decay: float  # that is added to the gradient, negative where the objective is maximized; 0 where it is decoupled
+    decay: float  # coupled weight decay, negative with ``maximize``; 0 if decoupled
     maximizes: bool = False
 
 
 class AdamTensors(NamedTuple):
-    """What Adam keeps of a parameter: the optimizer's own tensors, flat, laid out as its gradient is."""
+    """Adam's tensors of a parameter: the optimizer's own, flat, with the layout of the gradient."""
 
-    first: Tensor  # zero while updates are made before selection; of the negative gradient if that is maximized
-    second: Tensor  # of the mean gradient, the same on all ranks
-    largest: Optional[Tensor]  # second moment so far, with ``amsgrad``
+    first: Tensor  # zero during correction; of the negative gradient with ``maximize``
+    second: Tensor  # second moment of the mean gradient, equal on all ranks
+    largest: Optional[Tensor]  # maximum of the second moment, with ``amsgrad``
     parameter: Tensor
 
     @property
     def preconditioner(self) -> Tensor:
-        """The second moment that the gradient is divided by the root of."""
+        """Second moment under the root in Adam's update."""
         return self.second if self.largest is None else self.largest
 
 
 class AdamMoments(NamedTuple):
-    """Adam's state of a parameter."""
+    """Adam's state of a parameter for the next step."""
 
-    step: int  # the next_step one, from 1
+    step: int  # number of the next step, from 1
     settings: AdamSettings
     tensors: AdamTensors
-    numel: int  # of the whole parameter, where a rank holds a shard
-    is_begun: bool  # the coming step has had an exchange, on all ranks alike, whatever became of the gradient
+    numel: int  # elements of the whole parameter, not of a shard
+    is_begun: bool  # whether the next step already had an exchange; equal on all ranks
 
 
 @dataclass
 class AdamState:
-    """What is known of a parameter whose updates are accumulated, beside the residual."""
+    """State of a parameter with updates in the residual."""
 
-    moments: Optional[AdamMoments]  # of the coming step; none from a load until then
-    second_step: int  # of the optimizer, that the second moment is of
-    is_update: bool = False  # the residual, which else is of gradients
-    arrived: Optional[LookedUp] = None  # where alone the gradient that arrived last is not zero, if that is known
-    is_continued: bool = False  # the gradient has an earlier mean of this step, too, of several backwards
-    update_norm: Optional[Tensor] = None  # in this step, if it was watched
+    moments: Optional[AdamMoments]  # moments for the next step; ``None`` after a load
+    second_step: int  # the optimizer's step at which the second moment was learned
+    is_update: bool = False  # whether the residual holds updates, not gradients
+    arrived: Optional[LookedUp] = None  # the mean's non-zero elements, if few
+    is_continued: bool = False  # whether the gradient holds a mean of an earlier backward of this step
+    update_norm: Optional[Tensor] = None  # norm of this step's update, if observed
 
     @property
     def known(self) -> AdamMoments:
-        """The moments, in a step that has them."""
+        """The moments, which must exist."""
         assert self.moments is not None
         return self.moments
 
     def take_other(self, second: Tensor, step: int) -> bool:
-        """Go on from the optimizer's second moment, of some step, if it was put in the known one's place; tell if so.
+        """Update the second moment's step if the optimizer's tensor was replaced, and return whether it was.
 
-        One that was loaded together with this state is of the step that stands in it.
+        Args:
+            second: the optimizer's current second moment. After a load of this state, it belongs to that state.
+            step: the optimizer's step count.
         """
         known = second if self.moments is None else self.moments.tensors.second
         is_other = known.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
@@ -108,45 +110,50 @@ class AdamState:
 
     @property
     def scalars(self) -> AdamScalars:
-        """The numbers of the coming step, where the second moment may be that of an earlier one."""
+        """Numbers for the next update, with the bias of the step at which the second moment was learned."""
         settings = self.known.settings
         return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, max(settings.eps, _MIN_EPS))
 
 
 @dataclass
 class OwnClips:
-    """Clip a rank's own gradients, which are longer than the mean by a measured factor, so that the mean is clipped."""
+    """Clip each rank's gradients so that their mean is clipped, with a measured ratio of both norms."""
 
     world_size: int
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
-    factors: Optional[Tensor] = None  # by clip that has a norm, in this step
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # of a rank's, as a mean over ranks, and of the mean
-    _together: list[list[str]] = field(default_factory=list)  # gradients of this step, by clip that has a norm
+    factors: Optional[Tensor] = None  # this step's factors, one per clip with a norm
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # of gradients (averaged over ranks) and of the mean
+    _together: list[list[str]] = field(default_factory=list)  # this step's gradients, one list per clip with a norm
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
-        """The largest norms of means, and of which gradients together."""
+        """Largest norms of the mean, with the names of the gradients in each."""
         return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return, of the gradients of a step, those that have a limit together."""
+        """Return a step's gradients by limit."""
         self._together = [[name for name in names if name in together] for _, together in self.limits]
         return self._together
 
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Know the norms of those gradients, of this rank."""
+        """Compute the factors from this rank's norms.
+
+        Args:
+            each: norms of gradients, one tensor per limit.
+            total: norm of all gradients of each limit.
+        """
         limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
         self.factors = factors_to(torch.stack(limits), total)
 
     def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """Return how much longer a rank's own gradient is than the mean, of what this step has a gradient of."""
+        """Return the norm of a rank's own gradient divided by that of the mean."""
         none = norms.new_zeros(2)
         squares = [self.squared_norms.get(name, none) for name in names]
-        # What is frozen, or rests in this backward, does not count.
+        # Parameters without a gradient in this backward do not count.
         total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
         own, mean = self.total_of(total).unbind()
-        # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
+        # Before the first measurement gradients are taken as independent.
         return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
 
     def clip(self, gradients: Mapping[str, Tensor]) -> None:
@@ -162,7 +169,14 @@ class OwnClips:
                 torch._foreach_mul_(clipped, factor)
 
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """Take squared norms of means, and of a rank's own gradients, as an average over the last times."""
+        """Update moving averages of squared norms.
+
+        Args:
+            names: names of the gradients.
+            of_means: squared norms of their means.
+            of_own: squared norms of ranks' own gradients, averaged over ranks.
+            is_finite: whether the step was finite. Otherwise the norms count as 0.
+        """
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         none = squares.new_zeros(2)
         halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
@@ -171,14 +185,15 @@ class OwnClips:
 
 @dataclass
 class Refreshes:
-    """Whose second moment learns, in turns, and this rank's gradients of it until the next step has begun."""
+    """Turns of parameters to refresh second moments, and this rank's gradients until the next step begins."""
 
     least_steps: int
-    due: dict[str, int] = field(default_factory=dict)  # from which step on a parameter's is to learn again
-    gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)  # of those that are due, when they have come
+    due: dict[str, int] = field(default_factory=dict)  # step of a parameter's next turn
+    # ``None`` until backward computes a due gradient
+    gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Ask for the gradients of those that are due in the coming step; the first time each has a turn of its own."""
+        """Request gradients of parameters due in the next step. First turns are spread over an interval."""
         numel = sum(each.numel for each in next_step.values())
         turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
         for number, (name, moments) in enumerate(next_step.items()):
@@ -187,7 +202,12 @@ class Refreshes:
                 self.gradients.setdefault(name, None)
 
     def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Hold those that were asked for as they travel, in 16 bits; ``continued`` ones of several backwards add up."""
+        """Store requested gradients in 16 bits.
+
+        Args:
+            gradients: this backward's gradients by name.
+            continued: names of gradients to add to those of an earlier backward of this step.
+        """
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -199,14 +219,14 @@ class Refreshes:
             self.gradients[name] = earlier.add_(each) if earlier is not None and name in continued else each
 
     def on_finite(self, finite: Tensor) -> None:
-        """Have what is held be no numbers if a step was not finite."""
+        """Turn stored gradients into NaN or infinity if the step was not finite."""
         held = [each for each in self.gradients.values() if each is not None]
-        if held and not (finite.device.type == "cpu" and finite):  # else the device decides, for which nobody waits
+        if held and not (finite.device.type == "cpu" and finite):  # on a device without a wait of the host
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # 1, or infinity: zeros are then no number
+            torch._foreach_mul_(held, flag.reciprocal())  # by 1 or infinity, and zeros become NaN
 
     def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
-        """Return those of a step that is over, in an order that no resume changes; each is due again in some steps."""
+        """Remove and return gradients of completed steps, and set next turns. A resume does not change the order."""
         taken = {}
         for name, moments in next_step.items():
             if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
@@ -216,16 +236,20 @@ class Refreshes:
         return taken
 
     def forget(self, name: str) -> None:
-        """Know nothing of a parameter."""
+        """Drop a parameter."""
         self.due.pop(name, None)
         self.gradients.pop(name, None)
 
 
 class AdamMemory(ResidualMemory):
-    """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
+    """Accumulate updates of Adam for parameters with given moments, and gradients for others.
 
-    The moments are the optimizer's own, whole tensors; where a rank sees to a share of each gradient, ``local_share``
-    returns that of a flat tensor. Where ranks hold shards, moments included, ``total_of`` adds up numbers of a replica.
+    Args:
+        world_size: number of ranks.
+        correction: the user's settings.
+        rescale_on_lr_change: whether residuals are rescaled with the learning rate.
+        local_share: returns this rank's share of a flat tensor, if ranks of a node share the work.
+        total_of: adds numbers over the shards of a replica.
     """
 
     corrects_adam = True
@@ -240,7 +264,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, rescale_on_lr_change)
         self._clips = OwnClips(world_size, total_of)
-        self.warm_up: Optional[WarmUp] = None  # that has ended
+        self.warm_up: Optional[WarmUp] = None  # lengths of a warm-up that has ended
         self.correction = correction
         self._world_size = world_size
         self._share_of = local_share
@@ -280,7 +304,7 @@ class AdamMemory(ResidualMemory):
         return accumulated
 
     def _track_moments(self, name: str, present: Optional[AdamMoments]) -> None:
-        """Follow whether updates are accumulated in this step; the residual changes its unit, not its worth."""
+        """Convert the residual between gradients and updates when a parameter's correction starts or ends."""
         state = self.states.get(name)
         if present is None:
             if state is not None and state.is_update:
@@ -294,7 +318,7 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
-        # All that the first moment would still do, if no other gradient came. Every rank keeps the same of it.
+        # The sum of all updates that the first moment would still cause without new gradients, equal on all ranks.
         beta1, first = moments.settings.beta1, moments.tensors.first
         owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         owed = -owed if moments.settings.maximizes else owed
@@ -305,7 +329,7 @@ class AdamMemory(ResidualMemory):
 
     def _return_to_gradients(self, name: str, state: AdamState) -> None:
         if state.moments is None:
-            del self._residuals[name]  # of an optimizer that has been replaced since: its units are not known
+            del self._residuals[name]  # its unit is unknown, because the optimizer was replaced
         else:
             self._residuals[name].mul_(self._denominator(state))
         del self.states[name]
@@ -313,7 +337,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def leave(self) -> None:
-        # Second moments may change before their parameters come back.
+        # Second moments may change before the correction resumes.
         for name, state in list(self.states.items()):
             if state.is_update:
                 self._return_to_gradients(name, state)
@@ -325,7 +349,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def reset(self, names: Iterable[str]) -> None:
-        for name in self._residuals.keys() & names:  # the second moment and its step are the optimizer's
+        for name in self._residuals.keys() & names:  # the second moment is the optimizer's
             self._residuals[name].zero_()
             self.refreshes.gradients.pop(name, None)
 
@@ -338,7 +362,6 @@ class AdamMemory(ResidualMemory):
     def _accumulate_updates(
         self, inputs: Mapping[str, Tensor], states: Mapping[str, AdamState], given: Mapping[str, Hyperparameters]
     ) -> None:
-        """Turn gradients into updates and add the residual, in place."""
         gradients = [inputs[name] for name in states]
         self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
@@ -375,7 +398,7 @@ class AdamMemory(ResidualMemory):
         rest = [each for each in range(len(own)) if each not in found]
         to_gradients([own[each] for each in rest], [seconds[each] for each in rest], [scalars[each] for each in rest])
         for each, state in enumerate(states):
-            # What arrives at other ranks of the node is not known here.
+            # With shares, other ranks of the node have other non-zero elements.
             is_all = state.is_continued or self._share_of is not None
             state.arrived = None if is_all else found.get(each)
 
@@ -385,7 +408,7 @@ class AdamMemory(ResidualMemory):
             if name in self.states:
                 self.states[name].arrived = None
                 if not self.states[name].is_continued:
-                    self.refreshes.gradients.pop(name, None)  # and it stays due
+                    self.refreshes.gradients.pop(name, None)  # the parameter stays due
 
     @override
     def on_finite(self, finite: Tensor) -> None:
@@ -393,9 +416,9 @@ class AdamMemory(ResidualMemory):
 
     @override
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
-        """Have second moments learn from mean gradients, without residuals, of the step before, a few in each step.
+        """Update second moments of due parameters from mean gradients of the previous step, without residuals.
 
-        The coming step's own are known when most of its backward is over: to average them would take time of its own.
+        The next step's own gradients exist only near the end of backward, where their average would not be hidden.
         """
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
         gradients = self.refreshes.taken(next_step)
@@ -404,7 +427,7 @@ class AdamMemory(ResidualMemory):
         self.refreshes.ask(next_step)
 
     def _learn(self, gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments], averages: Averages) -> None:
-        """Learn from gradients that travel in one message; those of a step that was not finite teach nothing."""
+        """Update second moments from gradients of one message, unless the step was not finite."""
         seconds = {name: next_step[name].tensors.second for name in gradients}
         numels = [each.numel() for each in seconds.values()]
         flat = averages.mean_gradients(gradients, numels)
@@ -431,7 +454,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Add ``update_error``, of waiting updates to the last ones, and ``second_moment_age`` in steps."""
+        """Return ``update_error`` (norm of residuals over norm of last updates) and ``second_moment_age`` in steps."""
         factors = self._clips.factors
         statistics = {} if factors is None else {"local_clip_factor": factors.min()}
         norms = self.update_norms()
@@ -478,9 +501,9 @@ class AdamMemory(ResidualMemory):
 def _teach(
     tensors: Sequence[AdamTensors], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
-    """Move second moments on from a step, by mean gradients of a later one if they are finite."""
+    """Advance second moments from step ``known`` to ``step`` with mean gradients, if these are finite."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
-    # Both as torch keeps them: with the bias of their step.
+    # torch's moments contain the bias of their step.
     old, new = 1 - beta2**known, 1 - beta2**step
     taught, kept = (
         torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
@@ -495,7 +518,7 @@ def _teach(
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
-    """Yield the names whose gradients travel in one message: few messages, little memory, and moments of one type."""
+    """Yield names of gradients for one message each, to bound memory and with moments of one dtype."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
     places = [
         (start // _LEARNED_TOGETHER, next_step[name].tensors.second.dtype) for start, name in zip(starts, gradients)
@@ -505,5 +528,4 @@ def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMomen
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:
-    """Return numbers as a tensor of a type that does not follow the default type, which may be narrow."""
-    return torch.tensor(numbers, dtype=torch.float32)
+    return torch.tensor(numbers, dtype=torch.float32)  # independent of the default dtype, which may be narrow

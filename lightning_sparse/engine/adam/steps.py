@@ -1,4 +1,4 @@
-"""The optimizer's part of a step whose updates were made before selection: apply the mean update, and weight decay."""
+"""The optimizer step of a corrected Adam: apply the mean update and weight decay."""
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -27,15 +27,15 @@ _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class _Flat(NamedTuple):
-    """What Adam keeps of a parameter, as flat views of its own tensors and those, to see whether it has others now."""
+    """Flat views of Adam's tensors of a parameter, with the originals to detect a replacement."""
 
-    kept: list[Optional[Tensor]]
-    address: int  # of the parameter
+    kept: list[Optional[Tensor]]  # the optimizer's own tensors
+    address: int  # the parameter's data pointer
     tensors: AdamTensors
 
 
 class _Asked(NamedTuple):
-    """What an optimizer's gradients are clipped to, and those that are clipped together with them."""
+    """An optimizer's clipping, and the optimizers with gradients clipped together."""
 
     clipping: Clipping = NOT_CLIPPED
     together: tuple[Optimizer, ...] = ()
@@ -49,15 +49,20 @@ def is_correctable(optimizer: Optimizer) -> bool:
 
 
 class AskedClips:
-    """What coming gradients are clipped to, as their optimizer was told for its last step; all others to ``norm``."""
+    """Clipping of the next gradients: that of each optimizer's last step, or ``norm`` for optimizers without one."""
 
     def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
         self._norm = norm
         self._coming = dict.fromkeys(optimizers, _Asked())
-        self._asking: set[Optimizer] = set()  # that have been told since their last step
+        self._asking: set[Optimizer] = set()  # optimizers with a call of ask() since their last step
 
     def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Have the gradients of those optimizers clipped together, from their next on, that train some parameters."""
+        """Clip the next gradients of all optimizers of these parameters together.
+
+        Args:
+            clipping: the largest norm and value.
+            parameters: the parameters in the user's call.
+        """
         if clipping == NOT_CLIPPED:
             return
         given = set(parameters)
@@ -70,13 +75,13 @@ class AskedClips:
         self._asking.update(together)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """End a step of an optimizer; its next has no clip if this had none."""
+        """End an optimizer's step. A step without a call of :meth:`ask` ends the optimizer's clipping."""
         if optimizer in self._coming and optimizer not in self._asking:
             self._coming[optimizer] = _Asked()
         self._asking.discard(optimizer)
 
     def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
-        """Return the clips of coming gradients, of those parameters that have a name."""
+        """Return the clips of the next gradients, for parameters with a name."""
         clipped: dict[_Asked, set[str]] = {}
         for optimizer, ((norm, value), together) in self._coming.items():
             clipping = Clipping(self._norm if norm is None else norm, value)
@@ -87,7 +92,7 @@ class AskedClips:
         return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
 
     def state(self) -> list[list[Any]]:
-        """Return the clips of coming gradients, and that some have none, to be saved."""
+        """Return the clips of the next gradients for a checkpoint, with optimizers as numbers."""
         numbers = {optimizer: number for number, optimizer in enumerate(self._coming)}
         return [
             [numbers[optimizer], *clipping, [numbers[each] for each in together]]
@@ -95,7 +100,7 @@ class AskedClips:
         ]
 
     def load(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Go on from what :meth:`state` returned, of as many optimizers; of those it does not name nothing changes."""
+        """Load a result of :meth:`state` for the same optimizers. Optimizers without an entry do not change."""
         optimizers = list(self._coming)
         for number, norm, value, together in saved:
             asked = _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
@@ -105,16 +110,17 @@ class AskedClips:
 
 @dataclass
 class StepCounts:
-    """The steps that optimizers have made of each parameter that has a name, and is not always sent whole."""
+    """Numbers of steps of each parameter that has a name and a target density below 1."""
 
     optimizers: Sequence[Optimizer]
     names: Mapping[Parameter, str]
     target_of: Callable[[str], float]
-    _counts: dict[Parameter, tuple[Tensor, int, int]] = field(default_factory=dict)  # counters, and as they were read
-    _most: Optional[int] = None  # until somebody steps, or loads
+    # counter tensor, its version, number
+    _counts: dict[Parameter, tuple[Tensor, int, int]] = field(default_factory=dict)
+    _most: Optional[int] = None  # cached until the next step or load
 
     def groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
-        """Yield optimizers' groups, with parameters, also those frozen now, their names and the steps made of each."""
+        """Yield each optimizer and param group with its parameters, frozen ones too, their names and step counts."""
         for optimizer in self.optimizers:
             trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
             known = ((parameter, self.names.get(parameter)) for parameter in trained)
@@ -126,28 +132,28 @@ class StepCounts:
 
     @property
     def most(self) -> int:
-        """The steps that parameters have made, the most of any; -1 where there is no parameter."""
+        """The largest step count of any parameter; -1 without parameters."""
         if self._most is None:
             self._most = max((count for *_, members in self.groups() for *_, count in members), default=-1)
         return self._most
 
     def know(self, names: Mapping[Parameter, str]) -> None:
-        """Know the parameters that the model has now."""
+        """Set the model's current parameters."""
         self.names, self._most = names, None
 
     def forget(self, *event: Any) -> None:
-        """Look anew, as somebody has stepped or loaded."""
+        """Drop the cached count after a step or a load."""
         self._most = None
 
     def count(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
-        """Count a step of parameters that the optimizer itself makes none of."""
+        """Count a step for parameters that the optimizer itself does not update."""
         counters = {parameter: optimizer.state[parameter]["step"] for parameter in parameters}
         torch._foreach_add_(list(counters.values()), 1)
         for parameter, counter in counters.items():
             self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
     def _of(self, optimizer: Optimizer, among: Container[Parameter]) -> dict[Parameter, int]:
-        """Return how many steps parameters have made; a device is asked only for what has changed without us."""
+        """Return step counts. A device is read only for counters that other code has changed."""
         known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
         held = ((each, state.get("step")) for each, state in states if each in among)
         counters = {each: counter for each, counter in held if counter is not None}
@@ -156,7 +162,7 @@ class StepCounts:
             for each, counter in counters.items()
             if each not in known or known[each][0] is not counter or known[each][1] != counter._version
         }
-        # Of some a host may keep them, of others, such as those loaded from a file that was mapped there, a device.
+        # Counters may be on the host, or on a device after a load with map_location.
         like = max(stale.values(), key=lambda counter: counter.device.type != "cpu", default=None)
         numbers = () if like is None else in_one(list(stale.values()), like).tolist()
         for (parameter, counter), number in zip(stale.items(), numbers):
@@ -166,37 +172,37 @@ class StepCounts:
 
 @dataclass
 class AdamWarmUp:
-    """First steps that send everything, and the steps after them that send less and less."""
+    """Dense first steps, and steps after them with a falling density."""
 
     counts: StepCounts
     memory: AdamMemory
-    total_steps: Optional[int] = None  # of the whole training, if known
+    total_steps: Optional[int] = None  # length of the training; ``None`` if unknown
 
     @property
     def length(self) -> WarmUp:
-        """Lengths of both parts; a warm-up that has ended stays as it was, whatever the training's new length."""
+        """Lengths of both parts. A new length of the training does not change a warm-up that has ended."""
         correction, ended = self.memory.correction, self.memory.warm_up
         return correction.warm_up(self.total_steps) if ended is None or correction.warmup_steps else ended
 
     @property
     def is_dense(self) -> bool:
-        """Whether the coming step sends everything of all parameters that have made the most steps."""
+        """Whether the next step sends everything of the parameters with the most steps."""
         return 0 <= self.counts.most < self.length.warmup_steps
 
     @property
     def progress(self) -> float:
-        """Fraction of the density's fall that is over, from 0 to 1."""
+        """Completed fraction of the density's fall, from 0 to 1."""
         return 1.0 if self.counts.most < 0 else _progress(self.length, self.counts.most)
 
     def resume_from(self, before: "AdamWarmUp") -> None:
-        """Continue the warm-up of other optimizers; optimizers without a step begin their own."""
+        """Continue the warm-up of other optimizers, unless the new ones have no steps."""
         self.total_steps = before.total_steps
         if not self.counts.most:
             self.memory.warm_up = None
 
 
 class AdamSteps:
-    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection."""
+    """Pass Adam's moments to the exchange, and apply the mean updates of corrected parameters in optimizer steps."""
 
     def __init__(
         self,
@@ -214,7 +220,7 @@ class AdamSteps:
         self._present: dict[Parameter, AdamMoments] = {}
         self._flats: dict[Parameter, _Flat] = {}
         self._hidden: dict[Parameter, Tensor] = {}
-        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # gradients as an exchange has left them, with versions
+        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # gradients after an exchange, with versions
         self._tell: Optional[Callable[[], None]] = None
         self._unscaling_changes = 0
         self._handles: list[Any] = []
@@ -225,7 +231,7 @@ class AdamSteps:
             self._handles.append(optimizer.register_load_state_dict_post_hook(self.see_other_states))
 
     def see_other_states(self, *event: Any) -> None:
-        """Go on from what the optimizers keep by now, as somebody has loaded that, or has given other optimizers."""
+        """Update the memory after a load of optimizer states or a change of optimizers."""
         self.counts.forget()
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
@@ -236,15 +242,18 @@ class AdamSteps:
     def next_step(
         self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset(), begun: AbstractSet[Tensor] = frozenset()
     ) -> StepContext:
-        """Return what is known of the coming step.
+        """Return the context of the next step.
 
-        Of those in ``begun`` it has had an exchange before, and gradients of those in ``continued`` hold what came.
+        Args:
+            is_dense: whether the step sends dense gradients.
+            continued: parameters with a gradient that holds a mean of an earlier exchange of this step.
+            begun: parameters that had an exchange in this step.
         """
         self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
         groups = [] if is_dense else list(self.counts.groups())
-        # Of several optimizers with one parameter each has to know it: any may make the step.
+        # Each of several optimizers of one parameter needs its moments, because any of them may make the step.
         whole = {
             name
             for *_, members in groups
@@ -257,7 +266,7 @@ class AdamSteps:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                if not group["amsgrad"]:  # the state of one that was switched off has its largest moments still
+                if not group["amsgrad"]:  # a switched-off amsgrad leaves its largest moments in the state
                     tensors = tensors._replace(largest=None)
                 moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
@@ -268,17 +277,22 @@ class AdamSteps:
         return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
-        """Tell once that what has arrived was changed before a step; so many changes are by a scaler."""
+        """Call ``tell`` once if mean gradients were changed before a step.
+
+        Args:
+            tell: the function to call.
+            unscaling_changes: number of in-place changes by a gradient scaler, which are expected.
+        """
         self._tell, self._unscaling_changes = tell, unscaling_changes
 
     def note_arrived(self) -> None:
-        """Know gradients as the exchange has left them, from the first time on that this is called after it."""
+        """Record mean gradients and their versions, at the first call after an exchange."""
         if not self._arrived:
             gradients = {each: each.grad for each in self._present if each.grad is not None}
             self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
 
     def _look_for_changes(self, optimizer: Optimizer) -> None:
-        """Tell once that others than a scaler have changed gradients; where those are zero is then not known."""
+        """Report changes of mean gradients once, and discard their positions of non-zero elements."""
         own = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
         changed = {
@@ -293,14 +307,14 @@ class AdamSteps:
             self._tell = None
 
     def close(self) -> None:
-        """Leave the optimizers alone from now on."""
+        """Remove all hooks from the optimizers."""
         self._show()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> AdamTensors:
-        """Return flat views of what Adam keeps; they are made anew where anything has got other memory."""
+        """Return flat views of Adam's tensors, rebuilt if any tensor was replaced."""
         weight = parameter if type(parameter) is Parameter else local_tensor(parameter)
         known = self._flats.get(parameter)
         if known is None or known.address != weight.data_ptr() or not all(map(is_, known.kept, map(state.get, _KINDS))):
@@ -319,7 +333,7 @@ class AdamSteps:
     @torch.no_grad()
     def _step(self, optimizer: Optimizer) -> None:
         self._look_for_changes(optimizer)
-        # A fused optimizer skips a step that overflowed by itself, inside its kernel; the host has to ask.
+        # A fused optimizer skips an overflowed step in its kernel, so that the host must read the flag.
         found_inf = getattr(optimizer, "found_inf", None)
         is_skipped = found_inf is not None and bool(found_inf)
         for group in optimizer.param_groups:
@@ -334,7 +348,7 @@ class AdamSteps:
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
         shards = {parameter: local_tensor(gradient) for parameter, gradient in gradients.items()}
-        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # of some a rank has none
+        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # without empty shards
         if held:
             self._apply_held(optimizer, group, held)
         self.counts.count(optimizer, gradients)
@@ -344,8 +358,8 @@ class AdamSteps:
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
-        rate = float(group["lr"])  # where it is a tensor of a device, the host waits for it, once a group and step
-        # Looked up anew: a parameter may have got other memory since backward.
+        rate = float(group["lr"])  # waits for a device once per group and step, if the rate is its tensor
+        # A parameter may have new memory since backward.
         weights = [self._tensors(parameter, optimizer.state[parameter]).parameter for parameter in held]
         wide = in_widened(weights)
         apply_updates(
@@ -358,13 +372,13 @@ class AdamSteps:
             1 - rate * decay,
         )
         for state, weight, result in zip(states, weights, wide):
-            state.arrived = None  # another gradient may come without an exchange
+            state.arrived = None  # the next gradient may have no exchange
             if result is not weight:
                 weight.copy_(result)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Keep the gradients of corrected parameters out of sight, and look for changes of what is seen no more."""
+        """Hide the gradients of corrected parameters inside the context, after a check for changes."""
         for optimizer in self._optimizers if self._arrived else ():
             self._look_for_changes(optimizer)
         self._arrived = {}
@@ -387,7 +401,7 @@ class AdamSteps:
 
 
 def _progress(warm_up: WarmUp, steps: int) -> float:
-    """Return how much of the fall of the density lies behind after so many steps, from 0 to 1.
+    """Return the completed fraction of the density's fall after ``steps`` steps, from 0 to 1.
 
     >>> [_progress(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
     [0.0, 0.0, 0.5, 1.0]
