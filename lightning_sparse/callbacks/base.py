@@ -94,7 +94,7 @@ class StepObserver(Callback):
 
 
 def engine_of(trainer: Trainer) -> Optional[Engine]:
-    """Return the engine; ``None`` on one process, and for other strategies."""
+    """Return the engine, or ``None`` on one process and for other strategies."""
     return getattr(trainer.strategy, "engine", None)
 
 
@@ -129,7 +129,7 @@ _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
 
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
-    """Return the mean over ranks by name; with local steps the local values, because ranks need not synchronize."""
+    """Return the mean over ranks by name. With local steps the local values, because ranks need not synchronize."""
     rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, zip(*rows))}
 

@@ -98,7 +98,7 @@ class CompressionMonitor(StepObserver):
             trainer.lightning_module.log_dict(shown, prog_bar=True, logger=False)
 
     def _statistics(self, engine: Engine, records: Sequence[StepRecord]) -> dict[str, float]:
-        """Return this rank's statistics of the steps since the last log line; NaN if unavailable."""
+        """Return this rank's statistics of the steps since the last log line, NaN if unavailable."""
         stats, before, samples = engine.compression_stats(), self._totals, engine.recorder.last_samples
         self._totals, seconds = stats, perf_counter() - self._began
         steps = stats["total_steps"] - before.get("total_steps", 0.0)
@@ -150,6 +150,6 @@ def _ratio(norm: float, other: float) -> float:
 
 
 def batch_size(batch: Any) -> float:
-    """Return the size of the first dimension that all tensors of a batch share; NaN if sizes differ."""
+    """Return the size of the first dimension that all tensors of a batch share, or NaN if sizes differ."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else math.nan

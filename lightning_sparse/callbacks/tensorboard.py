@@ -34,7 +34,7 @@ _CHARTS = {
 
 
 def log_layout(trainer: Trainer, shown: Container[str]) -> None:
-    """Define the charts of "Custom Scalars"; tags are regular expressions, so each ends with ``$``."""
+    """Define the charts of "Custom Scalars". Tags are regular expressions, so each ends with ``$``."""
     some = {category: {name: charts[name] for name in charts if name in shown} for category, charts in _CHARTS.items()}
     layout = {key: {title: ["Multiline", [f"sparse/{name}$"]] for name, title in some[key].items()} for key in some}
     for logger in trainer.loggers:
@@ -43,7 +43,7 @@ def log_layout(trainer: Trainer, shown: Container[str]) -> None:
 
 
 def log_table(trainer: Trainer, tag: str, rows: Sequence[Sequence[object]], step: int, text: str = "") -> None:
-    """Log a text and a table, both in Markdown; the first row has the column names."""
+    """Log a text and a table, both in Markdown. The first row has the column names."""
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

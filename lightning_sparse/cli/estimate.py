@@ -59,7 +59,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(args: Sequence[str]) -> None:
-    """Run the subcommand with its arguments; exit with status 2 and a message for invalid ones."""
+    """Run the subcommand with its arguments, or exit with status 2 and a message for invalid ones."""
     parser = argparse.ArgumentParser("lightning-sparse estimate", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--parameters", required=True, help="trained parameters, with fp32 gradients, such as 124M, 1.5B")
@@ -94,7 +94,7 @@ def _estimated(options: argparse.Namespace) -> str:
 
 
 def read_rate(text: str, noun: str = "bandwidth") -> float:
-    """Return bits per second from text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``; a capital B would mean bytes."""
+    """Return bits per second from text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``. A capital B would mean bytes."""
     bits = read(noun, re.sub(r"([kmgKMG])(?:[bB]it|b)(?:/s|ps)?$", r"\1", text), _BITS, "1gbit")
     if bits < 1e3:
         raise ValueError(f"{noun}={text!r} must be 1000 bits per second or more, such as '1gbit', '25Gb/s' or '1e9'")
@@ -102,7 +102,7 @@ def read_rate(text: str, noun: str = "bandwidth") -> float:
 
 
 def read_seconds(text: str, noun: str = "latency") -> float:
-    """Return seconds from text such as ``"100us"``; ``"0"`` needs no unit."""
+    """Return seconds from text such as ``"100us"``. ``"0"`` needs no unit."""
     return 0.0 if text == "0" else read(noun, text, SECONDS, "100us")
 
 

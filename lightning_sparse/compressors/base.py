@@ -42,7 +42,7 @@ class ErrorFeedback(NamedTuple):
     decay: float = 1.0
 
     def checked(self) -> "ErrorFeedback":
-        """Return these settings; ``ValueError`` for ``momentum`` outside ``[0, 1)`` or ``clip_norm`` not above 0."""
+        """Return these settings, or raise ``ValueError`` unless ``0 <= momentum < 1`` and ``clip_norm > 0``."""
         is_number = isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1
         if not is_number and self.momentum not in (None, FROM_OPTIMIZER):
             raise ValueError(
@@ -55,7 +55,7 @@ class ErrorFeedback(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """Largest norm of the mean gradient and largest magnitude of an element; ``None`` means no limit."""
+    """Largest norm of the mean gradient and largest magnitude of an element, with ``None`` for no limit."""
 
     norm: Optional[float] = None
     value: Optional[float] = None
@@ -110,7 +110,7 @@ def trained_in(module: Module) -> dict[str, Tensor]:
 def layout_of(
     module: Module, rank: int, world_size: int, device: torch.device, trained: Optional[Mapping[str, Tensor]] = None
 ) -> ModelLayout:
-    """Return the layout of a module; ``trained`` replaces the parameters that require a gradient."""
+    """Return the layout of a module. ``trained`` replaces the parameters that require a gradient."""
     trained = trained_in(module) if trained is None else trained
     numels = {name: numel for name, tensor in trained.items() if (numel := local_tensor(tensor).numel())}
     frozen = tuple(name for name, _ in module.named_parameters() if name not in numels)
@@ -183,7 +183,7 @@ class Compressor(ABC):
         return density
 
     def begin_step(self, density: float) -> None:
-        """Store the density of the model for the next steps, warm-up included; may run before :meth:`begin`."""
+        """Store the density of the model for the next steps, warm-up included. May run before :meth:`begin`."""
         return
 
     @abstractmethod
@@ -198,7 +198,7 @@ class Compressor(ABC):
         """
 
     def selection_size(self, numel: int, count: int) -> SelectionSize:
-        """Return the size of a selection; override this if the selection does not have ``count`` elements."""
+        """Return the size of a selection. Override this if the selection does not have ``count`` elements."""
         return SelectionSize(numel, count)
 
     def finish_step(
@@ -237,7 +237,7 @@ class Compressor(ABC):
 
 
 def checked_density(argument: str, density: Any) -> float:
-    """Return ``density`` as a float; raise ``ValueError`` for ``argument`` outside ``(0, 1]``."""
+    """Return ``density`` as a float, or raise ``ValueError`` for ``argument`` outside ``(0, 1]``."""
     is_number = isinstance(density, Real) and not isinstance(density, bool)
     if not is_number or not 0 < density <= 1:
         raise ValueError(
@@ -253,7 +253,7 @@ def is_whole(number: Any, least: int) -> bool:
 
 
 def checked_count(argument: str, count: Any, unit: str) -> int:
-    """Return ``count`` as an int; raise ``ValueError`` for ``argument`` unless the value is a positive integer."""
+    """Return ``count`` as an int, or raise ``ValueError`` for ``argument`` unless the value is a positive integer."""
     if not is_whole(count, 1):
         raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least 1")
     return int(count)

@@ -15,7 +15,7 @@ from lightning_sparse.compressors.selection import Selection
 
 
 class Dense(Compressor):
-    """Send every element; with a 16-bit wire, rounding errors go to the residual.
+    """Send every element. With a 16-bit wire, rounding errors go to the residual.
 
     Unlike the ring all-reduce of DDP, contributions are added rank by rank, so that the result does not depend on
     the buckets.

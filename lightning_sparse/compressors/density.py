@@ -1,4 +1,4 @@
-"""Rules that set the density of each parameter during training; see :class:`AdaptiveDensity`."""
+"""Rules that set the density of each parameter during training. See :class:`AdaptiveDensity`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -68,7 +68,7 @@ class DensityRule(ABC):
         return
 
     def observe(self, measurement: Measurement, context: RuleContext) -> None:
-        """Process the norms of a completed step; ``context`` is from before the step."""
+        """Process the norms of a completed step. ``context`` is from before the step."""
         return
 
     def state_dict(self) -> dict[str, Any]:

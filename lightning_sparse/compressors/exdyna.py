@@ -1,4 +1,4 @@
-"""ExDyna: each rank selects in a partition of equal load; and MiCRO, an earlier method with fixed partitions.
+"""ExDyna: each rank selects in a partition of equal load, and MiCRO, an earlier method with fixed partitions.
 
 Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGrid 2024
 (arXiv 2402.13781); "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
@@ -36,7 +36,7 @@ _STEPS_BETWEEN_CUTS = 16
 
 
 class ExDyna(Compressor):
-    """Send elements that reach one threshold; each rank searches a part of the model with an equal load.
+    """Send elements that reach one threshold. Each rank searches a part of the model with an equal load.
 
     The model, flat in order of definition, is cut into about 1024 blocks. Each rank's partition is a run of blocks. In
     step ``t`` rank ``r`` searches partition ``(t + r) mod world_size`` of its accumulated gradient for magnitudes that
@@ -96,7 +96,7 @@ class ExDyna(Compressor):
         return FlatSelection.of(accumulated, indices)
 
     def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-        """Return the selected indices in each piece; ``starts`` are the offsets of the pieces in the flat model."""
+        """Return the selected indices in each piece. ``starts`` are the offsets of the pieces in the flat model."""
         if self._is_whole:
             return [torch.arange(piece.numel(), device=piece.device) for piece in pieces]
         if self._threshold.threshold is not None:
@@ -146,7 +146,7 @@ class ExDyna(Compressor):
         return means
 
     def _rebalance(self, positions: Tensor) -> None:
-        """Update block loads from selected ``positions`` (int64 ``[count]``); cut again every 16 steps."""
+        """Update block loads from selected ``positions`` (int64 ``[count]``), and cut again every 16 steps."""
         loads = self._partitions.block_loads(positions)
         before = self._loads.to(positions.device, non_blocking=True)
         self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
@@ -163,7 +163,7 @@ class ExDyna(Compressor):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state; for another world size or another model, partitions start from equal cuts."""
+        """Replace the state. For another world size or another model, partitions start from equal cuts."""
         expected = self.state_dict().keys()
         if state.keys() != expected:
             raise ValueError(
@@ -210,7 +210,7 @@ class Partitions(NamedTuple):
     cuts: tuple[int, ...]  # first block of each partition, ascending, and the number of blocks
 
     def owned(self, rank: int, step: int) -> tuple[int, int]:
-        """Return first element and end of a rank's partition in a step; ranks take turns."""
+        """Return first element and end of a rank's partition in a step. Ranks take turns."""
         partition = (step + rank) % (len(self.cuts) - 1)
         return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
 
@@ -278,7 +278,7 @@ def _indices(mean: Selection) -> Tensor:
 
 
 class MiCRO(ExDyna):
-    """Send elements that reach one threshold; each rank searches an equal part of the model.
+    """Send elements that reach one threshold. Each rank searches an equal part of the model.
 
     MiCRO is :class:`~lightning_sparse.compressors.ExDyna` with fixed partitions. If large elements lie close together,
     messages are padded to the largest count of any rank.

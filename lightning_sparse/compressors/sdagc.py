@@ -26,7 +26,7 @@ _MIN_DENSITY = 1e-6
 
 
 class SDAGC(TopK):
-    """Send elements above ``alpha`` standard deviations of the layer; ``alpha`` follows the density (reconstruction).
+    """Send elements above ``alpha`` standard deviations of the layer. ``alpha`` follows the density (reconstruction).
 
     Of every parameter ``v`` (gradient plus residual) all ``|v| >= alpha * std(v)`` are sent, largest first, but at
     least one and at most ``capacity`` times the wanted number. The message size is thus fixed, without an exchange of

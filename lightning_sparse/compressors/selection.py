@@ -55,7 +55,7 @@ class Selection(NamedTuple):
 
 
 class FlatSelection(Sequence[Selection]):
-    """Some elements of each tensor of a bucket, stored flat; as a sequence, one selection per tensor, made on demand.
+    """Some elements of each tensor of a bucket, stored flat. As a sequence, one selection per tensor, made on demand.
 
     ``values`` are ``[count]``, or ``[world_size, count]`` for several ranks. ``indices`` are int64 of the same shape,
     into the flattened bucket, ascending in each row. ``numels`` and ``counts`` have the elements and the selected
@@ -155,7 +155,7 @@ class CutSelection(Sequence[Selection]):
 
 
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
-    """Return the violation of the interface by the indices, or ``None``; ``size`` is the announced size.
+    """Return the violation of the interface by the indices, or ``None``. ``size`` is the announced size.
 
     Example::
 

@@ -150,13 +150,7 @@ def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterat
 
 
 def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield error messages for arguments that need a capability which the settings lack.
-
-    Args:
-        settings: the checked settings.
-        asked: the arguments as objects.
-        given: the arguments as the user wrote them, for the messages.
-    """
+    """Yield error messages for ``asked`` arguments with missing capabilities and show them as ``given``."""
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]
         if name in asked and is_asked(asked[name]):

@@ -1,7 +1,7 @@
-"""Adam's arithmetic on flat tensors: of those of which few elements have arrived at these alone, else over all.
+"""Adam's arithmetic on flat tensors at single elements if a mean has few, else over whole tensors.
 
-Over all, a CPU takes every tensor by itself, piece by piece, so that its cache holds what several passes need, and the
-result does not depend on a tensor's company; a device takes many tensors in a launch, with bounded memory beside them.
+A CPU processes each tensor alone, in pieces that fit its cache, so that the result does not depend on other tensors. A
+device processes many tensors per launch, with bounded temporary memory.
 """
 
 import math
@@ -16,17 +16,17 @@ from torch import Tensor
 
 Tensors = Sequence[Tensor]  # flat
 
-# How much more than in Adam a gradient counts in what it is itself divided by. Tried on the GPT of the benchmarks: with
-# 1, 4 and 16 a density of 0.01 ended 1.6, 1.2 and 2.8 % above DDP; without, some trainings did not get over outliers.
+# Weight of a gradient in its own divisor, relative to Adam. On the GPT of the benchmarks at density 0.01, the loss was
+# 1.6, 1.2 and 2.8 % above DDP with 1, 4 and 16. Without this term, some trainings did not recover from outliers.
 _OUTLIERS = 4.0
-_CACHED_ELEMENTS = 1 << 16  # of each of four tensors: 1 MiB in all, which a core's share of the cache holds
-_BATCH_ELEMENTS = 1 << 26  # that a device takes together, with 256 MiB beside them
-_LARGE = 1 << 20  # elements from which on a device passes over a tensor cost more than a launch for it alone
-_FEW = 12  # elements are looked up one by one where there is less than one in so many
+_CACHED_ELEMENTS = 1 << 16  # per piece of four tensors: 1 MiB in all, a core's share of the cache
+_BATCH_ELEMENTS = 1 << 26  # elements per batch on a device, with 256 MiB of temporary memory
+_LARGE = 1 << 20  # elements; larger tensors pay for a launch of their own
+_FEW = 12  # elements per non-zero one, above which single elements are looked up
 
 
 class AdamScalars(NamedTuple):
-    """Numbers of one parameter's step; ``weight``, ``1 - beta2 ** step``, is the bias of the second moment."""
+    """Numbers of one parameter's step, with the bias ``weight = 1 - beta2 ** step`` of the second moment."""
 
     beta2: float
     weight: float
@@ -39,7 +39,7 @@ class AdamScalars(NamedTuple):
 
 
 class _Held(local):
-    """Memory of a thread for the elements of a piece, by type: a cache holds it, and it need not be asked for anew."""
+    """Buffer of a thread for one piece, by dtype, reused because it stays in the cache."""
 
     def __init__(self) -> None:
         self.by_type: dict[torch.dtype, Tensor] = {}
@@ -49,7 +49,7 @@ _held = _Held()
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut flat tensors of one size into pieces that a cache holds, in the first's type, each with undefined memory."""
+    """Yield pieces of equally long flat tensors, in the first one's dtype, with an uninitialized buffer for each."""
     dtype = tensors[0].dtype
     if dtype not in _held.by_type:
         _held.by_type[dtype] = torch.empty(_CACHED_ELEMENTS, dtype=dtype)
@@ -59,7 +59,7 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _batches(tensors: Tensors, *others: Sequence[Any]) -> Iterator[tuple[list[Any], ...]]:
-    """Yield what a device takes together of tensors, and of lists that are as long; other tensors in their type."""
+    """Yield batches of tensors for one device launch, with the matching parts of equally long lists."""
     starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
     members = zip(starts, zip(tensors, *others))
     for _, batch in groupby(members, key=lambda member: member[0] // _BATCH_ELEMENTS):
@@ -75,8 +75,18 @@ def accumulate_updates(
 ) -> None:
     """Divide gradients by Adam's divisor and add the residual updates ``r``, in place.
 
-    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / world_size) + eps)``: the second moment ``v``, with its
-    step's bias, is some steps old, and the second term bounds what it has not seen. What is not finite stays so.
+    The result is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / world_size) + eps)``. The second moment ``v`` contains
+    its
+    step's bias and is some steps old. The second term bounds updates of gradients that ``v`` does not contain yet.
+    Values
+    that are not finite stay so.
+
+    Args:
+        gradients: flat gradients, overwritten.
+        waiting: residual updates.
+        seconds: second moments.
+        scalars: numbers of each parameter's step.
+        world_size: number of ranks.
     """
     squares = [_OUTLIERS * (1 - each.beta2) * each.weight / world_size for each in scalars]
     eps = [each.eps * each.root_weight for each in scalars]
@@ -93,7 +103,7 @@ def accumulate_updates(
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, added)
         small = [number for number, gradient in enumerate(some) if gradient.numel() < _LARGE]
-        for number in set(range(len(some))) - set(small):  # no list of results is as large as the model
+        for number in set(range(len(some))) - set(small):  # avoids a list of results as large as the model
             gradient = some[number]
             torch.addcdiv(rests[number], gradient, roots[number], value=divisors[number], out=gradient)
         if small:
@@ -102,16 +112,23 @@ def accumulate_updates(
 
 
 class LookedUp(NamedTuple):
-    """Of a tensor of which few elements have arrived: where, and there the root of the second moment, and divisors."""
+    """Positions of a mean's few non-zero elements, with values of Adam there."""
 
-    places: Tensor  # int64, flat; some may occur twice
+    places: Tensor  # int64, flat, with possible duplicates
     roots: Tensor
     divisors: Tensor
 
 
 def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> dict[int, LookedUp]:
-    """Look second moments up where updates have arrived, of those tensors, by number, of which few elements have."""
-    alike: defaultdict[Any, dict[int, Tensor]] = defaultdict(dict)  # that can go together
+    """Look up second moments at the positions of means with few elements.
+
+    Args:
+        places: positions of non-zero elements, by tensor.
+        updates: flat tensors to update. Tensors with many non-zero elements are left out of the result.
+        seconds: second moments.
+        scalars: numbers of each parameter's step.
+    """
+    alike: defaultdict[Any, dict[int, Tensor]] = defaultdict(dict)  # tensors for one call
     for number, (chosen, tensor) in enumerate(zip(places, updates)):
         if chosen.numel() * _FEW < tensor.numel():
             alike[scalars[number], tensor.dtype, seconds[number].dtype][number] = chosen
@@ -125,7 +142,7 @@ def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequen
 
 
 def few_to_gradients(updates: Tensors, found: Mapping[int, LookedUp]) -> None:
-    """Multiply those updates by Adam's divisor, in place, that are not zero only where it was looked up."""
+    """Multiply updates with few non-zero elements by Adam's divisor, in place."""
     if found:
         places = {number: each.places for number, each in found.items()}
         _write(updates, places, torch.cat([each.divisors for each in found.values()]).mul_(_read(updates, places)))
@@ -147,7 +164,7 @@ def to_gradients(updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScala
 
 
 def denominator(second: Tensor, scalars: AdamScalars) -> Tensor:
-    """Return the divisor of Adam's first moment: the root of the second, without its bias, plus ``eps``."""
+    """Return the divisor of Adam's first moment: the root of the bias-corrected second moment, plus ``eps``."""
     return second.sqrt().mul_(1 / scalars.root_weight).add_(scalars.eps)
 
 
@@ -160,9 +177,16 @@ def apply_updates(
     rate: float,
     shrinkage: float,
 ) -> None:
-    """Make the last part of Adam's step, in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
+    """Apply Adam's step in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
 
-    ``arrived`` tells where alone gradients are not zero, on a CPU, which looks whether anybody has written elsewhere.
+    Args:
+        parameters: flat parameters.
+        gradients: mean gradients.
+        arrived: positions of non-zero elements, if known; on a CPU the function checks that all others are zero.
+        seconds: second moments.
+        scalars: numbers of each parameter's step.
+        rate: learning rate.
+        shrinkage: factor of decoupled weight decay.
     """
     found = {number: each for number, each in enumerate(arrived) if each is not None}
     if found:
@@ -207,12 +231,12 @@ def _typed(tensors: Tensors, likes: Tensors) -> list[Tensor]:
 
 
 def _of_zeros_elsewhere(gradients: Tensors, found: Mapping[int, LookedUp]) -> dict[int, LookedUp]:
-    """Return those whose gradients are zero elsewhere, or so small (1e-22) that their square is."""
+    """Return entries with gradients that are zero elsewhere, or below 1e-22, where their square is zero."""
     places = {number: each.places for number, each in found.items()}
     held = _read(gradients, places)
     for number, chosen in places.items():
         gradients[number].index_fill_(0, chosen, 0)
-    norms = torch._foreach_norm([gradients[number] for number in places])  # several times faster than to count
+    norms = torch._foreach_norm([gradients[number] for number in places])  # several times faster than a count
     _write(gradients, places, held)
     return {number: found[number] for number, rest in zip(places, torch.stack(norms).tolist()) if rest == 0}
 
@@ -226,6 +250,6 @@ def _read(tensors: Tensors, places: Mapping[int, Tensor]) -> Tensor:
 
 
 def _write(tensors: Tensors, places: Mapping[int, Tensor], values: Tensor) -> None:
-    # Places that occur twice hold one value, and one value is written there twice.
+    # Duplicate positions are safe, because both writes have the same value.
     for (number, chosen), part in zip(places.items(), values.split(list(map(Tensor.numel, places.values())))):
         tensors[number].index_copy_(0, chosen, part)

@@ -26,7 +26,7 @@ def packed_nbytes(count: int, bits: int) -> int:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes, uint8 ``[count]``, each below ``2 ** bits``; unused bits are zero."""
+    """Pack codes, uint8 ``[count]``, each below ``2 ** bits``. Unused bits are zero."""
     by_byte = torch.nn.functional.pad(codes, (0, -codes.numel() % 8)).view(-1, 8 // bits)
     packed = by_byte[:, 0].clone()
     for place in range(1, 8 // bits):

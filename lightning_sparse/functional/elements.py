@@ -32,7 +32,7 @@ def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or any other tensor unchanged; the same memory."""
+    """Return the local shard of a DTensor, or any other tensor unchanged, in the same memory."""
     if not hasattr(tensor, "to_local"):
         return tensor.detach()
     with torch.no_grad():
@@ -41,7 +41,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the local tensors of a model's parameters, by name; the same memory."""
+    """Return the local tensors of a model's parameters, by name, in the same memory."""
     return {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
 
 
@@ -62,7 +62,7 @@ def flatten_as(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
 
 
 def has_layout_of(tensor: Tensor, like: Tensor) -> bool:
-    """Return whether two tensors of one shape have the same memory layout; strides along a size of 1 do not count.
+    """Return whether two tensors of one shape have the same memory layout. Strides along a size of 1 do not count.
 
     These strides differ between parameters of 1x1 convolutions and channels_last gradients.
     """
@@ -90,7 +90,7 @@ def shard_numel(numel: int, world_size: int, multiple: int = 1) -> int:
 
 
 def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Write flat tensors into ``[world_size, columns]``, in place; each tensor has one shard in every row.
+    """Write flat tensors into ``[world_size, columns]``, in place. Each tensor has one shard in every row.
 
     The last shards of a tensor and the last columns are padded with zeros.
 
@@ -107,7 +107,7 @@ def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tens
 
 
 def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean over the first dimension, summed in order, in ``dtype``; rows of this dtype are overwritten."""
+    """Return the mean over the first dimension, summed in order, in ``dtype``. Rows of this dtype are overwritten."""
     # The division comes first, so that a sum of large values stays finite.
     if rows.dtype is dtype:  # one division for all rows, because with many ranks every call counts
         mean, *rest = rows.div_(len(rows)).unbind()
@@ -141,7 +141,7 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to a floating-point dtype; a finite value out of range becomes the largest finite value.
+    """Round to a floating-point dtype. A finite value out of range becomes the largest finite value.
 
     The caller stores the difference, so that values beyond the range of float16 are late, not lost. Infinities and NaN
     are unchanged, so that a gradient scaler detects them.
@@ -177,7 +177,7 @@ def message_of(sections: Sequence[Tensor]) -> Tensor:
 
 
 class IndexCodec(NamedTuple):
-    """Format of ``room`` ascending indices below ``numel``; a block has ``2 ** block_bits`` elements."""
+    """Format of ``room`` ascending indices below ``numel``. A block has ``2 ** block_bits`` elements."""
 
     block_bits: int
     offset_dtype: torch.dtype
@@ -187,7 +187,7 @@ class IndexCodec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the indices; 0 if ``room`` is 0."""
+        """The bytes of the indices, or 0 if ``room`` is 0."""
         return self.room * self.offset_dtype.itemsize + self._blocks * self.count_dtype.itemsize
 
     def encode(self, indices: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ _known = _Known()
 
 
 def copied_to(numbers: Counts, device: torch.device) -> Tensor:
-    """Return numbers as int64 ``[count]`` on a device; the latest copies are cached to avoid synchronizations."""
+    """Return numbers as int64 ``[count]`` on a device. The latest copies are cached to avoid synchronizations."""
     known: Tensor = _known.copied_to(numbers, device)
     return known
 
@@ -279,12 +279,12 @@ def starts_of(numels: Counts) -> Counts:
 
 
 def counts_of(indices: Tensor, numels: Counts) -> Counts:
-    """Return the number of ascending indices in each of several concatenated tensors; synchronizes with a GPU."""
+    """Return the number of ascending indices in each of several concatenated tensors. Synchronizes with a GPU."""
     places: list[int] = torch.searchsorted(indices, copied_to(starts_of(numels), indices.device)).tolist()
     return tuple(last - first for first, last in pairwise(places))
 
 
 def repeat_interleave(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
-    """Repeat ``numbers[i]`` ``counts[i]`` times; int64 ``[sum(counts)]``."""
+    """Repeat ``numbers[i]`` ``counts[i]`` times, as int64 ``[sum(counts)]``."""
     # output_size avoids a synchronization with the GPU.
     return copied_to(numbers, device).repeat_interleave(copied_to(counts, device), output_size=sum(counts))

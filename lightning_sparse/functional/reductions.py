@@ -68,7 +68,7 @@ def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """Add ``above`` to positive and ``below`` to negative elements, each ``[]``; non-finite shifts affect all elements.
+    """Add ``above`` to positive and ``below`` to negative elements, each ``[]``. Non-finite shifts affect all elements.
 
     ``out`` may be the tensor itself.
     """
@@ -107,7 +107,7 @@ _DEVICE_CHUNK = 1 << 23  # elements, 32 MiB; a GPU synchronizes for every chunk
 
 
 def magnitude_histogram(tensor: Tensor) -> Tensor:
-    """Count magnitudes, int64 ``[2048]``: eight bins per power of two, from zero up; synchronizes with a GPU."""
+    """Count magnitudes, int64 ``[2048]``: eight bins per power of two, from zero up. Synchronizes with a GPU."""
     histogram = torch.zeros(1 << _BIN_BITS, dtype=torch.int64, device=tensor.device)
     for piece in tensor.split(_CPU_CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK):
         bins = piece.abs().float().view(torch.int32).bitwise_right_shift_(_SHIFT)
@@ -116,7 +116,7 @@ def magnitude_histogram(tensor: Tensor) -> Tensor:
 
 
 def magnitude_quantile(histogram: Tensor, count: int) -> float:
-    """Return the magnitude that about ``count`` elements reach, from a float64 sum of histograms; 0 if too few exist.
+    """Return the magnitude that about ``count`` elements reach (0 if too few exist), from a float64 sum of histograms.
 
     Within a bin, the logarithm of the count is interpolated linearly in the logarithm of the magnitude. At densities
     around 0.001 of a normal distribution the error is about 2 % of the count.
@@ -147,7 +147,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Add up the bits of all elements, each multiplied by a factor of its index, modulo ``2 ** 64``; int64 ``[]``.
+    """Add up the bits of all elements, each multiplied by a factor of its index, modulo ``2 ** 64``, as int64 ``[]``.
 
     One changed element always changes the result (the factor is odd); several cancel with probability ``2 ** -64``.
     """

@@ -47,7 +47,7 @@ def top_k_indices(tensor: Tensor, count: int) -> Tensor:
 
 
 def batched_top_k_indices(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Call :func:`top_k_indices` for tensors of equal size, dtype and device; int64 ``[len(tensors), count]``."""
+    """Call :func:`top_k_indices` for tensors of equal size, dtype and device, as int64 ``[len(tensors), count]``."""
     numel = tensors[0].numel()
     if not 1 <= count <= numel:
         raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")
@@ -145,7 +145,7 @@ def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
 
 
 def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional[Tensor]:
-    """Return the largest magnitudes above a threshold; ``None`` if fewer than ``count`` elements are above."""
+    """Return the largest magnitudes above a threshold, or ``None`` if fewer than ``count`` elements are above."""
     candidates = indices_reaching(tensor, threshold)
     if candidates.numel() < count:
         return None
@@ -167,7 +167,7 @@ def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
 
 
 def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
-    """Return the ascending int64 indices of magnitudes not below ``floor``, NaN included; synchronizes with a GPU."""
+    """Return the ascending int64 indices of magnitudes not below ``floor``, NaN included. Synchronizes with a GPU."""
     if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
         return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
     chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)
@@ -197,7 +197,7 @@ def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]
 
 
 def _flagged(mask: Tensor) -> Tensor:
-    """Return the indices of true elements of a flat mask, ascending; the size is a multiple of ``_WORD``."""
+    """Return the indices of true elements of a flat mask, ascending. The size is a multiple of ``_WORD``."""
     # Eight flags are one word. Most words have no true flag, and one comparison skips them.
     words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
     row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)

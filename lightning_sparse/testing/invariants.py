@@ -50,7 +50,7 @@ from lightning_sparse.testing.wrapping import (
 
 
 class InvariantError(AssertionError):
-    """A compressor breaks an invariant; the message has its name, the case, and what was seen."""
+    """A compressor breaks an invariant. The message has its name, the case, and what was seen."""
 
 
 class Check(NamedTuple):
@@ -173,7 +173,7 @@ def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
 
 
 class GivenGradients(nn.Module):
-    """Parameters with the gradients that :meth:`forward` is given; those that it is not given are unused."""
+    """Parameters with the gradients that :meth:`forward` is given. Those that it is not given are unused."""
 
     def __init__(self, gradients: Tensors) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class GivenGradients(nn.Module):
 
 
 def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[dict[str, Tensors]]:
-    """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere; note what :func:`balance` does."""
+    """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere. Note what :func:`balance` does."""
     book = []
     names = ("shared", "sometimes", "never")
     with sparse_ddp(GivenGradients(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
@@ -301,7 +301,7 @@ def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> 
 def outcomes_of(
     pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
 ) -> list[list[list[Tensors]]]:
-    """Train with each schedule; return all ranks' parameters after every step, which are the same on all of them."""
+    """Train with each schedule. Return all ranks' parameters after every step, which are the same on all of them."""
     outcomes = [pool.run(train_sluggishly, {**settings, "schedule": each}, steps, False) for each in schedules]
     for first, *others in outcomes if one_model else ():
         for history in others:
@@ -381,7 +381,7 @@ def edges_of(dtype: torch.dtype) -> Tensors:
 
 
 def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange the same gradients from all ranks; return what was applied of each, and its residual here."""
+    """Exchange the same gradients from all ranks. Return what was applied of each, and its residual here."""
     gradients = moved(gradients, DEVICE)
     with sparse_ddp(GivenGradients(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
@@ -416,7 +416,7 @@ def assert_applied_and_kept(
 
 @_invariant([{"wire": wire, "dtype": dtype} for wire, dtype in product(WIRES, _DTYPES)] + _WIRES)
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
-    """Gradients that are small, equal, zero, too large or too small arrive or are kept; as a model of its own, too."""
+    """Gradients that are small, equal, zero, too large or too small arrive or are kept. As a model of its own, too."""
     gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
     if dtype is None:  # some look at the whole model: for a threshold, or to share it out
         exchange = exchange_one_by_one

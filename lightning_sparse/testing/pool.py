@@ -21,11 +21,11 @@ from lightning_sparse.testing.tensors import moved
 
 
 class RemoteError(AssertionError):
-    """A rank raised; the message is its traceback."""
+    """A rank raised. The message is its traceback."""
 
 
 class Pool:
-    """``ranks`` processes that form one process group; arguments and results travel on the CPU.
+    """``ranks`` processes that form one process group. Arguments and results travel on the CPU.
 
     Only the ``backend`` gloo lets several ranks share a GPU. ``preload`` names modules to import once, in a server from
     which processes are forked: for functions that end processes, on the CPU only. ``group_timeout`` is a collective's,
@@ -55,7 +55,7 @@ class Pool:
         return smaller
 
     def run(self, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
-        """Return each rank's result of ``function(rank, *args)``; failures are one ``RemoteError``, see ``answers``."""
+        """Return each rank's result of ``function(rank, *args)``. Failures are one ``RemoteError``, see ``answers``."""
         answers = self.answers(function, *args, **limits)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
         if failures:

@@ -16,7 +16,7 @@ Subject = Union[str, Compressor, Callable[[], Compressor]]
 
 
 def subject_of(compressor: Subject) -> Compressor:
-    """Build the compressor that a name, a class or a function stands for; ``TypeError`` if it is none."""
+    """Build the compressor that a name, a class or a function stands for. ``TypeError`` if it is none."""
     choice: Any = compressor
     if callable(choice) and not isinstance(choice, Compressor):
         choice = choice()
@@ -25,7 +25,7 @@ def subject_of(compressor: Subject) -> Compressor:
 
 
 def density_for(compressor: Subject) -> Optional[float]:
-    """Return a density that hides no mistakes in the residual, as the compressor's own might; ``None`` without one."""
+    """Return a density that hides no mistakes in the residual, as the compressor's own might. ``None`` without one."""
     return None if subject_of(compressor).default_density is None else _DENSITY
 
 
@@ -40,7 +40,7 @@ def keeps(compressor: Compressor) -> bool:
 
 
 def is_exact(compressor: Compressor) -> bool:
-    """Tell whether everything can be sent; one without a density can only be DDP by sending everything anyway."""
+    """Tell whether everything can be sent. One without a density can only be DDP by sending everything anyway."""
     return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
 
 

@@ -1,4 +1,4 @@
-"""The device of tests, the first GPU or the CPU, which all ranks share; and equality to the bit."""
+"""The device of tests, the first GPU or the CPU, which all ranks share. And equality to the bit."""
 
 import os
 from typing import Any

@@ -49,7 +49,7 @@ def sparse_ddp(
 
 
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
-    """Replace the gradients of a wrapped model by those of ``loss``, exchanged; raise what the worker has raised."""
+    """Replace the gradients of a wrapped model by those of ``loss``, exchanged. Raise what the worker has raised."""
     ddp.zero_grad()
     engine.reduced.forget(ddp.parameters())  # the step before is over, whether or not an optimizer has stepped
     loss.backward()
@@ -57,7 +57,7 @@ def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) ->
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Train with SGD, one step for each loss, and yield its number; the next loss is asked for only after the step."""
+    """Train with SGD, one step for each loss, and yield its number. The next loss is asked for only after the step."""
     optimizer = torch.optim.SGD(ddp.parameters(), **settings)
     for step, loss in enumerate(losses):
         backpropagate(ddp, engine, loss)
@@ -79,7 +79,7 @@ class Edges(nn.Module):
         self.decoder.weight = self.encoder.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map ``[batch, 64]`` to one loss; no gradient is all zero, and some are all positive or all negative."""
+        """Map ``[batch, 64]`` to one loss. No gradient is all zero, and some are all positive or all negative."""
         hidden = self.decoder(torch.tanh(self.encoder(inputs @ self.matrix)))
         loss: Tensor = (hidden * self.scale).square().mean()
         return loss + self.pair.sum() * inputs.mean() + (self.prime * inputs.max()).sum()
@@ -99,7 +99,7 @@ def watch_gradients(model: nn.Module) -> Tensors:
 
 
 def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
-    """Copy the residuals; they are zero where nothing was allocated, and flat where a node's ranks share them."""
+    """Copy the residuals. They are zero where nothing was allocated, and flat where a node's ranks share them."""
     state = engine.memory.state_dict().get("residual", {})
     kept = {name: state.get(name, torch.zeros_like(gradient)).clone() for name, gradient in gradients.items()}
     is_shared = engine.levels.local_world_size > 1
@@ -107,7 +107,7 @@ def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
 
 
 def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors, loss: Tensor) -> dict[str, Tensors]:
-    """Backpropagate; return this rank's gradients, what was applied, and the residuals before and after."""
+    """Backpropagate. Return this rank's gradients, what was applied, and the residuals before and after."""
     before = residuals_like(engine, gradients)
     for gradient in gradients.values():
         gradient.zero_()  # those of a parameter that goes unused

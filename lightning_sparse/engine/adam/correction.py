@@ -37,8 +37,8 @@ class AdamCorrection:
         density_decay_steps: steps after the warm-up over which the density falls geometrically to its target. ``None``
             for five times the warm-up, and at most a tenth of a training of known length.
         second_moment_interval: minimum number of steps between two mean gradients for a parameter's second moment. The
-            interval grows to a tenth of the steps made. With 10 and at least 5 million parameters, a step sends at most a
-            twentieth of DDP's bytes for them. Smaller models take fewer turns.
+            interval grows to a tenth of the steps made. With 10 and 5 million parameters or more, a step sends at most
+            a twentieth of DDP's bytes for them. Smaller models take fewer turns.
 
     Raises:
         ValueError: for a number out of range.

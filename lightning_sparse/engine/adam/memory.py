@@ -41,7 +41,7 @@ _GROWTH = 0.1  # interval per step made: after 2000 steps a second moment is lea
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
 _MIN_ELEMENTS = 1 << 19  # per turn, a message of 1 MiB: fewer would not pay for the round trips
 _LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
-_MIN_EPS = torch.finfo(torch.float32).tiny  # so that zeros, such as padding of shares, have zero updates
+_MIN_EPS = torch.finfo(torch.float32).tiny  # makes updates of zeros, such as padding of shares, zero
 _MIN_KEPT = 0.5  # weight of the old second moment against a single mean gradient
 
 
@@ -123,7 +123,7 @@ class OwnClips:
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # this step's factors, one per clip with a norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # of gradients (averaged over ranks) and of the mean
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # for ranks' gradients, for their mean
     _together: list[list[str]] = field(default_factory=list)  # this step's gradients, one list per clip with a norm
 
     @property
@@ -137,12 +137,7 @@ class OwnClips:
         return self._together
 
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Compute the factors from this rank's norms.
-
-        Args:
-            each: norms of gradients, one tensor per limit.
-            total: norm of all gradients of each limit.
-        """
+        """Compute the factors from this rank's norms of each gradient and of all gradients, by limit."""
         limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
         self.factors = factors_to(torch.stack(limits), total)
 
@@ -169,14 +164,7 @@ class OwnClips:
                 torch._foreach_mul_(clipped, factor)
 
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """Update moving averages of squared norms.
-
-        Args:
-            names: names of the gradients.
-            of_means: squared norms of their means.
-            of_own: squared norms of ranks' own gradients, averaged over ranks.
-            is_finite: whether the step was finite. Otherwise the norms count as 0.
-        """
+        """Update moving averages of squared norms of means and (averaged over ranks) of gradients, if finite."""
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         none = squares.new_zeros(2)
         halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
@@ -202,12 +190,7 @@ class Refreshes:
                 self.gradients.setdefault(name, None)
 
     def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in 16 bits.
-
-        Args:
-            gradients: this backward's gradients by name.
-            continued: names of gradients to add to those of an earlier backward of this step.
-        """
+        """Store requested gradients in 16 bits, and add ``continued`` ones to those of this step's earlier backward."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -221,9 +204,9 @@ class Refreshes:
     def on_finite(self, finite: Tensor) -> None:
         """Turn stored gradients into NaN or infinity if the step was not finite."""
         held = [each for each in self.gradients.values() if each is not None]
-        if held and not (finite.device.type == "cpu" and finite):  # on a device without a wait of the host
+        if held and not (finite.device.type == "cpu" and finite):  # a device decides without a wait of the host
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # by 1 or infinity, and zeros become NaN
+            torch._foreach_mul_(held, flag.reciprocal())  # factor 1 or infinity: zeros become NaN
 
     def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
         """Remove and return gradients of completed steps, and set next turns. A resume does not change the order."""

@@ -132,7 +132,7 @@ class StepCounts:
 
     @property
     def most(self) -> int:
-        """The largest step count of any parameter; -1 without parameters."""
+        """The largest step count of any parameter, or -1 without parameters."""
         if self._most is None:
             self._most = max((count for *_, members in self.groups() for *_, count in members), default=-1)
         return self._most

@@ -53,7 +53,7 @@ class MomentumMemory(ResidualMemory):
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        """Replace gradients by velocities plus residuals, in place; the new momenta stay in flight."""
+        """Replace gradients by velocities plus residuals, in place. The new momenta stay in flight."""
         settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
         # Without momentum the velocity is the gradient, and needs no storage.
         moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
@@ -186,7 +186,7 @@ def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
-    """Set the momentum of sent elements to zero, in place; return a mask of selected but unsent elements."""
+    """Set the momentum of sent elements to zero, in place, and return a mask of selected but unsent elements."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return None
     # An unchanged value was not sent: the message had no room, or the wire rounds the value to zero.

@@ -49,7 +49,7 @@ def rename_in(holder: object, names: Renaming) -> None:
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds with pending updates (residual, momentum); all others only make a resume bitwise identical."""
+    """Return the kinds with pending updates (residual, momentum). All others only make a resume bitwise identical."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
@@ -64,14 +64,14 @@ class Hyperparameters(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """Gradient clipping of some parameters; the norm is that of all these parameters together."""
+    """Gradient clipping of some parameters. The norm is that of all these parameters together."""
 
     clipping: Clipping
     names: frozenset[str]
 
 
 class Averages(Protocol):
-    """Means over ranks for a memory at the beginning of a step; all ranks must request the same means."""
+    """Means over ranks for a memory at the beginning of a step. All ranks must request the same means."""
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
         """Return the mean of flat bfloat16 gradients of ``numels`` elements, unsharded and concatenated."""
@@ -90,7 +90,7 @@ class Memory:
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return flat gradients plus residual, in at least fp32; in place if the dtype is wide enough."""
+        """Return flat gradients plus residual in at least fp32, in place if the dtype is wide enough."""
         return in_widened(gradients)
 
     def keep(
@@ -125,7 +125,7 @@ class Memory:
         """Receive the names of parameters without a mean, because no rank used them."""
 
     def clip_to(self, clips: Sequence[Clip]) -> None:
-        """Change the clipping of the gradients of updates from the next step on; on all ranks."""
+        """Change the clipping of the gradients of updates from the next step on. All ranks must call."""
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
         """Return lists of gradients of a step, one for each norm that clipping needs."""
@@ -143,7 +143,7 @@ class Memory:
         """Accumulate gradients again, for all parameters, while plain DDP makes the steps."""
 
     def rename(self, names: Renaming) -> None:
-        """Rename stored parameters, and drop removed ones; between steps."""
+        """Rename stored parameters, and drop removed ones. Call between steps."""
         rename_in(self, names)
 
     def reset(self, names: Iterable[str]) -> None:
@@ -159,7 +159,7 @@ class Memory:
         return {}
 
     def state_dict(self) -> MemoryState:
-        """Return the state without copies; ``"residual"``, or ``"update"`` with Adam, has the unsent values."""
+        """Return the state without copies. ``"residual"``, or ``"update"`` with Adam, has the unsent values."""
         return {}
 
     def load_state_dict(self, state: MemoryState) -> None:
@@ -332,7 +332,7 @@ def _can_trade(tensor: Tensor, other: Tensor) -> bool:
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
-    """Copy flat sources, in place, over accepted tensors; ``accepted`` is bool by tensor, or ``[]`` for all."""
+    """Copy flat sources, in place, over accepted tensors. ``accepted`` is bool by tensor, or ``[]`` for all."""
     for tensor, source, is_accepted in zip(tensors, sources, accepted.expand(len(tensors))):
         torch.where(is_accepted, source, tensor, out=tensor)
 

@@ -40,12 +40,12 @@ WIRES = {
 
 
 def wire_values(wire: str) -> WireValues:
-    """Return the meaning of a ``wire`` argument; raise ``ValueError`` if the name is unknown."""
+    """Return the meaning of a ``wire`` argument, or raise ``ValueError`` if the name is unknown."""
     return WIRES[checked_name("wire", wire, tuple(WIRES))]
 
 
 class ExchangeChoice(NamedTuple):
-    """Exchange of selections with indices: gathered if there are no ``owners``; with ``chooses``, by fewest bytes."""
+    """Exchange of selections with indices: gathered if there are no ``owners``, with ``chooses`` by fewest bytes."""
 
     owners: Optional[Owners] = None
     chooses: bool = False
@@ -59,14 +59,14 @@ EXCHANGES = {
 
 
 def exchange_of(exchange: Union[str, Owners]) -> ExchangeChoice:
-    """Return the meaning of an ``exchange`` argument; raise ``ValueError`` if the name is unknown."""
+    """Return the meaning of an ``exchange`` argument, or raise ``ValueError`` if the name is unknown."""
     if isinstance(exchange, Owners):
         return ExchangeChoice(exchange)
     return EXCHANGES[checked_name("exchange", exchange, tuple(EXCHANGES))]
 
 
 class Wires(NamedTuple):
-    """Wire formats of a bucket; the format of a tensor depends only on the tensor and the world size."""
+    """Wire formats of a bucket. The format of a tensor depends only on the tensor and the world size."""
 
     sparse: WireFormat  # selections with indices
     dense: WireFormat  # selections without indices, for every element; may be the same object
@@ -86,7 +86,7 @@ class Wires(NamedTuple):
         return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
     def format_for(self, numel: int, count: int) -> WireFormat:
-        """Return the format for ``count`` selected elements of ``numel``; ``dense`` if that sends much less."""
+        """Return the format for ``count`` selected elements of ``numel``, or ``dense`` if that sends much less."""
         if self.owners is None or numel < self.owners.world_size:  # some rank would own no element
             return self.sparse
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))

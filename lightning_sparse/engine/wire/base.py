@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
 
 class ExchangeResult(NamedTuple):
-    """Result of an exchange; values are divided by the world size before the sum, so that sums stay finite."""
+    """Result of an exchange. Values are divided by the world size before the sum, so that sums stay finite."""
 
     finite: Tensor  # bool []: whether all messages of all ranks are finite
     used: Optional[Tensor]  # bool: which parameters of the step any rank used; None without flags in the message
@@ -51,7 +51,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        """Exchange :func:`grouped` selections; each ``yield`` is one collective, and returns its result. Pure.
+        """Exchange :func:`grouped` selections. Each ``yield`` is one collective, and returns its result. Pure.
 
         Args:
             selection: the selection of each tensor.
@@ -61,7 +61,7 @@ class WireFormat(ABC):
         """
 
     def release(self) -> None:
-        """End a step; unused buffers may be freed."""
+        """End a step. Unused buffers may be freed."""
         return
 
     @abstractmethod

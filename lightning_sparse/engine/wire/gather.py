@@ -21,7 +21,7 @@ from lightning_sparse.functional.elements import aligned, all_finite, index_code
 
 
 class GatherFormat(WireFormat):
-    """Values and indices of a bucket in one payload; one codec writes the indices into the flattened bucket.
+    """Values and indices of a bucket in one payload. One codec writes the indices into the flattened bucket.
 
     All sizes follow from the number of selected elements, equal on all ranks::
 

@@ -145,7 +145,7 @@ class _Shares(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int, keep: float) -> _Shares:
-    """Share a bucket's tensors; the share of a tensor does not depend on other tensors."""
+    """Share a bucket's tensors. The share of a tensor does not depend on other tensors."""
     blocks = tuple(-(-numel // world_size) for numel in numels)
     rooms, finals = [], []
     for numel, count in zip(numels, counts):
@@ -159,7 +159,7 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int
 
 
 def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
-    """Write the proposals to each owner, in the order of places; uint8 ``[world_size, nbytes]``."""
+    """Write the proposals to each owner, in the order of places, as uint8 ``[world_size, nbytes]``."""
     index = selected.indices - repeat_interleave(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
     block = index // shares.world_size
     owner = index.add_(_skew(block)).remainder_(shares.world_size)

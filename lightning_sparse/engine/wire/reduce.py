@@ -140,7 +140,7 @@ class ReduceFormat(WireFormat):
         return message_of([quantized]), dequantize(quantized, self._bits)
 
     def _read(self, received: Tensor, values: Tensor) -> Tensor:
-        """Read the values of each rank; ``values`` has their shape."""
+        """Read the values of each rank. ``values`` has their shape."""
         if self._bits is None:
             return received
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)
@@ -155,7 +155,7 @@ class ReduceFormat(WireFormat):
         return shard_numel(numel, self.world_size, self._multiple)
 
     def _padding(self, numels: Sequence[int]) -> int:
-        """Return the padding of a bucket's shards, in elements; messages of codes are padded as bytes."""
+        """Return the padding of a bucket's shards, in elements. Messages of codes are padded as bytes."""
         if self._bits is not None:
             return 0
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
