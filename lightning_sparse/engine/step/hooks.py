@@ -1,4 +1,4 @@
-"""Hooks around a backward and around an optimizer's step."""
+"""Hooks of backward passes and of optimizer steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-graph_number = torch._C._current_graph_task_id  # of backwards, one inside another; later ones have larger ones
+graph_number = torch._C._current_graph_task_id  # grows with each backward; -1 outside of a backward
 
 
 def is_in_backward() -> bool:
-    """Tell whether this is called from a backward, such as by a checkpoint that goes forward once more."""
+    """Return whether a backward is running, also for a forward that a checkpoint recomputes inside the backward."""
     return graph_number() > -1
 
 
 def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
-    """Return a hook before steps that acts as soon as an optimizer's gradients are there: after a closure, if any."""
+    """Return a step pre-hook that calls ``act`` when gradients are complete: after the step's closure, if any."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_named = "closure" in kwargs
@@ -36,7 +36,7 @@ def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
 
 
 def register_grad_hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
-    """Register what is called when a gradient has been added to, also where it is frozen for now."""
+    """Register a post-accumulate-grad hook, also on a frozen parameter."""
     is_trained = parameter.requires_grad
     try:
         return parameter.requires_grad_().register_post_accumulate_grad_hook(act)

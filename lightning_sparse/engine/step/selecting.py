@@ -1,4 +1,4 @@
-"""Ask a compressor what is sent of a bucket, and split the bucket into what travels by one way and by the other."""
+"""Selection of the elements of a bucket to send, and the split of the bucket by wire format."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,18 +26,24 @@ from lightning_sparse.functional.elements import counts_of
 
 
 class Part(NamedTuple):
-    """The parameters of a bucket that travel by one way: sent whole, or some elements of each."""
+    """Parameters of a bucket that are sent in one wire format."""
 
     wire: WireFormat
-    positions: Sequence[int]  # in the bucket
-    selection: Sequence[Selection]  # of each parameter, or one of all of them laid end to end
-    counts: Sequence[float]  # by parameter, elements that its density asks for; its share of them where merged
-    tensors: list[Tensor]  # one of each parameter: gradient plus residual
-    laid: Sequence[Tensor] = ()  # where one selection is of all: they, end to end, and room for as many elements
-    are_used: Sequence[Optional[bool]] = ()  # each, by this rank; ``None`` where that is not tracked
+    positions: Sequence[int]  # positions in the bucket
+    selection: Sequence[Selection]  # one for each parameter, or one for the concatenation of all
+    counts: Sequence[float]  # elements by parameter at its density; a share of the total if merged
+    tensors: list[Tensor]  # gradient plus residual of each parameter
+    laid: Sequence[Tensor] = ()  # if merged: the concatenated tensors, and memory for the mean
+    are_used: Sequence[Optional[bool]] = ()  # whether this rank used each parameter; ``None`` if untracked
 
     def exchange(self, communicator: Communicator, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
-        """Send what is selected, and return the mean of each parameter."""
+        """Send the selected elements, and return the mean of each parameter.
+
+        Args:
+            communicator: communicator of the ranks that exchange selections.
+            names: parameter names of the part.
+            used: uint8 flags of used parameters to send along, if any.
+        """
         communicator.recorder.see_selection(self.selection, self.counts)
         result = communicator.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
         if self.laid:
@@ -48,7 +54,7 @@ class Part(NamedTuple):
         return result
 
     def _split(self, result: ExchangeResult) -> ExchangeResult:
-        """Return what has been received and what stays here of each parameter, all of it where it was not used."""
+        """Split a merged result by parameter. Nothing of an unused parameter was sent."""
         numels = list(map(Tensor.numel, self.tensors))
         flat, mean = self.laid
         scatter([mean], result.means)
@@ -58,7 +64,7 @@ class Part(NamedTuple):
         return result._replace(means=whole(mean.split(numels)), kept=whole(kept))
 
     def _sent(self) -> Sequence[Selection]:
-        """Return what one selection of all holds of each parameter; the host waits for it."""
+        """Split a merged selection by parameter. Synchronizes with a device."""
         values, indices, _, filled = self.selection[0]
         if indices is None:
             return whole(self.tensors)
@@ -67,9 +73,9 @@ class Part(NamedTuple):
 
 
 class BucketSelector:
-    """Ask a compressor for its selections of a bucket; whole goes what has density 1, or takes far fewer bytes so."""
+    """Select the elements of a bucket. A tensor is sent dense at density 1, or if dense takes far fewer bytes."""
 
-    checks_on_device = False  # the host would wait for it; the conformance kit does
+    checks_on_device = False  # True synchronizes the host with the device; for the conformance kit
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
         feedback = compressor.feedback
@@ -82,7 +88,7 @@ class BucketSelector:
         self._wires = wires
         self._formats = wires.formats
         self._holding = [wire for wire in self._formats if type(wire).release is not WireFormat.release]
-        self._used: set[WireFormat] = set()  # in this step
+        self._used: set[WireFormat] = set()  # wire formats of this step
         self._used_before: set[WireFormat] = set()
         self._format_for = cache(wires.format_for)
         self._workspace = Workspace()
@@ -95,9 +101,14 @@ class BucketSelector:
         are_used: Sequence[Optional[bool]],
         dense: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
-        """Choose what is sent of gradients plus residuals, flat and not changed; parts sent whole come last.
+        """Select the elements to send of flat gradients plus residuals. Dense parts come last.
 
-        Those of ``dense``, by name, are sent whole because Adam's second moment is still to be learned from them.
+        Args:
+            names: parameter names.
+            accumulated: flat gradients plus residuals; not changed.
+            densities: fraction of elements to send, by parameter.
+            are_used: whether this rank used each parameter; ``None`` if untracked.
+            dense: names to send dense, because Adam's second moment is not estimated yet.
         """
         ways = [
             self._wires.refresh if name in dense else self._way_of_dense(tensor.numel(), density)
@@ -123,7 +134,7 @@ class BucketSelector:
                 continue
             tensors = [accumulated[each] for each in positions]
             selection = chosen
-            if positions != few:  # else what the compressor has returned stays the object that it is
+            if positions != few:  # otherwise the compressor's own object is used without a copy
                 of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
                 selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
             parts.append(Part(wire, positions, grouped(selection), [counts[each] for each in positions], tensors))
@@ -131,9 +142,9 @@ class BucketSelector:
         return parts
 
     def _ask(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        """Have the compressor select; ``ValueError`` for what breaks its contract and would fail, or hang, later."""
+        """Run the compressor, and raise ``ValueError`` for an invalid selection, which would fail or hang later."""
         selections = self._compressor.select(names, accumulated, counts)
-        is_listed = not isinstance(selections, FlatSelection)  # these are valid as they are built
+        is_listed = not isinstance(selections, FlatSelection)  # a FlatSelection is valid by construction
         if self.checks_on_device or (is_listed and accumulated[0].device.type == "cpu"):
             self._check(names, accumulated, counts, selections)
         return selections
@@ -150,7 +161,6 @@ class BucketSelector:
                 raise ValueError(f"{name}.select returned a selection of {of!r} ({tensor.numel()} elements) {rule}")
 
     def _way_of_dense(self, numel: int, density: float) -> Optional[WireFormat]:
-        """Return the way of a tensor that is sent whole, ``None`` for one of which the compressor is asked."""
         if self._compressor.dense_wire_format is None:
             return None
         if density >= 1:
@@ -169,11 +179,11 @@ class BucketSelector:
 
     def _way_of_some(self, numel: int, count: int) -> WireFormat:
         wire = self._format_for(numel, count)
-        # What was selected element by element stays so: the rest of the tensor is in the residual.
+        # A sparse selection is never sent dense, because the rest of the tensor is in the residual.
         return self._wires.sparse if wire is self._wires.dense else wire
 
     def release(self) -> None:
-        """End the step: take working memory back, and have wires that it did not use give back theirs."""
+        """End the step: release working memory, and the memory of wire formats that this step did not use."""
         self._workspace.release()
         for wire in self._holding:
             if wire in self._used or wire in self._used_before:
@@ -188,14 +198,13 @@ class BucketSelector:
         densities: Sequence[float],
         are_used: Sequence[Optional[bool]],
     ) -> Part:
-        """Select from parameters laid end to end."""
         names, densities = [names[each] for each in positions], [densities[each] for each in positions]
         tensors = [accumulated[each] for each in positions]
         numels, are_used = list(map(Tensor.numel, tensors)), [are_used[each] for each in positions]
         flat, mean = (self._workspace.take(sum(numels), tensors[0]) for _ in range(2))
         torch.cat(tensors, out=flat)
         for piece, is_used in zip(flat.split(numels), are_used):
-            if is_used is False:  # where nobody used it, its residual would win the places in every step
+            if is_used is False:  # the residual of an unused parameter would be selected again in every step
                 piece.zero_()
         count = _merged_count(tensors, densities)
         selection = grouped(self._ask(names, [flat], [count]))
@@ -204,14 +213,19 @@ class BucketSelector:
 
 
 class Workspace:
-    """Memory that all buckets of a step share: large blocks are allocated once."""
+    """Memory that all buckets of a step share, so that large blocks are allocated only once."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
         self._taken = 0
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return a flat tensor, its contents undefined, that nobody else gets before :meth:`release`."""
+        """Return an uninitialized flat tensor that is reserved until :meth:`release`.
+
+        Args:
+            numel: number of elements.
+            like: a tensor with the dtype and the device.
+        """
         place, self._taken = self._taken, self._taken + 1
         held = self._held[place] if place < len(self._held) else None
         if held is None or held.numel() != numel or held.dtype != like.dtype:
@@ -219,13 +233,13 @@ class Workspace:
         return self._held[place]
 
     def release(self) -> None:
-        """Take everything back."""
+        """Make all tensors available again."""
         del self._held[self._taken :]
         self._taken = 0
 
 
 def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:
-    # Numbers of elements are added before they are multiplied: the product of the paper, not a sum of roundings.
+    # Element counts are added before the multiplication by density, as in the paper, to round only once.
     numels: defaultdict[float, int] = defaultdict(int)
     for tensor, density in zip(tensors, densities):
         numels[density] += tensor.numel()

@@ -1,40 +1,38 @@
-"""One step: compensate, select, encode, exchange, decode; and at its end commit.
+"""One optimizer step: compensate, select, encode, exchange, decode, and finally commit.
 
-The way of one parameter's gradient ``g`` on one rank, with a residual ``e``, at a density below 1:
+The exchange of one parameter's gradient ``g`` on one rank, with a residual ``e``, at a density below 1:
 
-1. **Compensate**: the loss scale is divided out, and the memory makes ``v = e + g``, where ``g`` was. ``e`` does not
-   change yet.
-2. **Select**: the compressor chooses the elements of ``v`` that are sent.
-3. **Encode, exchange, decode**: a wire format writes them into payloads, and a collective carries each. Read from what
-   arrives are the means over ranks, whether all of it is finite, whether any rank used the parameter, and the error
-   that rounding to the wire's type left here.
-4. **Commit**, once all buckets of the step have arrived: the new residual is ``v``, with the rounding error in the
-   places that were sent; the mean over ranks, zero where nobody sent, is written to the gradient.
+1. **Compensate**: the loss scale is divided out, and the memory computes ``v = e + g`` in place of ``g``. ``e`` does
+not change yet. 2. **Select**: the compressor selects the elements of ``v`` to send. 3. **Encode, exchange, decode**: a
+wire format encodes them into payloads, and a collective sends each payload. Decoding returns the mean over ranks,
+whether all values are finite, whether any rank used the parameter, and this rank's error from rounding to the wire
+dtype. 4. **Commit**, after all buckets of the step have arrived: the new residual is ``v``, with the rounding error at
+the sent indices. The mean over ranks, zero at indices that no rank sent, is written to the gradient.
 
-**Kept between steps**, and changed by commit alone: residuals, and with momentum correction velocities, each rank's
-own; the second moments of Adam and a compressor's thresholds, the same on all ranks. If anything that arrived is not
-finite, on any rank, nothing that is kept changes, and the gradient says so to a gradient scaler, as with DDP. Where no
-rank used a parameter, its residual stays, and DDP leaves its gradient alone.
+**State between steps**, which only commit changes: each rank's own residuals and, with momentum correction, velocities;
+equal on all ranks are Adam's second moments and a compressor's thresholds. If a received value is not finite, on any
+rank, no state changes, and the gradient becomes non-finite for a gradient scaler, as with DDP. If no rank used a
+parameter, the residual stays, and the gradient is not written, as with DDP.
 
-**Sent whole**, as a part of their bucket by themselves and with their residual, are parameters whose density is 1, if
-the compressor has a ``dense_wire_format``, and those that take far fewer bytes so.
+**Sent dense**, as a separate part of their bucket and with their residual, are parameters with density 1, if the
+compressor has a ``dense_wire_format``, and parameters that take far fewer bytes when dense.
 
-**Momentum correction** puts a velocity in the place of ``g`` (1); with masking it starts anew where an element was
-sent (4).
+**Momentum correction** replaces ``g`` by a velocity (1); with masking, the velocity of sent elements is reset (4).
 
-**Adam and AdamW** (:mod:`~lightning_sparse.engine.adam`), where they are corrected:
+**Adam and AdamW** (:mod:`~lightning_sparse.engine.adam`), if corrected:
 
-- first steps are whole, and the optimizer acts as ever, until its second moment is known; then the density falls;
-- from then on the memory puts Adam's update ``g / (root of the second moment)`` in the place of ``g`` (1), so that the
-  residual is one of updates; the first moment is moved into the residual once, and is zero from then on;
-- every step begins with the mean, in 16 bits, of a few of the gradients themselves of the step before, from which their
-  second moments learn; it travels during backward;
-- the mean update is written as the gradient that it stands for (4), for whoever looks at gradients before the step; in
-  the optimizer's place this package applies the update and weight decay.
+- The first steps are dense, and the optimizer runs unchanged, until its second moment is estimated. Then the density
+  falls.
+- From then on the memory replaces ``g`` by Adam's update ``g / sqrt(second moment)`` (1), so that the residual holds
+  updates. The first moment is moved into the residual once, and is zero from then on.
+- Every step begins with the mean, in 16 bits, of a few gradients of the previous step, which update their second
+  moments. This mean is sent during backward.
+- The mean update is written as the equivalent gradient (4), for code that reads gradients before the step. This package
+  applies the update and weight decay in place of the optimizer.
 
 With two levels (:class:`~lightning_sparse.engine.step.topology.HierarchicalTopology`) ``g`` is this rank's share of the
-mean gradient of its node, the other ranks are those with the same share on the other nodes, and commit ends with
-handing the shares to the whole node.
+node's mean gradient, and the exchange is with the ranks of other nodes that have the same share. Commit ends with an
+all-gather of the shares inside the node.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -66,17 +64,17 @@ _APART = (
     " longer the same everywhere, and replicas would drift apart. Change gradients on all ranks, or after the"
     " optimizer's step, and go backward from what the model returned, or once from a sum of losses"
 )
-_ODD = 0x100000001B3  # gradients that change places count differently
+_ODD = 0x100000001B3  # FNV prime: makes the hash depend on the order of gradients
 
 
 class StepContext(NamedTuple):
-    """Facts of the step in progress that come from outside the pipeline."""
+    """Properties of the current step that come from outside the pipeline."""
 
-    loss_scale: Optional[Tensor] = None  # of the loss, one element, other in each step: what is kept is kept without it
-    hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty where no optimizer is known
-    dense: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
-    warm_up_progress: float = 1.0  # how much of Adam's warm-up lies behind, from 0 to 1
-    clips: Sequence[Clip] = ()  # of gradients that updates are made of; alike on all ranks
+    loss_scale: Optional[Tensor] = None  # one element; changes between steps, so the state is stored unscaled
+    hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty without an optimizer
+    dense: AbstractSet[str] = frozenset()  # names to send dense, because Adam's second moment is not estimated yet
+    warm_up_progress: float = 1.0  # completed fraction of Adam's warm-up, from 0 to 1
+    clips: Sequence[Clip] = ()  # clipping of gradients before Adam's update; equal on all ranks
 
 
 EMPTY_CONTEXT = StepContext()
@@ -84,16 +82,16 @@ _NO_PLACES: Mapping[str, int] = {}
 
 
 class BucketResult(NamedTuple):
-    """Parameters of a bucket that travelled together, and their means over ranks; not yet written back."""
+    """Parameters of a bucket that were sent together, and their means over ranks, not yet in the gradients."""
 
     names: list[str]
     bucket: Sequence[LocalGradient]
-    accumulated: list[Tensor]  # gradients plus residuals, flat, where gradients were or wider copies; then means
+    accumulated: list[Tensor]  # flat gradients plus residuals, in place or as wider copies; later the means
     result: ExchangeResult
 
 
 class Pipeline:
-    """Run buckets through compressor, memory, wire and collectives: a step in two halves."""
+    """Run buckets through compressor, memory, wire and collectives: first :meth:`exchange`, then :meth:`commit`."""
 
     def __init__(
         self,
@@ -111,23 +109,23 @@ class Pipeline:
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
         self._planner = Planner() if planner is None else planner
-        self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any bucket is exchanged
+        self._shares: dict[str, LocalGradient] = {}  # shares of gradients, if norms precede the first bucket
         self.selector = BucketSelector(compressor, wires)
-        self._has_refreshed = False  # in this step, what the memory learns
+        self._has_refreshed = False  # whether the memory's refresh has run in this step
 
     def begin_step(self, context: StepContext) -> None:
-        """Know what is known of the coming step."""
+        """Set the context of the next step."""
         self.context, self._has_refreshed = context, False
         self.memory.clip_to(context.clips)
 
     def refresh(self) -> None:
-        """Have the memory learn, once in a step, before its first bucket."""
+        """Run the memory's refresh once in a step, before the first bucket."""
         if not self._has_refreshed:
             self._has_refreshed = True
             self.memory.refresh(self.context.hyperparameters, self.levels)
 
     def measure_norms(self, gradients: Sequence[LocalGradient]) -> None:
-        """Tell the memory, which clips by them, norms of this rank's gradients, given in the order of definition."""
+        """Pass the norms of this rank's gradients, in order of definition, to the memory, which clips by the norms."""
         self.refresh()
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
@@ -138,15 +136,18 @@ class Pipeline:
         self.memory.take_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
 
     def _norms_of(self, names: Sequence[str]) -> Tensor:
-        if not names:  # none of them has a gradient in this backward
+        if not names:  # this backward has made none of the gradients
             return torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
         return norms_of([self._shares[name].gradient for name in names])
 
     def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
-        """Add the residuals of a bucket, send what is selected of it, and receive what the other ranks selected.
+        """Add residuals to a bucket, send the selected elements, and receive the selections of other ranks.
 
-        The gradients are working memory until :meth:`commit`. With a step's last bucket travels which parameters of the
-        step this rank has ``used``, uint8.
+        The gradients are working memory until :meth:`commit`.
+
+        Args:
+            bucket: gradients of one dtype.
+            used: with a step's last bucket, uint8 flags of the parameters that this rank has used in the step.
         """
         names = [local.name for local in bucket]
         self.refresh()
@@ -170,12 +171,12 @@ class Pipeline:
     def exchange_in_buckets(
         self, gradients: Sequence[LocalGradient], closes_bucket: Callable[[str, int], bool]
     ) -> list[BucketResult]:
-        """Exchange gradients in buckets as a schedule closes them."""
+        """Exchange gradients in buckets of one dtype each, closed by ``closes_bucket(name, numel)``."""
         exchanged: list[BucketResult] = []
         bucket: list[LocalGradient] = []
         numel = 0
         for local in gradients:
-            if bucket and bucket[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one type
+            if bucket and bucket[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one dtype
                 exchanged += self.exchange(bucket)
                 bucket, numel = [], 0
             bucket.append(local)
@@ -194,27 +195,32 @@ class Pipeline:
         return BucketResult(names, members, part.tensors, result)
 
     def check_arrived(self, arrived: Sequence[Tensor]) -> None:
-        """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
+        """Raise on every rank if means of earlier exchanges of this step differ between ranks.
+
+        Synchronizes with a device.
+        """
         if self.compressor.replicas_diverge:
             return
         held = torch.zeros(1, dtype=torch.int64, device=self.levels.inter.device)
         for tensor in arrived:
-            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # also of zeros: a gradient of zero is one that is there
+            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # add 1, because a zero gradient differs from no gradient
         everywhere = self.levels.same_shard.call(Payload("all_gather", held))
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
 
     def commit(self, step: Sequence[BucketResult], places: Mapping[str, int] = _NO_PLACES) -> None:
-        """Keep what was not sent, if all is finite, and write the means over ranks into the gradients of the step.
+        """Store the unsent elements, if all values are finite, and write the means over ranks to the step's gradients.
 
-        What travelled with the last message, whether any rank used a parameter, is at these ``places``, by name.
+        Args:
+            step: results of all buckets of the step.
+            places: position of each parameter's flag in the last bucket's flags of use.
         """
         if not step:
-            return  # nothing is trained
+            return  # no parameter is trained
         finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
-        finite = self.levels.all_of(finite)  # what is not finite is in one rank's share
+        finite = self.levels.all_of(finite)  # a non-finite value is in the share of one rank
         self.memory.on_finite(finite)
-        # Of a step that is not kept nothing may be applied, by an optimizer whose own gradients are finite, either.
+        # An infinite scale makes all gradients of a rejected step non-finite, so that no optimizer applies a part.
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)
@@ -228,9 +234,9 @@ class Pipeline:
         self.selector.release()
 
     def close_record(self) -> None:
-        """Close the record of the exchange, and have the planner look at it."""
+        """Close the record of the exchange, and pass the record to the planner."""
         record = self.recorder.end_exchange()
-        # Now, so that it does not count as time of the step.
+        # The samples come after the record's end, because their time must not count as time of the step.
         if (samples := self.recorder.samples) is not None:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
@@ -246,26 +252,25 @@ class Pipeline:
         self.memory.keep(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
 
     def _write_back(self, exchanged: BucketResult, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
-        """Write means into gradients, times the loss's scale, which is infinite where nothing was kept."""
-        means = exchanged.accumulated  # in its memory from here on
+        means = exchanged.accumulated  # the means overwrite the accumulated gradients
         self.memory.write_means(exchanged.names, means, mean)
         if scale is not None:
             torch._foreach_mul_(means, scale)
-        narrow: list[tuple[Tensor, Tensor]] = []  # gradients, and means that are wider
+        narrow: list[tuple[Tensor, Tensor]] = []  # (gradient, mean of a wider dtype)
         for local, tensor in zip(exchanged.bucket, means):
             if local.parameter is not None and tensor.dtype is local.gradient.dtype:
-                if tensor is not local.gradient:  # which is the residual now
+                if tensor is not local.gradient:  # the memory has stored local.gradient as the residual
                     assert local.parameter.grad is not None
-                    local.parameter.grad.data = tensor.view_as(local.parameter)  # whoever holds it sees the mean
+                    # other references to the gradient see the mean, too
+                    local.parameter.grad.data = tensor.view_as(local.parameter)
             elif tensor is not local.gradient:
                 narrow.append((local.gradient, tensor))
         _round_into(narrow)
 
     def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> list[Sequence[Selection]]:
-        """Have the compressor finish the step, for all parameters but those of ``context.dense``."""
         means = [exchanged.result.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
-            return means  # most methods have no state; then nobody has to look at single parameters
+            return means  # most compressors have no state, and need no loop over parameters
         asked = {
             name: mean
             for exchanged in step
@@ -274,7 +279,7 @@ class Pipeline:
         }
         before = list(asked.values())
         after = self._call_finish_step(list(asked), before, finite) if asked else before
-        if after is before:  # a method that changes no mean returns the list that it was given
+        if after is before:  # a compressor that changes no mean returns the same list
             return means
         changed = dict(zip(asked, after))
         return [
@@ -286,7 +291,7 @@ class Pipeline:
         encoding = ExitStack()
 
         def all_gather(tensor: Tensor) -> Tensor:
-            encoding.close()  # a collective counts as the network's time, not as the compressor's
+            encoding.close()  # collectives count as network time, not as compressor time
             gathered = self.levels.inter.call(Payload("all_gather", tensor))
             encoding.enter_context(self.recorder.span("encode"))
             return gathered
@@ -297,14 +302,12 @@ class Pipeline:
 
 
 def _used_anywhere(exchanged: BucketResult, used: Optional[Tensor], places: Mapping[str, int]) -> Optional[Tensor]:
-    """Return whether any rank used each of what travelled together, bool; ``None`` where this one used all."""
     if used is None or all(local.is_used for local in exchanged.bucket):
         return None
     return torch.stack([used[places[name]] for name in exchanged.names])
 
 
 def _round_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write each second tensor into the first, whose type is narrower."""
     for dtype in dict.fromkeys(narrow.dtype for narrow, _ in pairs):
         alike = [pair for pair in pairs if pair[0].dtype is dtype]
         for first, stop, flat in runs([wide for _, wide in alike]):

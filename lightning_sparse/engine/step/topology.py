@@ -1,4 +1,4 @@
-"""WITH WHOM: the part of a model that a rank has, and the ranks that exchange it."""
+"""Topologies: the part of the model on each rank, and the ranks that exchange this part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ from lightning_sparse.functional.reductions import norm_of_all
 
 
 class UnwrappedModule(Module):
-    """A model without a DDP wrapper, which broadcasts its buffers, and may be called in its place."""
+    """Replacement for a DDP wrapper that broadcasts buffers, reduces no gradient, and may be called like the model."""
 
-    process_group: Any = None  # of ranks whose buffers are one; all
+    process_group: Any = None  # group of the buffer broadcasts; None: all ranks
     require_backward_grad_sync = require_forward_param_sync = True
 
     def __init__(self, module: Module, broadcast_buffers: bool = True) -> None:
@@ -37,13 +37,13 @@ class UnwrappedModule(Module):
 
     @override
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Call the model, with buffers that are rank 0's."""
+        """Call the model with the buffers of rank 0."""
         self.begin_forward()
         return self.module(*inputs, **named_inputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Have gradients stay this rank's own inside."""
+        """Disable the exchange of gradients inside the context."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -52,18 +52,18 @@ class UnwrappedModule(Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_forward(self) -> None:
-        """Copy buffers from rank 0 as DDP does: before the first forward of a step, and of a validation."""
+        """Broadcast buffers from rank 0 like DDP: before the first forward of a step, and of a validation."""
         if self.require_forward_param_sync and self.broadcast_buffers:
             broadcast_buffers(self.module, self.process_group)
         self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
 
 
 class ShardedModel(UnwrappedModule):
-    """A model of which every rank holds a shard: FSDP averages its gradients inside a replica, never between them.
+    """A model with a shard on every rank: FSDP averages the gradients inside a replica, but never between replicas.
 
     Args:
         module: the model.
-        same_shards: the ranks that hold the same shards, replica by replica, if a group of theirs is there.
+        same_shards: process group of the ranks with the same shards, one in each replica.
     """
 
     def __init__(self, module: Module, same_shards: Any = None) -> None:
@@ -72,7 +72,7 @@ class ShardedModel(UnwrappedModule):
 
     @property
     def groups(self) -> tuple[Any, Any]:
-        """Those of FSDP's mesh, if it has one: the ranks of this replica, and those that hold the same shards."""
+        """Process groups (or ``None``): ranks of this replica, and ranks with the same shards."""
         mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
         return mesh.get_group() if mesh.ndim == 1 else None, self._same_shards
 
@@ -92,24 +92,24 @@ class ShardedModel(UnwrappedModule):
 
 
 def named_module(wrapper: Any) -> Module:
-    """Return a wrapper's module, or what ``torch.compile`` has made that of: its names are without a prefix."""
+    """Return the wrapped module without ``torch.compile``, so that parameter names have no ``_orig_mod`` prefix."""
     module: Module = getattr(wrapper.module, "_orig_mod", wrapper.module)
     return module
 
 
 def fsdp_modules(module: Module) -> Iterator[Any]:
-    """Yield the modules that ``fully_shard`` was called on; to ask for torch's class would import all of FSDP."""
+    """Yield FSDP2 modules, found by an attribute, because torch's class would import all of FSDP."""
     return (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync"))
 
 
 def reshard(module: Module) -> None:
-    """Have a model hold shards only: after a forward without a backward FSDP leaves the root's parameters whole."""
+    """Free unsharded parameters, because FSDP does not reshard the root after a forward without a backward."""
     for each in fsdp_modules(module):
         each.reshard()
 
 
 def shard_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter's gradient, flat."""
+    """Return this rank's shard of a parameter's gradient, flat."""
     if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         raise RuntimeError(
             "a gradient is not sharded as its parameter is: backward has to reduce it in the replica"
@@ -118,32 +118,35 @@ def shard_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     return local_tensor(gradient).view(-1)
 
 
-# Of gradients: two such messages are held, or of the largest tensor. Links between GPUs need longer ones.
+# Maximum elements of a message inside a node. Two messages are in memory at once. GPU links need longer messages.
 _MESSAGE_ELEMENTS, _DEVICE_MESSAGE_ELEMENTS = 1 << 22, 1 << 24
 _ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes
 
 
 class LocalGradient(NamedTuple):
-    """One parameter's gradient on this rank, before its exchange."""
+    """One parameter's gradient on this rank, before the exchange."""
 
     name: str
-    gradient: Tensor  # flat view of the gradient's storage; the mean goes here, or into memory that takes its place
-    is_used: Optional[bool]  # whether backward gave it anything on this rank; ``None`` where it is no gradient
-    parameter: Optional[Tensor] = None  # whose gradient it is all of, where other memory may take its place
+    gradient: Tensor  # flat view of the gradient's storage; later the mean, unless other memory replaces the gradient
+    is_used: Optional[bool]  # whether backward has added to the gradient on this rank; ``None`` if untracked
+    parameter: Optional[Tensor] = None  # the parameter, if other memory may replace the gradient
 
 
 class Topology(NamedTuple):
-    """How many ranks there are, and how they divide between them what is kept."""
+    """The number of ranks, and the number of ranks that share the state of one replica or node."""
 
     world_size: int
-    local_world_size: int = 1  # that share what is kept; 1 where each keeps all
+    local_world_size: int = 1  # ranks that share the state; 1 if each rank stores the full state
 
 
 class FlatTopology:
-    """All ranks exchange with all, each the whole of every gradient.
+    """A topology in which every rank exchanges complete gradients with all other ranks.
 
-    ``inter`` joins ranks that exchange selections, ``world`` all, and ``same_shard`` those that hold the same tensors
-    of a model, replica by replica. ``local_world_size`` share each gradient.
+    Attributes:
+        inter: communicator of the ranks that exchange selections.
+        world: communicator of all ranks.
+        same_shard: communicator of the ranks with the same tensors of the model, one in each replica.
+        local_world_size: number of ranks that share each gradient.
     """
 
     local_world_size = 1
@@ -153,57 +156,57 @@ class FlatTopology:
         self.world = self.same_shard = inter if world is None else world
 
     def share_numel(self, numel: int) -> int:
-        """Return how many elements each rank's share of so many has."""
+        """Return the size of each rank's share of a tensor with ``numel`` elements."""
         return numel
 
     def local_share(self, flat: Tensor) -> Tensor:
-        """Return this rank's share of a flat tensor: a view, or a copy where it has to be filled up."""
+        """Return this rank's share of a flat tensor: a view, or a copy if padding is necessary."""
         return flat
 
     def shares(self, bucket: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        """Average gradients in the node, and return this rank's share of each, under the parameter's name."""
+        """Average gradients in the node, and return this rank's share of each mean, under the parameter's name."""
         return bucket
 
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
-        """Tell of which gradients, or shares of a node's means, backward has given anything."""
+        """Return for each gradient or share whether backward produced a value, or ``None`` if untracked."""
         return [local.is_used for local in shares]
 
     def all_of(self, flag: Tensor) -> Tensor:
-        """Tell whether a flag, bool ``[]``, is set on all ranks of the node."""
+        """Return whether a flag, bool ``[]``, is set on all ranks of the node."""
         return flag
 
     def norms_of(self, norms: Tensor) -> Tensor:
-        """Combine norms of shares, a vector, into those of the whole."""
+        """Combine a vector of norms of shares into norms of complete gradients."""
         return norms
 
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return norms of gradients, of which each vector has several, and that of those in each together."""
+        """Return the norms of complete gradients for each vector of norms, and the total norm of each vector."""
         whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
         return whole, torch.stack(list(map(norm_of_all, whole)))
 
     def write_back(self) -> None:
-        """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
+        """Write the shares into the complete gradients on all ranks of the node, and end the step."""
 
     def any_of(self, flags: Tensor) -> Tensor:
-        """Tell which flags, uint8, are set on any rank with whose gradients this one's are averaged in its node."""
+        """Return the uint8 flags that are set on any rank of this rank's node."""
         return flags
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return the means over ranks of flat bfloat16 gradients, whole, of so many elements each, end to end."""
+        """Return the concatenated means over ranks of complete flat bfloat16 gradients with ``numels`` elements."""
         return self.inter.call(Payload("all_reduce", torch.cat(list(gradients.values())))).div_(self.inter.world_size)
 
     def mean_squares(self, squares: Tensor) -> Tensor:
-        """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
+        """Return the mean over nodes of squared gradient norms, if the ranks of a node have shares of the gradients."""
         return self.same_shard.call(Payload("all_reduce", squares)).div_(self.inter.world_size)
 
     def close(self, has_failed: bool) -> None:
-        """Give the process groups back."""
+        """Release the process groups."""
         for each in (self.inter, self.world):
             each.close(has_failed)
 
 
 class DividedRanks(FlatTopology):
-    """The ranks ``intra`` divide each gradient between them; those with equal parts exchange ``inter``."""
+    """A topology in which ``intra`` ranks divide each gradient. Ranks with equal parts exchange over ``inter``."""
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(inter, world)
@@ -227,7 +230,7 @@ class DividedRanks(FlatTopology):
 
 
 class Shards(DividedRanks):
-    """Every rank holds a shard of the model, and is handed that of the gradients' mean over its replica, as by FSDP."""
+    """A topology for sharded models: FSDP gives every rank its shard of the gradients' mean over the replica."""
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
@@ -235,27 +238,28 @@ class Shards(DividedRanks):
 
     @override
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        # Of some parameters a rank has nothing: norms of single ones are those of its shards.
+        # Some parameters have no shard on this rank, so norms of single gradients stay norms of this rank's shards.
         return norms, self.norms_of(torch.stack(list(map(norm_of_all, norms))))
 
     def total_of(self, numbers: Tensor) -> Tensor:
-        """Add up numbers about the shards that ranks hold of one replica."""
+        """Return the sum of numbers over the ranks of one replica."""
         return self._intra.call(Payload("all_gather", numbers)).sum(dim=0)
 
 
 class HierarchicalTopology(DividedRanks):
-    """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
+    """A topology in which the ranks of a node average gradients, and each rank exchanges a share of the means.
 
-    Every tensor is cut by itself into equal shares, the last filled up with zeros: nothing depends on its company. Each
-    rank receives all parts of its share (all-to-all), averages them in the order of ranks, and does with the mean what
-    one rank of each node does with a gradient elsewhere. In the end all shares go to all ranks (all-gather).
+    The network inside a node is assumed to be fast. Every tensor is cut separately into equal shares, with zeros as
+    padding, so that shares do not depend on other tensors. Each rank receives all parts of its share (all-to-all) and
+    averages the parts in rank order. The rank then exchanges this mean with the ranks that have the same share on other
+    nodes. Finally all shares are sent to all ranks of the node (all-gather).
     """
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
         self._workspace = Workspace()
         self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
-        # Groups that the node has averaged, this rank's shares of the means, and the type of their messages.
+        # Buckets that the node has averaged, this rank's shares of the means, and the messages' dtype.
         self._averaged: list[tuple[Sequence[Tensor], Tensor, torch.dtype]] = []
 
     @override
@@ -279,7 +283,7 @@ class HierarchicalTopology(DividedRanks):
     @override
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
         idle = [local.gradient.any() for local in shares if local.is_used is False]
-        # Others of the node may have used them. The host waits for a GPU in such a step only.
+        # Other ranks of the node may have used the parameters. Only such a step synchronizes with a GPU.
         found = iter(torch.stack(idle).tolist() if idle else ())
         return [next(found) if local.is_used is False else local.is_used for local in shares]
 
@@ -302,7 +306,6 @@ class HierarchicalTopology(DividedRanks):
         return flat
 
     def _messages_of(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield those that travel in a message: as many as it has room for, or one that is larger."""
         most = _MESSAGE_ELEMENTS if self._intra.device.type == "cpu" else _DEVICE_MESSAGE_ELEMENTS
         message, numel = list[Tensor](), 0
         for gradient in gradients:
@@ -314,7 +317,7 @@ class HierarchicalTopology(DividedRanks):
         yield message
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
-        """Return this rank's share of each mean, in at least fp32; it is working memory until :meth:`write_back`."""
+        """Return this rank's share of each mean, in fp32 or wider, in working memory until :meth:`write_back`."""
         dtypes = {gradient.dtype for gradient in gradients}
         dtype = dtypes.pop() if len(dtypes) == 1 else widened(gradients[0].dtype)
         numels = [self.share_numel(gradient.numel()) for gradient in gradients]
@@ -327,14 +330,14 @@ class HierarchicalTopology(DividedRanks):
         return list(shares[: sum(numels)].split(numels))
 
     def _memory(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory ``[world_size, columns]``: that of the last message of this name, unless more is needed."""
+        """Return memory ``[world_size, columns]``, reused between messages of the same name if large enough."""
         numel, held = self.local_world_size * columns, self._messages.get((name, dtype))
         if held is None or held.numel() < numel:
             held = self._messages[name, dtype] = torch.empty(numel, dtype=dtype, device=self._intra.device)
         return held[:numel].view(self.local_world_size, columns)
 
     def _hand_out(self, shares: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Phases[None]:
-        """Write the shares of all ranks, laid end to end, into whole flat tensors."""
+        """All-gather the ranks' concatenated shares, and write them into complete flat tensors."""
         rows = yield Payload("all_gather", round_to(shares, dtype), out=self._memory("parts", len(shares), dtype))
         numels = [self.share_numel(tensor.numel()) for tensor in tensors]
         for tensor, piece in zip(tensors, rows[:, : sum(numels)].split(numels, dim=1)):

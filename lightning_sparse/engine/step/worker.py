@@ -1,4 +1,4 @@
-"""One thread, first in, first out, that issues all collectives while backward goes on."""
+"""One FIFO thread that issues all collectives, while backward is running."""
 
 import queue
 import threading
@@ -15,39 +15,44 @@ _CAPTURED = (
 )
 
 Result = TypeVar("Result")
-_Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]  # as submitted; events of inputs
+# arguments of submit(); events of the inputs' streams
+_Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]
 
 
 class ExchangeWorker:
-    """Run tasks one after the other on a thread, and on a device on a stream, of their own; after an error none.
+    """Run tasks in order on a separate thread and, on a device, a separate stream.
 
-    A collective issued from the continuation of another would race on gloo.
+    After an error the remaining tasks are skipped. All collectives start on this thread, because a collective started
+    in a continuation of another one races on gloo.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.error: Optional[BaseException] = None
         self._device = device
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
-        # Its many small kernels would wait behind those of backward, which fill a device.
+        # High priority, because the many small kernels would otherwise wait behind the kernels of backward.
         self._stream = self._device_module.Stream(device, priority=-1) if self._device_module else None
-        # Of devices that have graphs of what is launched.
+        # Only some devices can capture graphs of kernels.
         self._is_captured = getattr(self._device_module, "is_current_stream_capturing", lambda: False)
         self._updated: set[Any] = set()
         self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
-        # A daemon, because a collective that waits for a dead peer cannot be stopped before its timeout, and must not
-        # keep an interpreter alive that its user has told to go.
+        # A daemon, because a collective that waits for a dead peer blocks until a timeout, and must not block the
+        # interpreter's exit.
         self._thread = threading.Thread(target=self._loop, name="lightning_sparse.exchange", daemon=True)
         self._thread.start()
 
     def wait_for_caller(self) -> None:
-        """On a device, have the next task start also after what the calling thread's current stream holds now."""
+        """Let the next task also wait for the work queued so far on the calling thread's current stream."""
         if self._device_module:
             self._updated.add(self._device_module.current_stream(self._device))
 
     def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None, always: bool = False) -> None:
-        """Queue a task, after what the caller's stream holds now; ``done`` is set after it.
+        """Queue a task that starts after the work on the caller's current stream.
 
-        After an error a task is skipped, unless it is to run ``always``.
+        Args:
+            run: the task.
+            done: event that is set after the task.
+            always: run the task even after an error of an earlier task.
         """
         if self._is_captured():
             raise RuntimeError(_CAPTURED)
@@ -57,35 +62,35 @@ class ExchangeWorker:
         self._tasks.put((run, done, always, ready))
 
     def run(self, task: Callable[[], Result]) -> Result:
-        """Return the result of a task, run after those that are queued; raise what it or one before it has raised."""
+        """Run a task after the queued tasks, and return the result, or raise the error of this or an earlier task."""
         done, results = threading.Event(), list[Result]()
         self.submit(lambda: results.append(task()), done=done)
         self.wait(done)
         return results[0]
 
     def drain(self) -> None:
-        """Wait for the tasks that are queued, or raise what failed."""
+        """Wait for the queued tasks, and raise their error, if any."""
         self.run(lambda: None)
 
     def wait(self, done: threading.Event) -> None:
-        """Wait for a task that sets ``done`` when it is done; on a device the calling thread's stream waits, too."""
+        """Wait for the task that sets ``done``, also with the calling thread's current stream on a device."""
         done.wait()
         self.raise_error()
         self._sync_caller_stream()
 
     def raise_error(self) -> None:
-        """Raise what a task has raised, if one has."""
+        """Raise the first error of a task, if any."""
         if self.error is not None:
             raise self.error
 
     def close(self, patience: float = 5.0) -> bool:
-        """End the thread after the tasks that are queued; return whether it has ended within ``patience`` seconds."""
+        """End the thread after the queued tasks, and return whether this took at most ``patience`` seconds."""
         self._tasks.put(None)
         self._thread.join(patience)
         has_ended = not self._thread.is_alive()
         if has_ended:
-            # The thread has queued its work on the device, which may still do it. Nobody else waits for that where
-            # backward was interrupted; what is kept is about to be read, and the memory of gradients to be given out.
+            # After an interrupted backward no one else waits for the kernels that the thread has queued, although the
+            # residuals are read next and the memory of gradients is reused.
             self._sync_caller_stream()
         return has_ended
 
@@ -99,7 +104,7 @@ class ExchangeWorker:
         with torch.no_grad(), self._device_module.stream(self._stream) if self._device_module else nullcontext():
             while (task := self._tasks.get()) is not None:
                 self._perform(*task)
-                del task  # a task holds gradients; do not keep them while waiting for the next one
+                del task  # a task holds gradients, which must be freed while the thread waits
 
     def _perform(
         self, run: Callable[[], None], done: Optional[threading.Event], always: bool, ready: Sequence[Any]
@@ -110,7 +115,7 @@ class ExchangeWorker:
                     for event in ready:
                         self._stream.wait_event(event)
                 run()
-        except BaseException as error:  # whatever it is, it belongs to the user's thread
+        except BaseException as error:  # raise_error() raises any error on the user's thread
             self.error = self.error or error
         finally:
             if done is not None:
