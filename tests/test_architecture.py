@@ -139,3 +139,73 @@ def test_nothing_outgrows_a_reader():
                 assert not body or node.end_lineno - body[0].lineno < 40, f"{where} is too long"
                 arguments = [argument.arg for argument in node.args.args]
                 assert all(len(name) > 2 for name in arguments), f"{where} has an argument of one or two letters"
+
+
+PRIVATE = {  # private names of torch and Lightning -> why no public name is enough
+    "torch": {
+        "_current_graph_task_id": "nested backwards have no public number",
+        "_storage_Use_Count": "whether a gradient's memory has another holder",
+        "_cdata": "argument of `_storage_Use_Count`",
+        "_version": "in-place changes of a tensor",
+        "_execution_engine": "callback at the end of a backward, as DDP and FSDP2 register one",
+        "_post_accumulate_grad_hooks": "order of a parameter's hooks",
+        "_get_active_ddp_module": "whether DDP calls a model",
+        "_ddp_params_and_buffers_to_ignore": "names that DDP ignores, before DDP exists",
+        "_get_backend": "timeout of a group",
+        "_timeout": "timeout of a group, and of Lightning's strategies",
+        "_orig_mod": "module inside of `torch.compile`",
+        "_foreach": "one kernel for many tensors",
+        "_ExperimentalConfig": "spans of all threads in a profile",
+        "_pytree": "tensors in nested batches",
+    },
+    "Lightning": {
+        "_device_mesh": "mesh of one replica",
+        "_setup_distributed": "start of the process group without a mesh of all ranks",
+        "_setup_model": "overridden: no DDP around the model",
+        "_register_ddp_hooks": "overridden: no hook on CUDA",
+        "_batches_that_stepped": "step of Lightning's own log",
+        "_backward_sync_control": "overridden: no_sync of Fabric",
+        "_skip_backward": "the last epoch of `StochasticWeightAveraging`",
+        "_val_check_time_interval": "validation by time",
+        "_signal_connector": "`trainer.received_sigterm`",
+        "_checkpoint_connector": "path of a checkpoint that SLURM's next job finds",
+    },
+    "replaced at run time": {
+        "_broadcast_sigterm_tensor": "Lightning's collective in each batch",
+        "clip_gradients": "clipping of Lightning's precision plugin before Adam's correction",
+        "step": "steps that a GradScaler skips",
+        "reducer": "DDP's reducer",
+        "logger": "DDP's logger, which holds the reducer",
+        "join_hook": "DDP's join",
+    },
+}
+_REPLACED = re.compile(r"\.(\w+) = (?:\w+\.(\w+) = )?.*# type: ignore\[(?:method-assign|assignment)\]")
+_OWN = re.compile(r"\b(?:self|cls|super\(\)|type\(self\))$")
+
+
+def private_names():
+    defined = {
+        (path, node.name): any(ast.unparse(each) == "override" for each in node.decorator_list)
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+    }
+    own = {name for (_, name), overrides in defined.items() if not overrides}
+    yield from (name for (_, name) in defined if name not in own and re.match("_[^_]", name))
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.Attribute) and not _OWN.search(ast.unparse(node.value)):
+                is_foreign = not isinstance(node.value, ast.Name) or f"self.{node.attr}" not in path.read_text()
+                yield from [node.attr] if is_foreign or node.value.id == "strategy" else []
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+            elif isinstance(node, ast.ImportFrom):
+                yield from (node.module + "." + ".".join(alias.name for alias in node.names)).split(".")
+
+
+def test_private_names_of_torch_and_lightning_do_not_grow():
+    ours = {"_replace", "_asdict", "_exit", "_current_frames", "_C", "_profiler"}  # Python's, and modules of a name
+    found = {re.sub("^_foreach_.*", "_foreach", name) for name in private_names() if re.match("_[^_]", name)} - ours
+    replaced = {name for path in FILES for names in _REPLACED.findall(path.read_text()) for name in names if name}
+    assert found | replaced == set().union(*PRIVATE.values())
+    assert sum(map(len, PRIVATE.values())) <= 30

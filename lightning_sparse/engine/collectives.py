@@ -201,7 +201,7 @@ def _is_of_this_rank(error: RuntimeError) -> bool:
 
 def default_store() -> Any:
     """Return the store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
+    return _default_group().get_group_store()
 
 
 _UNKNOWN_CAUSE = (
@@ -253,8 +253,8 @@ class Communicator(SharedOnCopy):
         self.group = shared
         if shared is not None and timeout is not None:
             # Meshes create groups with torch's default timeout. TORCH_DISTRIBUTED_DEBUG hides the setter.
-            with suppress(AttributeError):
-                shared._get_backend(device)._set_default_timeout(timeout)
+            with suppress(RuntimeError):
+                shared.set_timeout(timeout)
         elif shared is None:
             # All ranks of the job create each group. With use_local_synchronization a new group could get the name
             # of a destroyed group, and would read stale addresses from the store.

@@ -114,8 +114,13 @@ class SparsifyCallback(TrainerCallback):
         self._give_back()
 
     def _folder(self, state: Any) -> Path:
-        """Return the Trainer's folder of a checkpoint, in that of a trial where it searches for hyperparameters."""
-        return Path(self._trainer._get_output_dir(self._trainer._trial)) / f"checkpoint-{state.global_step}"
+        """Return the Trainer's folder of a checkpoint."""
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "hyperparameter_search() saves each trial in its own folder, which SparsifyCallback does not support."
+                " Pass save_strategy='no' to TrainingArguments."
+            )
+        return Path(self._trainer.args.output_dir) / f"checkpoint-{state.global_step}"
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip in Accelerate's place, and return the norm before, which the Trainer also asks for with no limit."""

@@ -53,6 +53,14 @@ def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
         assert_same(resumed, whole)
 
 
+def test_a_search_for_hyperparameters_is_refused():
+    state = import_module("transformers").TrainerState(is_hyper_param_search=True)
+    callback = import_module("lightning_sparse.loop.hugging_face").SparsifyCallback(mock.Mock())
+    callback._handle = mock.Mock()
+    with pytest.raises(ValueError, match="save_strategy='no'"):
+        callback.on_save(None, state, None)
+
+
 def stopping(event, step):
     left = [step]
 
