@@ -1,4 +1,4 @@
-"""Which arguments an entry point takes: the settings, which one record spells, its own, and those of its bases."""
+"""Arguments of entry points: settings, further arguments, and the arguments of base classes."""
 
 import difflib
 import inspect
@@ -14,15 +14,15 @@ from lightning_sparse.removed import refuse_removed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 REFUSED = {
-    "ddp_comm_hook": "the strategy takes the gradients itself; for a hook use DDPStrategy",
-    "ddp_comm_state": "it belongs to a hook, and the strategy takes the gradients itself; for a hook use DDPStrategy",
-    "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
-    "model_averaging_period": "it belongs to torch's post-localSGD hook; for local steps use local_steps=...",
-    "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
-    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
-    "process_group": "gradients are exchanged between all processes of the training",
-    "module": "Lightning wraps the model that fit or Fabric.setup is given; leave it out",
-    "mixed_precision": "nothing wraps the model; use Trainer(precision='bf16-mixed') or Fabric(precision=...)",
+    "ddp_comm_hook": "the strategy reduces gradients itself; for a hook use DDPStrategy",
+    "ddp_comm_state": "the strategy reduces gradients itself, without a hook; for a hook use DDPStrategy",
+    "ddp_comm_wrapper": "there is no hook to wrap; to send 16-bit values use wire='float16' or wire='bfloat16'",
+    "model_averaging_period": "torch's post-localSGD hook is not used; for local steps use local_steps=...",
+    "bucket_cap_mb": "the schedule decides the buckets; use schedule=FixedSize(min_elements=...)",
+    "bucket_cap_mb_list": "the schedule decides the buckets; use schedule=FixedSize(min_elements=...)",
+    "process_group": "gradients are exchanged between all processes of the training; omit the argument",
+    "module": "Lightning wraps the model of fit or Fabric.setup; omit the argument",
+    "mixed_precision": "the model is not wrapped; use Trainer(precision='bf16-mixed') or Fabric(precision=...)",
     "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...) or Fabric(devices=...)",
 }
 
@@ -46,7 +46,7 @@ class DDPArguments(Compression, total=False):
 
 
 class LoopArguments(Compression, total=False):
-    """Settings, and what else :func:`~lightning_sparse.sparsify_gradients` takes beside model and optimizer."""
+    """Settings, and arguments of :func:`~lightning_sparse.sparsify_gradients` beside model and optimizer."""
 
     compressor: Union[str, Compressor]
     density: Optional[float]
@@ -65,9 +65,9 @@ class ShardArguments(Compression, total=False):
 
 
 def with_settings_signature(*left_out: str) -> Callable[[Function], Function]:
-    """Show a function's settings, with defaults and what they mean, where its signature has the record of them.
+    """Replace ``**settings`` in a function's signature by the single settings, except those ``left_out``.
 
-    Type checkers and editors read ``Unpack``; help, and a command line, ask a function itself.
+    Type checkers and editors read ``Unpack``. ``help()`` and command lines read the signature.
     """
 
     def show(function: Function) -> Function:
@@ -93,7 +93,15 @@ def pop_settings(
     given: Any,
     *bases: Callable[..., Any],
 ) -> Settings:
-    """Take an entry point's settings out of what it was given, and check that ``bases`` take the rest."""
+    """Remove the settings of an entry point from its keyword arguments, and check the other arguments.
+
+    Args:
+        entry: the entry point.
+        compressor: compressor or name of a compressor.
+        density: fraction of elements sent; ``None`` for the compressor's default.
+        given: keyword arguments of the call, modified in place.
+        bases: callables that accept the arguments that are no settings.
+    """
     own = _names(entry)
     settings = Settings.of(compressor, density, **{name: given.pop(name) for name in own & DEFAULTS.keys() & {*given}})
     if not isinstance(given.get("timeout"), (timedelta, type(None))):
@@ -110,27 +118,25 @@ def pop_settings(
 def _unknown(
     entry: Callable[..., Any], name: str, value: Any, compressor: Compressor, bases: Sequence[Callable[..., Any]]
 ) -> str:
-    """Compose the message for an argument that nobody takes."""
     own = sorted(_names(entry))
     hint = _hint(name, compressor, [*own, *(each for base in bases for each in _names(base))])
     others = f", and the arguments of {' and '.join(base.__name__ for base in bases)}" if bases else ""
     return (
         f"{name}={value!r} is no argument of {entry.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
-        f" It takes {', '.join(own)}{others}"
+        f" Arguments are {', '.join(own)}{others}"
     )
 
 
 def _hint(name: str, compressor: Compressor, known: Iterable[str]) -> str:
     kind = type(compressor)
     if name in _names(kind):
-        return f"it is one of {kind.__name__}, so give compressor={kind.__name__}({name}=...)"
+        return f"{kind.__name__} has this argument: use compressor={kind.__name__}({name}=...)"
     if name in _names(LocalSteps):
-        return f"it is one of LocalSteps, so give local_steps=LocalSteps(5, {name}=...)"
+        return f"LocalSteps has this argument: use local_steps=LocalSteps(5, {name}=...)"
     near = difflib.get_close_matches(name, [*known], n=1)
-    return f"did you mean {near[0]}?" if near else "leave it out"
+    return f"did you mean {near[0]}?" if near else "omit the argument"
 
 
 def _names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of the arguments of a function or a class."""
     parameters = inspect.signature(function).parameters.items()
     return {name for name, parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}

@@ -1,8 +1,7 @@
-"""Is it worth it? Real steps of the engine against real steps of plain DDP, and the faster of the two.
+"""Choice between compression and plain DDP from timed steps of both.
 
-Everything is decided between two steps, from times that all ranks have agreed on. Only while the two are compared are
-ranks asked after every step, and a device waited for. Where the two are not to be told apart, or compression is not
-worth what it delays, it is DDP.
+All ranks choose between two steps, from times averaged over ranks. Ranks and devices synchronize after a step only
+during a comparison. DDP is chosen if the error is too large, or the gain too small for the delay of gradients.
 """
 
 import math
@@ -17,55 +16,60 @@ import torch
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import SharedOnCopy
 
-_MIN_GAIN = 0.02  # of a step of DDP, which delays no gradient
-_GAIN_OF_A_TENTH = 0.05  # more of it for sending a tenth: what is sent late has to be made up for in steps
+_MIN_GAIN = 0.02  # fraction of DDP's step that compression has to save, because DDP delays no gradient
+_GAIN_OF_A_TENTH = 0.05  # further fraction per factor of ten in density: delayed gradients cost steps
 _SIGMAS = 2.0
-_TO_SIGMA = 1.4826  # from a median of deviations, for normal ones
-_ERROR_OF_MEDIAN = 1.2533  # over that of a mean, for normal errors
-_SETTLING_STEPS = 2  # after a change
+_TO_SIGMA = 1.4826  # standard deviation over median absolute deviation, for normal values
+_ERROR_OF_MEDIAN = 1.2533  # standard error of a median over that of a mean, for normal values
+_SETTLING_STEPS = 2  # untimed steps after a change of backend
 _TIMED_STEPS = 6
-_TURNS = 2  # of each, so that whatever else the machine does hits both alike,
-_MAX_TURNS = 6  # and more while they do not tell which is better
-_HOPELESS = 2.0  # times as slow as the engine: one step of a turn is enough to see it
-_RECHECK_STEPS = 5000  # after which to compare again
+_TURNS = 2  # turns of each backend: other load on the machine affects both
+_MAX_TURNS = 6  # turns of each backend while the result is unclear
+_HOPELESS = 2.0  # DDP's time over compression's, from which one step per turn is enough
+_RECHECK_STEPS = 5000  # steps between two comparisons
 
-Turn = tuple[Sequence[float], Sequence[float]]  # seconds of steps with compression, and of DDP's
+Turn = tuple[Sequence[float], Sequence[float]]  # seconds per step, with compression and with DDP
 Steps = Generator[None, float, None]
 
 
 class Comparison(NamedTuple):
-    """Steps with compression against steps of DDP, in seconds."""
+    """Seconds per step with compression (``ours``) and with DDP (``theirs``)."""
 
     ours: float
     theirs: float
-    gain: float  # median over turns of the time that compression saves
-    error: float  # of the gain, at two sigmas
-    wanted: float  # gain that is worth the delay of gradients
+    gain: float  # seconds that compression saves, median over turns
+    error: float  # two standard errors of the gain
+    wanted: float  # smallest gain that is worth the delay of gradients
 
     @property
     def is_clear(self) -> bool:
-        """Whether the error decides nothing."""
+        """Whether the gain differs from the wanted gain by more than the error."""
         return abs(self.gain - self.wanted) > self.error
 
     @property
     def pays(self) -> bool:
-        """Whether compression is worth it, beyond the error."""
+        """Whether the gain exceeds the wanted gain by more than the error."""
         return self.gain - self.wanted > self.error
 
     def choice(self, density: float) -> str:
-        """Say what is chosen, and why."""
+        """Return the chosen backend and the reason as text."""
         gain = self.gain / self.theirs
         if self.pays:
             return f"compression, which saves {gain:.1%}"
         if gain <= 0:
-            return "plain DDP, as compression saves nothing"
+            return "plain DDP, because compression saves nothing"
         unsure = "" if self.is_clear else ", and the difference is within the error"
-        worth = f"to send {density:.2g} of each gradient is worth {self.wanted / self.theirs:.0%}"
-        return f"plain DDP, as compression saves {gain:.1%}: {worth}{unsure}"
+        worth = f"a density of {density:.2g} has to save {self.wanted / self.theirs:.0%}"
+        return f"plain DDP, because compression saves {gain:.1%}: {worth}{unsure}"
 
 
 def compare(turns: Sequence[Turn], density: float) -> Comparison:
-    """Compare steps timed in turns, so that what else the machine does hits both; medians forgive one turn in three."""
+    """Compare alternating turns of both backends; medians tolerate one disturbed turn in three.
+
+    Args:
+        turns: seconds per step of each turn.
+        density: fraction of elements that compression sends.
+    """
     ours, theirs = ([median(steps) for steps in side] for side in zip(*turns))
     gains = [their - our for our, their in zip(ours, theirs)]
     errors = ((_ERROR_OF_MEDIAN * _spread(steps) / math.sqrt(len(steps)) for steps in turn) for turn in turns)
@@ -76,42 +80,42 @@ def compare(turns: Sequence[Turn], density: float) -> Comparison:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return one sigma of values that are normal but for a few that were disturbed."""
+    """Return a standard deviation that is robust against outliers."""
     centre = median(values)
     return _TO_SIGMA * median(abs(value - centre) for value in values)
 
 
 class AutoBackend(SharedOnCopy):
-    """Choose between the engine and plain DDP."""
+    """Choose between compression and plain DDP during a training."""
 
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
-        self.wants_dense = False  # for the next step
-        self._engine: Engine = proxy(engine)  # which does not wait for a collection, as this and its course do
+        self.wants_dense = False  # whether plain DDP runs the next step
+        self._engine: Engine = proxy(engine)  # a proxy, because the generator delays garbage collection
         self._device = device
         self._log = log
         self._is_comparing = False
-        self._density = 1.0  # that of the compressed steps timed last
-        self._exposed = 0.0  # seconds of their exchange
+        self._density = 1.0  # density of the last timed steps with compression
+        self._exposed = 0.0  # exposed seconds per step with compression
         self._border = perf_counter()
-        self._told: Optional[bool] = None  # whether compression pays, as users have heard
+        self._told: Optional[bool] = None  # last logged answer: whether compression pays
         self.verdict = "training ended before compression and plain DDP were compared"
         self._course = self._run()
         next(self._course)
 
     def end_step(self) -> None:
-        """End an optimizer's step; on every rank."""
+        """Record the end of an optimizer step. All ranks call."""
         if self._is_comparing and self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)  # the caller's may be another
+            torch.get_device_module(self._device).synchronize(self._device)  # the current device may be another
         border, self._border = self._border, perf_counter()
         self._course.send(self._border - border)
 
     def _run(self) -> Steps:
-        """Live through the training: each ``yield`` is a step, and receives its seconds."""
+        """Compare and choose until training ends. Each ``yield`` is a step, and receives the seconds of the step."""
         while self._engine.planner.plan is None:
             yield
         self._log(
             f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MAX_TURNS}"
-            " turns, and goes on with what is better."
+            " turns, and continues with the better one."
         )
         while True:
             turns, is_done = list[Turn](), False
@@ -127,7 +131,7 @@ class AutoBackend(SharedOnCopy):
                 yield
 
     def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
-        """Return the seconds of steps, on which ranks agree; of a single one, if that is hopeless."""
+        """Return seconds per step, averaged over ranks, and stop early if the median reaches ``hopeless``."""
         self.wants_dense = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):
@@ -140,12 +144,12 @@ class AutoBackend(SharedOnCopy):
         self._is_comparing = False
         if not is_dense:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
-            # A step in which Adam's second moment learns is DDP's own, and nobody knows what was exposed of it.
+            # DDP runs the steps that refresh Adam's second moments, so their exposed seconds are NaN.
             self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed, dtype=torch.float64).nanmedian()))
         return seen
 
     def _decide(self, is_dense: bool) -> Steps:
-        """Stay with the winner; before DDP takes over gradients that were not sent are, and updates are dropped."""
+        """Switch to the winner. Before DDP, residual gradients are sent, and residual updates of Adam are dropped."""
         engine = self._engine
         if is_dense and engine.memory.corrects_adam:
             engine.worker.run(lambda: engine.memory.reset(engine.parameter_names))
@@ -157,7 +161,7 @@ class AutoBackend(SharedOnCopy):
         for _ in range(_SETTLING_STEPS):
             yield
         if is_dense:
-            self._engine.recorder.totals.forget_times()  # which were those of trials
+            self._engine.recorder.totals.forget_times()  # the comparison's times say nothing about DDP
 
     def _tell(self, comparison: Comparison, turns: int) -> None:
         ours, theirs = comparison.ours, comparison.theirs
@@ -165,7 +169,7 @@ class AutoBackend(SharedOnCopy):
         if self._told is comparison.pays:
             return
         self._told = comparison.pays
-        # All of DDP's exchange that backward does not hide, over a step of ours less what it does not hide of ours.
+        # r is DDP's exposed time, relative to a step with compression without exposed time.
         alone = ours - self._exposed
         r = f"; r = {max(0.0, theirs / alone - 1):.2g} as measured" if alone > 0 else ""
         self._log(

@@ -1,4 +1,4 @@
-"""What this rank has of optimizers' states, where the file of the model holds those of another rank."""
+"""Optimizer states of this rank, for a model file that holds the states of another rank."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 from lightning_sparse.functional.elements import as_dtensor, local_tensor
 
-_GROUPS = "groups"  # in the state of an optimizer beside the numbers of its parameters
-_OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # in a group, by torch
+_GROUPS = "groups"  # key of the parameter groups, beside the indices of parameters
+_OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # group entries that torch sets
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return what this rank holds of the states of optimizers: of each parameter, and of groups, in their order."""
+    """Return this rank's optimizer states: the state of each parameter, and the learned entries of each group."""
     states = []
     for each in optimizers:
         whole = each.state_dict()
@@ -24,7 +24,7 @@ def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
 
 
 def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-    """Have optimizers go on from what :func:`states_of` returned."""
+    """Load the optimizer states that :func:`states_of` returned."""
     for optimizer, state in zip(optimizers, states):
         present = optimizer.state_dict()
         of_parameters = {number: each for number, each in state.items() if number != _GROUPS}
@@ -34,16 +34,16 @@ def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
 
 
 def _learned_names(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """Return what an optimizer keeps in a group for itself, such as the distance that Prodigy learns, of a rank's own.
+    """Return the group entries that an optimizer learns, such as Prodigy's distance. They differ between ranks.
 
-    What users and schedulers set there, which a constructor names, is for the file of the model.
+    Arguments of the constructor are not included: users and schedulers set them, and the model file has them.
     """
     given = inspect.signature(type(optimizer).__init__).parameters
     return group.keys() - given.keys() - _OF_THE_MODEL
 
 
 def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
-    """Return nested dictionaries with their tensors changed, each by what is in its place in others ``like`` them."""
+    """Apply ``change`` to each tensor of nested dictionaries and to the entry of ``like`` at the same place."""
     if isinstance(state, Tensor):
         return change(state, like)
     if not isinstance(state, dict):

@@ -13,52 +13,41 @@ from lightning_sparse.engine.wire import EXCHANGES
 from lightning_sparse.schedule import FixedSize
 
 FEW_ROUNDS = 100
-SHORTEST_PART = 5  # of the rounds asked for, that those may be which validations end
-SAFE_STEPS = 5  # local ones, with which short trainings have been shown to end near DDP's loss
+SHORTEST_PART = 5  # validations that cut rounds below 1 / SHORTEST_PART cause a warning
+SAFE_STEPS = 5  # local steps per round, measured to end near DDP's loss in short trainings
 
 RESUMES_ALONE = (
-    "one process goes on from what a compressed training has kept: it sends nothing, and still compresses, so that the"
-    " model gets what had not been sent; each update is late by as much as before. To end that, resume with"
-    " resume_compression=False."
+    "one process continues a compressed training: nothing is sent, and compression goes on, so that the model receives"
+    " the residuals. Each update is delayed as before. To end compression, resume with resume_compression=False."
 )
 TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
-    " meanwhile the optimizer steps without, and with its weight decay divided by 1 - momentum."
+    " meanwhile the optimizer steps without momentum, and weight decay is divided by 1 - momentum."
 )
 OWN_MODELS = (
-    "training ended in an exception, and each rank holds its own model, not the mean of all: another fit begins with"
-    " the model of rank 0."
+    "training ended in an exception: each rank holds its own model, and another fit begins with the model of rank 0."
 )
 UNSAVED_GRADIENTS = (
     "gradients accumulated since the last optimizer step (backward passes: {backwards}) are not in this checkpoint, as"
     " with ddp: save after a step to resume exactly"
 )
-
-
-# What a user is told whose clip acts on updates, not on the gradients that they are made of.
 CHANGED = (
     "gradients were changed between backward and the optimizer's step, such as by torch.nn.utils.clip_grad_norm_. With"
-    " Adam and AdamW they hold updates by then, which have been selected out of what has waited: what is clipped off"
-    " them is lost, and training all but stops. Have the gradients clipped that updates are made of: by"
-    " Trainer(gradient_clip_val=...) or self.clip_gradients(...); in a plain loop by handle.clip(norm=...); with Fabric"
-    " by fabric.clip_gradients(...)."
+    " Adam and AdamW, .grad holds updates selected from the residuals: the clipped part of an update is lost, and"
+    " training all but stops. Clip the gradients before the updates are made: by Trainer(gradient_clip_val=...) or"
+    " self.clip_gradients(...); in a plain loop by handle.clip(norm=...); with Fabric by fabric.clip_gradients(...)."
 )
-
-
-UNCOUNTED_BATCHES = 8  # in a row, more than hooks change weights in while a step accumulates
+UNCOUNTED_BATCHES = 8  # consecutive batches: hooks change weights in fewer while a step accumulates
 UNCOUNTED = (
-    f"{UNCOUNTED_BATCHES} batches in a row have changed the weights, and no optimizer that is known has made a step."
-    " Steps are counted, to exchange after so many of them, and momentum and Adam's updates are made for the optimizers"
-    " that are known: let the step() of an optimizer that configure_optimizers returns, or that"
-    " sparsify_gradients was given,"
-    " make the updates (a new one needs handle.close() and sparsify_gradients once more); or end each round"
-    " yourself, in a plain"
-    " loop by handle.synchronize()"
+    f"the weights changed in {UNCOUNTED_BATCHES} consecutive batches without a step of a registered optimizer. Rounds,"
+    " momentum and Adam's updates follow the steps of registered optimizers. Update the weights by step() of an"
+    " optimizer that configure_optimizers returns, or that sparsify_gradients received (for a new optimizer call"
+    " handle.close() and sparsify_gradients again). Or end each round yourself, in a plain loop by handle.synchronize()"
 )
 
 
 def describe(settings: Settings) -> str:
-    """Say what is sent of each gradient, with which warm-up, schedule, exchange, wire and correction."""
+    """Describe in one line the message, warm-up, schedule, exchange, wire and correction."""
     compressor, local = settings.compressor, settings.local_steps
     what = "gradient" if local is None else "change of parameters"
     if compressor.default_density is not None:
@@ -81,7 +70,7 @@ def describe(settings: Settings) -> str:
 
 
 def adam_line(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
-    """Describe the first steps of the corrected optimizers, in a training of so many steps."""
+    """Describe the dense first steps of the corrected optimizers."""
     assert settings.adam is not None
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
     dense, fall = settings.adam.warm_up(total_steps)
@@ -90,26 +79,26 @@ def adam_line(settings: Settings, optimizers: Sequence[Optimizer], total_steps: 
 
 
 def warning_for(optimizer: Optimizer) -> str:
-    """Compose the warning for an adaptive optimizer, or for Muon, that is given sparse gradients."""
+    """Return the warning for Muon or an adaptive optimizer with sparse gradients."""
     name = type(optimizer).__name__
     if "ns_steps" in optimizer.defaults:
         return (
-            f"{name} takes directions from what arrives, and what arrives is sparse. A small GPT, MuonAdamW, top-k with"
-            " a 16th sent, 1000 steps: validation loss 1.258 where DDP ends at 1.212. Choose strategy='sparse_qsgd',"
+            f"{name} computes directions from the mean gradients, and these are sparse. A small GPT, MuonAdamW, top-k"
+            " with a 16th sent, 1000 steps: validation loss 1.258, with DDP 1.212. Choose strategy='sparse_qsgd',"
             " which sends every element in 4 bits (1.215); local_steps=..., with MuLoCo's constants;"
             " torch.optim.AdamW, or strategy='ddp'."
         )
     return (
-        f"{name} learns how large gradients are from what arrives, and what arrives is sparse: it sees one spike where"
-        " dense training sees a hundred small gradients, and the model at the end is a worse one. A small GPT, AdamW,"
-        " density 0.01, 1000 steps: validation loss 2.11 where DDP ends at 1.55 (beta2 0.95), 1.89 and 1.51 (0.999)."
-        " Choose torch.optim.AdamW or Adam, whose updates are made before selection unless"
-        " optimizer_correction=None; or torch.optim.SGD; or strategy='ddp'."
+        f"{name} learns the magnitude of gradients, and the mean gradients are sparse: one spike replaces a hundred"
+        " small gradients of dense training, and the final model is worse. A small GPT, AdamW, density 0.01, 1000"
+        " steps: validation loss 2.11, with DDP 1.55 (beta2 0.95); 1.89, with DDP 1.51 (beta2 0.999). Choose"
+        " torch.optim.AdamW or Adam, which make updates before selection unless optimizer_correction=None;"
+        " torch.optim.SGD; or strategy='ddp'."
     )
 
 
 def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
-    """Say what a training has sent and waited for; ``verdict`` is what ``sparse_auto`` has found.
+    """Describe the traffic and the exposed time of a training, and the ``verdict`` of ``sparse_auto``.
 
     Example::
 
@@ -132,32 +121,32 @@ def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str
 def log_rounds(
     local: LocalSteps, steps: int, log: Callable[[str], None], warn: Optional[Callable[[str], None]]
 ) -> None:
-    """Log how many rounds so many optimizer steps make, and ``warn`` of few."""
+    """Log the number of rounds in ``steps`` optimizer steps, and ``warn`` if the rounds are few."""
     every = local.every
     count = -(-max(0, steps - local.synchronous_steps) // every)
     rounds = f"{count} round{'s' * (count != 1)} of {every} local steps"
     log(f"up to {steps} optimizer steps, that is {rounds}.")
     if warn is not None and count < FEW_ROUNDS and every > SAFE_STEPS:
         warn(
-            f"local_steps={every} makes {rounds}, and so few do not get to DDP's loss: after 800 steps a small GPT"
-            " ended 8 to 48 % above it with 27 to 40 rounds of 20 or 30 steps, and 4 % with 160 rounds of 5. In short"
-            f" trainings take local_steps={SAFE_STEPS}, or 'lags' without local steps, which exchanges in every step."
+            f"local_steps={every} makes {rounds}, too few to reach DDP's loss: after 800 steps a small GPT ended 8 to"
+            " 48 % above DDP with 27 to 40 rounds of 20 or 30 steps, and 4 % above with 160 rounds of 5. In short"
+            f" trainings use local_steps={SAFE_STEPS}, or 'lags' without local steps, which exchanges in every step."
         )
 
 
 def warning_of_validations(local: LocalSteps, steps: int) -> str:
-    """Compose the warning for validations that come many times a round, each after so many steps; else return none."""
+    """Return a warning if validations every ``steps`` optimizer steps cut rounds short, else an empty string."""
     if not 0 < steps * SHORTEST_PART < (every := local.every):
         return ""
     return (
-        f"a validation ends a round, and validations come every {steps} optimizer steps: rounds are no longer than"
-        f" that, not local_steps={every}. Validate less often (val_check_interval=..., check_val_every_n_epoch=...), or"
-        " give fewer local steps."
+        f"validations come every {steps} optimizer steps, and each validation ends a round: rounds are shorter than"
+        f" local_steps={every}. Validate less often (val_check_interval=..., check_val_every_n_epoch=...), or use fewer"
+        " local steps."
     )
 
 
 def in_bytes(count: float) -> str:
-    """Write a number of bytes, such as 1.23 MB."""
+    """Format a number of bytes, such as 1.23 MB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
@@ -172,7 +161,7 @@ def _warm_up(settings: Settings) -> str:
         words.append(f"over {most}{settings.warmup_epochs} epochs, from {first:.2g} to {settings.density:g}")
     if settings.adam is not None:
         words.append("whole gradients in Adam's first steps")
-    return ", or where it sends more, ".join(words) or "none"
+    return ", or, if more is sent, ".join(words) or "none"
 
 
 def _schedule(settings: Settings) -> str:

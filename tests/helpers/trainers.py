@@ -31,10 +31,10 @@ EXPECTED_WARNINGS = (
     # On a GPU, DDPStrategy wraps the model on another stream than the stream of the forward.
     ".*AccumulateGrad node's stream does not match.*",
     ".*GPU available but not used.*",  # tests of the CPU
-    ".*and so few do not get to DDP's loss.*",  # rounds of local steps; see tests/strategy/test_local_steps.py
-    ".*a validation ends a round, and validations come.*",
+    ".*too few to reach DDP's loss.*",  # rounds of local steps; see tests/strategy/test_local_steps.py
+    ".*each validation ends a round.*",
     # Adam and Muon; see tests/strategy/test_optimizers.py.
-    ".*(learns how large gradients are|takes directions) from what arrives.*",
+    ".*(learns the magnitude of|computes directions from).* mean gradients.*",
     ".*`srun` command is available.*",  # machines with SLURM
 )
 _entry_points = cache(registry.entry_points)

@@ -272,7 +272,7 @@ def test_steps_that_are_not_seen_leave_ranks_one_model(pair, in_halves, steps):
     assert_same(one, other)
     assert stats.get("total_steps", 0) == steps
     assert in_halves == ("total_wire_bytes" in stats)  # before the first step no exchange is needed
-    assert [("no optimizer that is known" in each) for each in warned] == [True] * (not in_halves)
+    assert [("step of a registered optimizer" in each) for each in warned] == [True] * (not in_halves)
     assert not unwarned
 
 

@@ -37,7 +37,7 @@ def test_auto_takes_two_levels_where_there_are(compressor, nodes, expected):
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 8], ids=["one", "of one", "ragged", "in turns"])
 def test_two_levels_are_refused_where_there_are_none(nodes):
-    with pytest.raises(ValueError, match=r"levels=2.*nodes were found to be 0.* GROUP_RANK"):
+    with pytest.raises(ValueError, match=r"levels=2.*nodes of the ranks are 0.* GROUP_RANK"):
         ranks_of_node(Settings.of("topk", 0.01, levels=2), nodes)
 
 

@@ -163,9 +163,9 @@ def warned_of(rank, compressor, density, model):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(rank, SparseDDPStrategy(compressor, density=density), max_steps=1)
-        warnings.filterwarnings("always", message=".*from what arrives.*")
+        warnings.filterwarnings("always", message=".*mean gradients.*")
         trainer.fit(model)
-    return [str(each.message) for each in caught if "from what arrives" in str(each.message)]
+    return [str(each.message) for each in caught if "mean gradients" in str(each.message)]
 
 
 ONE_LAYER = LAGS(densities={"network.0.weight": 0.01})

@@ -178,7 +178,7 @@ NAMES = {
     "warmup_steps": "warmup_epochs",
     "outer_momentum": r"local_steps=LocalSteps\(5, outer_momentum=",
     "synchronous_steps": r"local_steps=LocalSteps\(5, synchronous_steps=",
-    "xyz": "leave it out",
+    "xyz": "omit the argument",
 }
 ELSEWHERE = [("compressor", "LAGS", "lags"), ("compressor", "sparse_lags", "lags"), ("wire", "fp16", "float16")]
 REFUSED = [
