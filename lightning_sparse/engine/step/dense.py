@@ -1,4 +1,4 @@
-"""A backward of a dense step: all of each gradient is averaged, as by DDP."""
+"""The backward of a dense step, which averages complete gradients, as DDP does."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,27 +12,28 @@ from typing_extensions import override
 from lightning_sparse.engine.step.backward import SMALL, Backward, ParamEntry, is_replaceable
 from lightning_sparse.engine.step.step import LocalGradient
 
-_FIRST_DENSE_BYTES = 1024 * 1024  # of the first message of a dense step, so that the network begins soon; each
-_DENSE_BYTES = 25 * 1024 * 1024  # other has twice those of the one before, up to DDP's, so that it stays busy
+_FIRST_DENSE_BYTES = 1024 * 1024  # first message of a dense step, short so that the network starts early
+_DENSE_BYTES = 25 * 1024 * 1024  # limit of the later messages, which double in size; DDP's bucket size
 
 
 class _Message(NamedTuple):
-    """Means of a dense step on their way."""
+    """A running all-reduce of a dense step."""
 
     wait: Callable[[], None]
     parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]  # theirs, flat
+    gradients: Sequence[Tensor]  # flat gradients of the parameters
     means: Sequence[Tensor]
-    used: Tensor  # by how many ranks each was, if it is the last
+    used: Tensor  # number of ranks that used each parameter; only in the last message
 
     def write(self) -> None:
-        """Have means that have arrived take the place of gradients, or on a device be written into them."""
+        """Wait for the means, and replace gradients by them, or copy the means into gradients on a device."""
         self.wait()
         copies, sources = list[Tensor](), list[Tensor]()
         for parameter, gradient, mean in zip(self.parameters, self.gradients, self.means):
-            # On a device the memory is of the worker's stream, which would give it out again while others read it.
+            # On a device the mean belongs to the worker's stream, which could reuse the memory while other streams
+            # read.
             if mean.dtype is gradient.dtype and is_replaceable(gradient, parameter):
-                parameter.grad = mean.view_as(parameter).data  # with a count of changes of its own
+                parameter.grad = mean.view_as(parameter).data  # .data gives the gradient a version counter of its own
             else:
                 copies.append(gradient)
                 sources.append(mean)
@@ -41,15 +42,15 @@ class _Message(NamedTuple):
 
 
 class DenseBackward(Backward):
-    """All of each gradient is averaged, as by DDP, in one all-reduce each message, and nothing is kept."""
+    """Reduction that averages complete gradients, as DDP does, in one all-reduce per message, without residuals."""
 
     _bytes = _FIRST_DENSE_BYTES
-    _message: Optional[_Message] = None  # on its way
+    _message: Optional[_Message] = None  # the running message
 
     def close(self) -> None:
-        """End the message that is on its way, on the worker: no process group is given back with one."""
+        """Finish the running message on the worker, because a pending collective must not lose its process group."""
         if self._message is not None:
-            with suppress(RuntimeError):  # other ranks may have left, and why is known
+            with suppress(RuntimeError):  # other ranks may have exited after an error that is already reported
                 self._message.wait()
 
     @override
@@ -59,7 +60,7 @@ class DenseBackward(Backward):
     @override
     def _zeros_for(self, parameter: Tensor) -> Tensor:
         flat = super()._zeros_for(parameter)
-        if parameter.grad is not None:  # others may have added to the same
+        if parameter.grad is not None:  # an earlier backward may have added to the gradient
             self._missing[-1].gradient.copy_(parameter.grad.detach())
         return flat
 
@@ -70,10 +71,7 @@ class DenseBackward(Backward):
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
     def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
-        """Begin to average flat gradients of one type, with the flags of what was used, and end the message before.
-
-        On the worker: the network is busy with one message while the next is gathered.
-        """
+        """Start to average flat gradients of one dtype, with the flags of use, and finish the previous message."""
         among = self._context.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
@@ -84,7 +82,7 @@ class DenseBackward(Backward):
             torch._foreach_copy_(copies, sources)
             torch._foreach_mul_(copies, 1 / among.world_size)
         for mean, gradient in zip(means, gradients):
-            if gradient.numel() >= SMALL:  # in one pass over its memory
+            if gradient.numel() >= SMALL:  # one pass copies and scales
                 torch.mul(gradient, 1 / among.world_size, out=mean)
         if flags is not None:
             rest.copy_(flags)
@@ -95,7 +93,7 @@ class DenseBackward(Backward):
 
     @override
     def _commit(self) -> None:
-        if self._message is not None:  # else nothing is trained
+        if self._message is not None:  # None if no parameter is trained
             self._message.write()
             self._used_by_any = self._message.used > 0
             self._message = None

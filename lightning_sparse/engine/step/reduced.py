@@ -24,9 +24,9 @@ class ReducedGradients:
         self.optimizer_parameters: Callable[[], Collection[Tensor]] = tuple  # parameters that optimizers train
 
     def drop_infinities(self) -> None:
-        """Set to zero what is no finite number in means that no optimizer will ever set to zero.
+        """Set non-finite values to zero in means that no optimizer will ever set to zero.
 
-        Nobody steps by them. Left there, they would be in all later sums, and no step would be finite any more.
+        Otherwise these values would stay in all later sums, and no later step would be finite.
         """
         optimizer_parameters = set(self.optimizer_parameters() if self._means else ())
         for parameter, gradient in self._means.items() if optimizer_parameters else ():
@@ -47,7 +47,7 @@ class ReducedGradients:
                 self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
 
     def unwatch(self) -> None:
-        """Copy means now, and watch no more."""
+        """Copy all means now, and remove the hooks."""
         self.keep()
         for handle in self._handles.values():
             handle.remove()
@@ -87,7 +87,7 @@ class ReducedGradients:
         return taken
 
     def note(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
-        """Take gradients for means after an exchange, also of parameters that no rank has used."""
+        """Record the gradients as means after an exchange, also gradients of parameters that no rank has used."""
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:
                 self._means[parameter] = gradient
@@ -95,14 +95,14 @@ class ReducedGradients:
                     self.begun.add(parameter)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """End the step of parameters."""
+        """Drop the records of parameters at the end of their step."""
         for parameter in parameters:
             self.begun.discard(parameter)
             self._means.pop(parameter, None)
             self._copies.pop(parameter, None)
 
     def clear(self) -> None:
-        """Take all gradients for this rank's own."""
+        """Treat all gradients as this rank's own contributions."""
         self.begun.clear()
         self._means.clear()
         self._copies.clear()

@@ -1,4 +1,4 @@
-"""The reducer: it takes gradients as backward makes them, and writes means when backward ends."""
+"""The reducer: it collects gradients during backward, and writes means when backward ends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -18,7 +18,7 @@ from lightning_sparse.engine.step.sparse import SparseBackward
 from lightning_sparse.engine.step.topology import UnwrappedModule, named_module
 
 Wrapper = Union[DistributedDataParallel, UnwrappedModule]
-_LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
+_LATER = torch.autograd.Variable._execution_engine.queue_callback  # calls a function at the end of the running backward
 
 SPARSE_LAYOUT = (
     "the gradient of {name!r} has a sparse layout, which this package no longer exchanges: give its layer sparse=False"
@@ -39,9 +39,9 @@ _FAILED = (
 
 
 class NoOpReducer:
-    """What stands in the place of DDP's reducer, and of its logger, which holds on to that and so to its buckets.
+    """No-op replacement for DDP's reducer and logger, which would hold the memory of DDP's buckets.
 
-    DDP broadcasts buffers, and hands no gradient to anybody.
+    DDP still broadcasts buffers, but reduces no gradient.
     """
 
     def _do_nothing(self, *given: Any) -> Any:
@@ -60,17 +60,16 @@ class State(Enum):
 
 
 class SparseReducer(SharedOnCopy):
-    """Take gradients as backward makes them, and hand them to the object of their backward.
+    """Collect gradients during backward and average them over ranks, in place of DDP's reducer.
 
-    All ranks hand over all parameters in one order, whatever each has used: that in which rank 0's first backward made
-    them. Shards of a model go from the first one on after :meth:`prepare_for_backward`, and end with
-    :meth:`finalize_backward`; all others are exchanged at the end of every backward. While ``is_dense``, all is sent,
-    as by DDP, and nothing is kept. ``numel`` is how many elements they have.
+    All ranks exchange parameters in the same order: the order of rank 0's first backward. A replicated model is
+    exchanged at the end of every backward. A sharded model is exchanged between :meth:`prepare_for_backward` and
+    :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged, as by DDP, without residuals.
 
     Args:
-        begin: called before a backward's first gradient is taken, on the thread of backward, and told whether
-            :meth:`prepare_for_backward` was called for it.
-        end: called when gradients are means.
+        begin: called on the autograd thread before the first gradient of a backward is collected. The argument is true
+            if :meth:`prepare_for_backward` was called for this backward.
+        end: called when all gradients are means.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class SparseReducer(SharedOnCopy):
             wrapper.reducer = wrapper.logger = NoOpReducer()  # type: ignore[assignment]
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
-        """Take the gradients of these parameters of the model from now on, before any of a backward has come."""
-        self._context.reduced.unwatch()  # others are to be watched
+        """Exchange the gradients of these parameters from the next backward on."""
+        self._context.reduced.unwatch()  # the means of other parameters are watched next
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
             self._hooked.pop(parameter)[1].remove()
@@ -118,17 +117,17 @@ class SparseReducer(SharedOnCopy):
 
     @property
     def order(self) -> list[str]:
-        """Names of parameters in the order in which all ranks hand them over; none until they have agreed on one."""
+        """Names of parameters in the order of exchange, empty until the ranks agree."""
         return [each.name for each in self._order.members]
 
     def restore_order(self, names: Sequence[str]) -> None:
-        """Go on in an order that was agreed on, if it is of these parameters: buckets are then what they were."""
+        """Restore an earlier order, and so the buckets, if the order has the same parameters."""
         known = {each.name: each for each in self._members}
         if known.keys() == set(names):
             self._order = ParamOrder([known[name] for name in names], self._order.all_used.device)
 
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
-        """Have dense gradients travel in a type from the next backward on, and return the bytes of all of them."""
+        """Set the dtype of dense messages from the next backward on, and return the bytes of all dense gradients."""
         self._context = self._context._replace(dense_dtype=dtype)
         return sum(each.numel * self._context.dense_dtype_of(each.parameter.dtype).itemsize for each in self._members)
 
@@ -143,14 +142,14 @@ class SparseReducer(SharedOnCopy):
         return self.state is not State.IDLE
 
     def holds_own(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether a gradient of some parameters is this rank's own, and was to be exchanged."""
+        """Return whether a parameter has a gradient of this rank alone that should have been exchanged."""
         if self.is_paused or self.is_open or not self._used:
             return False
         used = {each.parameter for each in self._members if each in self._used}
         return any(each in used and each.grad is not None for each in parameters)
 
     def close(self) -> None:
-        """Take back what was registered on the parameters, and end what a backward that failed has on its way."""
+        """Remove all hooks, and finish the pending messages of a failed backward."""
         if isinstance(self._backward, DenseBackward):
             self._context.worker.submit(self._backward.close, always=True)
         self._context.reduced.unwatch()
@@ -172,9 +171,9 @@ class SparseReducer(SharedOnCopy):
         if self._backward is not None:
             self._finalize_at_end(self._backward)
             return
-        if graph_number() != self._model_graph:  # else it has come to another output before
+        if graph_number() != self._model_graph:  # False if this backward has passed another output before
             self._record_start()
-            if is_in_backward():  # before users look for infinities, and step
+            if is_in_backward():  # before the user checks for infinities and steps
                 self._context.reduced.drop_infinities()
         self._attend()
 
@@ -183,12 +182,12 @@ class SparseReducer(SharedOnCopy):
         return bool(self._wrapper.require_backward_grad_sync) and not self.is_paused
 
     def _record_start(self) -> None:
-        # While dense, the record in progress may be that of a round, which the worker writes.
+        # In dense mode the current record may belong to a round of local steps, and the worker writes that record.
         if self._exchanges and not self.is_dense:
             self._context.pipeline.recorder.begin_backward()
 
     def _attend(self) -> None:
-        """Have hooks be the last ones of each parameter, so that users' own act before, and protect means."""
+        """Register the hooks last on each parameter, so that users' hooks run before, and protect means."""
         self._model_graph = graph_number()
         for parameter, (member, handle) in self._hooked.items():
             if next(reversed(parameter._post_accumulate_grad_hooks or ()), None) != handle.id:
@@ -197,12 +196,11 @@ class SparseReducer(SharedOnCopy):
         reduced = self._context.reduced
         if self._context.is_sharded:
             if not self._exchanges:
-                reduced.keep()  # FSDP adds to gradients without a hook before
+                reduced.keep()  # FSDP adds to gradients without calling a tensor hook first
         elif reduced.has_means:
             reduced.watch([each.parameter for each in self._members])
 
     def _on_grad_ready(self, member: ParamEntry, parameter: Tensor) -> None:
-        """Take a gradient that backward has added to for the last time."""
         self._used.add(member)
         if self._backward is None and not self._begins_exchange():
             return
@@ -216,7 +214,7 @@ class SparseReducer(SharedOnCopy):
         backward.take(member)
 
     def _begins_exchange(self) -> bool:
-        """Return whether the first gradient of a backward begins an exchange, or stays this rank's own."""
+        """Return whether the first gradient of a backward begins an exchange."""
         if not self._exchanges or self._context.is_sharded:
             return False
         if -1 < graph_number() < self._last_graph:
@@ -224,16 +222,15 @@ class SparseReducer(SharedOnCopy):
         return self.allow_implicit_backward or graph_number() == self._model_graph
 
     def _open(self, is_announced: bool) -> Backward:
-        """Begin an exchange."""
         self._begin(is_announced)
-        used = set(self._members) if self._context.is_sharded else self._used  # FSDP has reduced all of them
+        used = set(self._members) if self._context.is_sharded else self._used  # FSDP has reduced all gradients
         self._backward = (DenseBackward if self.is_dense else SparseBackward)(self._context, self._order, used)
         self._backward.is_announced = is_announced or graph_number() == self._model_graph
         self.state = State.COLLECTING
         return self._backward
 
     def _finalize_at_end(self, backward: Backward) -> None:
-        """Finalize when the backward that goes on ends; FSDP hands shards over until then, and later."""
+        """Finalize when the running backward ends. FSDP writes shards until the end and later."""
         if not (backward.has_end or self._context.is_sharded):
             backward.has_end = True
             _LATER(self.finalize_backward)
@@ -251,13 +248,13 @@ class SparseReducer(SharedOnCopy):
             backward.finalize_backward(self._order)
         self._used, self._backward, self.state = set(), None, State.IDLE
         self._end()
-        if not backward.is_announced:  # no hook comes before the first gradient of the next one, either
+        if not backward.is_announced:  # the next backward may also begin without a hook
             self._attend()
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:
-        """Return rank 0's order of gradients, those that it has not used last, as they are defined from the end."""
+        """Return rank 0's order of gradients, with unused parameters last in reverse order of definition."""
         unused = [each for each in reversed(self._members) if each not in backward.marks]
-        if self._context.is_sharded:  # those of a module come all at once
+        if self._context.is_sharded:  # FSDP reduces all gradients of a module at once, so they have no order
             return self._members[::-1]
         route, order = self._context, [*backward.marks, *unused]
         own = torch.tensor([each.position for each in order]).to(route.among.device)

@@ -1,4 +1,4 @@
-"""A backward of a sparse step: what a compressor selects is sent, and the rest stays for later steps."""
+"""The backward of a sparse step, which sends the selected elements and stores the rest as residuals."""
 
 import threading
 from collections.abc import Sequence, Set
@@ -25,19 +25,19 @@ from lightning_sparse.functional.elements import laid_as, local_tensor
 
 
 class SparseBackward(Backward):
-    """What a compressor selects of each bucket is sent, and what is not sent is kept by commit."""
+    """Reduction that sends the elements that a compressor selects of each bucket. Commit stores the rest."""
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
-        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and copies to be copied back
-        # Buckets that wait until the norm of all is known.
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # (gradients, views in a flat buffer to copy back)
+        # Buckets that wait for the norm of all gradients.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
         self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
         self._exchanged: list[BucketResult] = []
-        self._means = route.reduced.take_means()  # of exchanges before in the same step, the same on all ranks
+        self._means = route.reduced.take_means()  # means of earlier exchanges in this step, equal on all ranks
         self._continues_step = False
         if route.overlaps_backward and route.pipeline.memory.corrects_adam:
             route.worker.submit(route.pipeline.refresh)
@@ -48,8 +48,8 @@ class SparseBackward(Backward):
 
     @override
     def _closes(self, member: ParamEntry) -> bool:
-        # What has to wait for backward's end goes in one message, as the worker makes one exchange after the other; but
-        # where parameters of a bucket compete, what waits for what changes no number.
+        # Without overlap, one message holds all gradients. A selection across a bucket always needs the schedule's
+        # buckets, because the timing must not change numbers.
         return self._has_buckets and self._context.schedule.closes_bucket(member.name, self._bucket_numel)
 
     @override
@@ -71,8 +71,7 @@ class SparseBackward(Backward):
 
     @override
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
-        """Return the gradients of a bucket; small ones are copied side by side first, and their means back."""
-        # Where the format is "reduce" each message is one flat tensor anyway.
+        # With the format "reduce" each message is one flat tensor anyway.
         packs = self._context.pipeline.compressor.wire_format != "reduce"
         small = [each for each in members if each.numel < SMALL and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
@@ -94,7 +93,7 @@ class SparseBackward(Backward):
     def _end(self) -> threading.Event:
         recorder, begun = self._context.pipeline.recorder, self._context.reduced.begun
         recorder.end_backward()
-        # In the order of all ranks; what is missing is ready when backward ends.
+        # The agreed order; missing gradients count as ready at the end of backward.
         end = self._mark()
         recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
         self._continues_step = bool(begun) and any(each.parameter in begun for each in self._order.members)
