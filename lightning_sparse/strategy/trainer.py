@@ -1,4 +1,4 @@
-"""The strategy: each hook of Lightning once, from the start of a fit to its end."""
+"""The Trainer's strategies: all hooks of Lightning, from the start of a fit to the end."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -44,7 +44,7 @@ _MODEL = "model"  # the name of the one that there is, in checkpoints
 
 
 class SparseBase:
-    """What the strategies of the Trainer and of Fabric have in common."""
+    """Common base of the strategies of the Trainer and of Fabric."""
 
     settings: Settings  # what the user chose, checked
     _checkpointer: Checkpointer
@@ -55,7 +55,7 @@ class SparseBase:
         return f"<{type(self).__name__} {HINT}: {describe(self.settings)}>"
 
     def _bare_model(self, module: Module) -> UnwrappedModule:
-        """Return a model in place of a DDP wrapper, one on all ranks from now on."""
+        """Return a model in place of a DDP wrapper, with parameters broadcast from rank 0."""
         check_rounds(self.settings.local_steps, module)
         if self._given.get("init_sync", True):
             sync_module_states(module)
@@ -67,7 +67,7 @@ class SparseBase:
 
 
 class SparseStrategy(SparseBase, ParallelStrategy):
-    """What the strategies of the Trainer have in common, which have a loop."""
+    """Common base of the Trainer's strategies."""
 
     holds_shards: ClassVar[bool]  # of the model, no rank all of it
     _loop: Loop
@@ -82,12 +82,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @property
     @override
     def settings(self) -> Settings:  # type: ignore[override]
-        """What the user chose, checked."""
+        """The validated settings."""
         return self._loop.settings
 
     @property
     def engine(self) -> Optional[Engine]:
-        """What exchanges gradients; ``None`` outside of ``fit``, and with nobody to exchange with."""
+        """The engine that exchanges gradients; ``None`` outside of ``fit`` and on one process."""
         return self._loop.engine
 
     def compression_stats(self) -> dict[str, float]:
@@ -144,7 +144,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
                 self._replaced.callback(stop.close, trainer)
 
     def _start(self, trainer: Trainer) -> None:
-        """Begin the exchange of the model, unless there is nobody to exchange with."""
+        """Start the exchange of the model, unless there is only one process."""
         if self.settings.replicas_diverge:
             check_ranks_apart(trainer)
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
@@ -168,14 +168,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         return None if self.engine is None else self.engine.rounds
 
     def _put_first(self, trainer: Any, callback: FirstCallback) -> None:
-        """Have a callback of ours come before all others."""
         self._first = callback
         trainer.callbacks.insert(0, callback)
         self._replaced.callback(remove_callback, trainer, callback)
         self._replaced.callback(setattr, self, "_first", None)
 
     def _begin_steps(self) -> None:
-        """Tell the loop, and users, of the steps that begin now."""
         trainer = self._trainer
         training = self._loop.training
         if training is None:
@@ -213,7 +211,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Have gradients stay this rank's own inside, as Lightning knows it of DDP only."""
+        """Disable the exchange of gradients inside the context; Lightning's own version supports only DDP."""
         with self._bare.no_sync():
             yield
 
@@ -288,7 +286,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._checkpointer.save({} if state is None else {_MODEL: state}, checkpoint, filepath, write_file)
 
     def _restore(self) -> None:
-        """Go on from the checkpoint that was read, if one was."""
         if (training := self._loop.training) is not None:
             self._checkpointer.restore(_MODEL, training.engine, training.load)
         self._checkpointer.loaded = None
@@ -368,7 +365,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the last step was left to plain DDP."""
+        """Whether the last step used plain DDP."""
         return self._loop.training is not None and self._loop.training.is_dense
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
@@ -394,7 +391,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         check_bare(model)
         self._bare = self._bare_model(model)
-        return model  # nothing wraps it
+        return model  # no wrapper
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -425,7 +422,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
 
 def total_steps_of(trainer: Trainer) -> Optional[int]:
-    """Return the optimizer steps that the whole training may have; ``None`` where Lightning does not know."""
+    """Return the maximum number of optimizer steps of the training, or ``None`` if Lightning has no estimate."""
     try:
         total = trainer.estimated_stepping_batches
     except MisconfigurationException:  # batches are accumulated by a schedule
@@ -434,7 +431,7 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
 
 
 def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:
-    """Return what clips as Lightning does what is not corrected, and has the rest clipped before its compression."""
+    """Return a replacement of Lightning's clipping that clips corrected gradients before compression instead."""
 
     def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
@@ -448,7 +445,7 @@ def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., 
 
 
 def clipping_of(value: Any, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
-    """Return in our terms how Lightning is asked to clip."""
+    """Convert Lightning's clipping arguments."""
     if not value:
         return Clipping()
     return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)
