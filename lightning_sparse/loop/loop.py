@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -534,12 +533,10 @@ def _unscaling_changes(scaler: Any, device: torch.device) -> int:
     """Return how many changes of a gradient torch counts where a scaler unscales it; devices differ."""
     if scaler is None or not scaler.is_enabled():
         return 0
-    probe = torch.nn.Parameter(torch.ones(1, dtype=torch.float32, device=device))
-    probe.grad = torch.ones_like(probe)
-    other = GradScaler(device.type)
-    other.scale(probe)  # creates the scale
-    other.unscale_(torch.optim.SGD([probe]))
-    return probe.grad._version
+    # In the one type that torch takes, whatever the default type.
+    gradient, factor, found = (torch.full((1,), each, dtype=torch.float32, device=device) for each in (1.0, 1.0, 0.0))
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
+    return gradient._version
 
 
 def warn_user(message: str) -> None:

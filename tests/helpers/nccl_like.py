@@ -31,6 +31,7 @@ class NCCLLike(dist.ProcessGroup):
 
     def __init__(self, asked, options):
         super().__init__(asked.group_rank, asked.group_size)
+        self._store = asked.store
         self._gloo = dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, asked.timeout)
         self._name = asked.group_id
         self._size, self._rank = asked.group_size, asked.group_rank
@@ -53,6 +54,9 @@ class NCCLLike(dist.ProcessGroup):
 
     def _get_backend(self, device):
         return self._gloo
+
+    def get_group_store(self):
+        return self._store
 
     def shutdown(self):
         """Do nothing, and so retain the record of this group's calls."""
