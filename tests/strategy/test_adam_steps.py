@@ -367,7 +367,7 @@ def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pools, tmp_path):
     # The second moment exists, so no warm-up is needed.
     assert started.total["density"] == pytest.approx(0.05, abs=0.01)
     first, *others = fits(pools[3], NumberedAdam, SOON, paths["ours"])
-    assert any("mean of the residuals" in line for line in first.said)
+    assert any("from the mean residual" in line for line in first.said)
     assert not any("not used" in line for line in first.said)
     assert all(each.kept["memory"]["update"] for each in (first, *others))
 
