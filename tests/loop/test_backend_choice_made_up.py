@@ -76,9 +76,9 @@ def test_it_says_what_it_does_and_what_came_of_it():
 @pytest.mark.parametrize(
     ("ours", "density", "why"),
     [
-        (0.0965, 0.001, "as compression saves 3.5%: to send 0.001 of each gradient is worth 17%."),
-        (0.09, 0.01, "as compression saves 10.0%: to send 0.01 of each gradient is worth 12%."),
-        (0.12, 0.01, "as compression saves nothing."),
+        (0.0965, 0.001, "because compression saves 3.5%: a density of 0.001 has to save 17%."),
+        (0.09, 0.01, "because compression saves 10.0%: a density of 0.01 has to save 12%."),
+        (0.12, 0.01, "because compression saves nothing."),
     ],
 )
 def test_what_is_not_worth_the_delay_is_left_to_ddp(ours, density, why):
