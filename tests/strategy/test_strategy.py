@@ -339,11 +339,12 @@ class Failing(Small):
 
 
 def groups_given_back(rank, module, backend):
-    strategy = SparseDDPStrategy()
+    before, strategy = threading.enumerate(), SparseDDPStrategy()
     distributed = Mock(wraps=dist, get_backend_config=lambda _: f"cpu:{backend}")
     with patch("lightning_sparse.engine.collectives.dist", distributed), suppress(ZeroDivisionError):
         make_trainer(rank, strategy).fit(module())
-    return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), thread_names()
+    left = [each.name for each in threading.enumerate() if each not in before and "lightning_sparse" in each.name]
+    return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), left
 
 
 @pytest.mark.parametrize(
