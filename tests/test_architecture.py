@@ -149,6 +149,9 @@ PRIVATE = {  # private names of torch and Lightning -> why no public name is eno
         "_version": "in-place changes of a tensor",
         "_execution_engine": "callback at the end of a backward, as DDP and FSDP2 register one",
         "_post_accumulate_grad_hooks": "order of a parameter's hooks",
+        "_use_python_reducer": "whether compiled code averages gradients in DDP's place",
+        "_comm_hooks": "hooks of the user; to register one as a probe changes the user's DDP",
+        "_is_profiler_enabled": "`record_function` costs 8 us in each stage, also without a profiler",
         "_get_active_ddp_module": "whether DDP calls a model",
         "_ddp_params_and_buffers_to_ignore": "names that DDP ignores, before DDP exists",
         "_get_backend": "timeout of a group",
@@ -194,9 +197,10 @@ def private_names():
     own = {name for (_, name), overrides in defined.items() if not overrides}
     yield from (name for (_, name) in defined if name not in own and re.match("_[^_]", name))
     for path in FILES:
+        text = path.read_text()
         for node in nodes(path):
             if isinstance(node, ast.Attribute) and not _OWN.search(ast.unparse(node.value)):
-                is_foreign = not isinstance(node.value, ast.Name) or f"self.{node.attr}" not in path.read_text()
+                is_foreign = not isinstance(node.value, ast.Name) or f"self.{node.attr}" not in text
                 yield from [node.attr] if is_foreign or node.value.id == "strategy" else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
                 yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
@@ -209,4 +213,4 @@ def test_private_names_of_torch_and_lightning_do_not_grow():
     found = {re.sub("^_foreach_.*", "_foreach", name) for name in private_names() if re.match("_[^_]", name)} - ours
     replaced = {name for path in FILES for names in _REPLACED.findall(path.read_text()) for name in names if name}
     assert found | replaced == set().union(*PRIVATE.values())
-    assert sum(map(len, PRIVATE.values())) <= 31
+    assert sum(map(len, PRIVATE.values())) <= 34

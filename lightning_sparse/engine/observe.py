@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, starmap
@@ -21,7 +21,7 @@ from lightning_sparse.schedule.network import dense_bytes
 
 def shown(stage: str) -> AbstractContextManager[Any]:
     """Return a context that shows a stage as ``sparse.<stage>`` in a running torch profiler."""
-    return profiler.record_function(f"sparse.{stage}")
+    return profiler.record_function(f"sparse.{stage}") if profiler._is_profiler_enabled else nullcontext()
 
 
 def _no_mark() -> None:

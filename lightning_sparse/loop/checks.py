@@ -1,7 +1,6 @@
 """What is checked of a model before its gradients are exchanged, whoever drives the training."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -10,7 +9,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn import Module, Parameter
@@ -189,6 +187,17 @@ def check_device(strategy: type, device: torch.device) -> None:
 def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
     """Refuse a model that others have a hook in, or that is wrapped for a part of all ranks."""
     check_model(ddp.module)
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            "torch._dynamo.config.optimize_ddp is 'python_reducer', which averages gradients in compiled code; set it"
+            " to True (the default) or False"
+        )
+    if ddp._comm_hooks or isinstance(ddp.reducer, NoOpReducer):
+        raise RuntimeError(
+            "model has a communication hook, or sparsify_gradients has exchanged its gradients before: wrap the"
+            " module inside in"
+            " a new DistributedDataParallel, without a hook, or give that module as it is"
+        )
     if ddp.is_multi_device_module:
         raise ValueError("model has parameters on several devices: give each process a model on one device")
     if (ranks := ddp.process_group.size()) != world:
@@ -196,22 +205,6 @@ def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
             f"model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
             " leave process_group out"
         )
-    if not _registers_hook(ddp):
-        raise RuntimeError(
-            "model has a communication hook, or sparsify_gradients has exchanged its gradients before: wrap the"
-            " module inside in"
-            " a new DistributedDataParallel, without a hook, or give that module as it is"
-        )
-
-
-def _registers_hook(ddp: DistributedDataParallel) -> bool:
-    """Register a hook that averages as DDP does, and return whether it is the first one, because DDP takes one."""
-    if isinstance(ddp.reducer, NoOpReducer):
-        return False
-    with suppress(RuntimeError):
-        ddp.register_comm_hook(ddp.process_group, allreduce_hook)
-        return True
-    return False
 
 
 def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
