@@ -71,7 +71,7 @@ class ReducedGradients:
         held = {each for each in self._copies if each.grad is not None}
         held |= {each for each, mean in self._means.items() if each.grad is mean}
         held &= self.begun  # the gradient of an unused parameter may hold the mean of an earlier step
-        return held.intersection(self.optimizer_parameters() or held)
+        return held.intersection(self.optimizer_parameters() or held) if held else held
 
     def take_means(self) -> dict[Tensor, Tensor]:
         """Take the means out of gradients, and return them."""
