@@ -285,8 +285,9 @@ def test_one_process_refuses_what_several_refuse(forked, settings, module, argum
     assert alone == one == other
 
 
-def thread_names():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_sparse")]
+def thread_names(before=()):
+    threads = (thread for thread in threading.enumerate() if thread not in before)
+    return [thread.name for thread in threads if thread.name.startswith("lightning_sparse")]
 
 
 def fit_again_and_again(rank, fits):
@@ -343,8 +344,7 @@ def groups_given_back(rank, module, backend):
     distributed = Mock(wraps=dist, get_backend_config=lambda _: f"cpu:{backend}")
     with patch("lightning_sparse.engine.collectives.dist", distributed), suppress(ZeroDivisionError):
         make_trainer(rank, strategy).fit(module())
-    left = [each.name for each in threading.enumerate() if each not in before and "lightning_sparse" in each.name]
-    return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), left
+    return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), thread_names(before)
 
 
 @pytest.mark.parametrize(
