@@ -186,7 +186,7 @@ class GivenGradients(nn.Module):
 
 
 def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[dict[str, Tensors]]:
-    """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere. Note what :func:`balance` does."""
+    """Use all parameters, then ``sometimes`` on one rank, ``never`` on none. Record the values of :func:`balance`."""
     book = []
     names = ("shared", "sometimes", "never")
     with sparse_ddp(GivenGradients(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
@@ -381,7 +381,7 @@ def edges_of(dtype: torch.dtype) -> Tensors:
 
 
 def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange the same gradients from all ranks. Return what was applied of each, and its residual here."""
+    """Exchange the same gradients on all ranks. Return the applied part of each gradient, and its residual."""
     gradients = moved(gradients, DEVICE)
     with sparse_ddp(GivenGradients(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
@@ -416,7 +416,7 @@ def assert_applied_and_kept(
 
 @_invariant([{"wire": wire, "dtype": dtype} for wire, dtype in product(WIRES, _DTYPES)] + _WIRES)
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
-    """Gradients that are small, equal, zero, too large or too small arrive or are kept. As a model of its own, too."""
+    """Small, equal, zero, too large and too small gradients arrive or stay in the residual, alone and in one model."""
     gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
     if dtype is None:  # some look at the whole model: for a threshold, or to share it out
         exchange = exchange_one_by_one

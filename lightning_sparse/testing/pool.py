@@ -21,7 +21,7 @@ from lightning_sparse.testing.tensors import moved
 
 
 class RemoteError(AssertionError):
-    """A rank raised. The message is its traceback."""
+    """A rank raised an error. The message is the traceback of that rank."""
 
 
 class Pool:

@@ -16,7 +16,7 @@ Subject = Union[str, Compressor, Callable[[], Compressor]]
 
 
 def subject_of(compressor: Subject) -> Compressor:
-    """Build the compressor that a name, a class or a function stands for. ``TypeError`` if it is none."""
+    """Build a compressor from a name, a class or a function, or raise ``TypeError``."""
     choice: Any = compressor
     if callable(choice) and not isinstance(choice, Compressor):
         choice = choice()
@@ -25,7 +25,7 @@ def subject_of(compressor: Subject) -> Compressor:
 
 
 def density_for(compressor: Subject) -> Optional[float]:
-    """Return a density that hides no mistakes in the residual, as the compressor's own might. ``None`` without one."""
+    """Return a density that makes mistakes in the residual visible, or ``None`` if the compressor has no density."""
     return None if subject_of(compressor).default_density is None else _DENSITY
 
 
@@ -35,20 +35,20 @@ def settings_of(compressor: Subject, **others: Any) -> dict[str, Any]:
 
 
 def keeps(compressor: Compressor) -> bool:
-    """Tell whether what is not sent is kept."""
+    """Return whether a compressor stores unsent values in a residual."""
     return compressor.feedback.keeps_residual
 
 
 def is_exact(compressor: Compressor) -> bool:
-    """Tell whether everything can be sent. One without a density can only be DDP by sending everything anyway."""
+    """Return whether a compressor can equal DDP: at density 1, or without a density if it is lossless."""
     return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
 
 
 def agrees(compressor: Compressor) -> bool:
-    """Tell whether replicas stay identical."""
+    """Return whether replicas stay identical."""
     return not compressor.replicas_diverge
 
 
 def is_bucketing_free(compressor: Compressor) -> bool:
-    """Tell whether it does not matter which parameters travel together."""
+    """Return whether the buckets have no influence on the selection."""
     return not compressor.selects_across_bucket

@@ -1,4 +1,4 @@
-"""The device of tests, the first GPU or the CPU, which all ranks share. And equality to the bit."""
+"""The device of tests, which all ranks share (the first GPU or the CPU), and bitwise comparison of tensors."""
 
 import os
 from typing import Any

@@ -49,7 +49,7 @@ def sparse_ddp(
 
 
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
-    """Replace the gradients of a wrapped model by those of ``loss``, exchanged. Raise what the worker has raised."""
+    """Replace the gradients of a wrapped model by exchanged gradients of ``loss``, and raise the worker's errors."""
     ddp.zero_grad()
     engine.reduced.forget(ddp.parameters())  # the step before is over, whether or not an optimizer has stepped
     loss.backward()
@@ -57,7 +57,7 @@ def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) ->
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Train with SGD, one step for each loss, and yield its number. The next loss is asked for only after the step."""
+    """Train with SGD, one step per loss, and yield the step's number. The next loss is computed after the step."""
     optimizer = torch.optim.SGD(ddp.parameters(), **settings)
     for step, loss in enumerate(losses):
         backpropagate(ddp, engine, loss)
