@@ -32,7 +32,8 @@ class SparsifyCallback(TrainerCallback):
         **settings: arguments of :func:`~lightning_sparse.sparsify_gradients`.
 
     Attributes:
-        stats: statistics of the training, as of :meth:`~lightning_sparse.GradientSparsifier.stats`, when it has ended.
+        stats: statistics of the training when it has ended, as of
+            :meth:`~lightning_sparse.GradientSparsifier.compression_stats`.
 
     Raises:
         CheckpointError: when training resumes from a checkpoint without the state of the processes.
