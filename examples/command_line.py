@@ -16,7 +16,7 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.schedule.network import dense_bytes
 
 _SPARSE = (SparseDDPStrategy, SparseModelParallelStrategy)
-_OVERRIDES = ("density", "wire", "schedule", "warmup_epochs")
+_OVERRIDES = ("density", "wire", "schedule", "warmup_steps")
 
 
 class Report(Callback):
@@ -109,7 +109,7 @@ def build_trainer(
 def _add_strategy_flags(parser: argparse.ArgumentParser, strategy: str) -> None:
     parser.add_argument("--strategy", default=strategy, metavar="NAME", help=f"{strategy} (default), ddp, ...")
     parser.add_argument("--density", type=float, help="fraction of gradient elements sent, such as 0.01")
-    parser.add_argument("--warmup-epochs", type=int, help="epochs over which the density falls to its target")
+    parser.add_argument("--warmup-steps", type=int, help="optimizer steps over which the density falls to its target")
     parser.add_argument("--wire", help="type of the values sent: float32, bfloat16, float16")
     parser.add_argument("--schedule", help="when gradients travel: layerwise, merged, single")
 

@@ -8,6 +8,8 @@ Kind = TypeVar("Kind", bound=type[Any])
 REMOVED: dict[str, str] = {
     "RequeueAtStepEnd": "the strategy requeues by itself: leave the callback out",
     "plan": "use lightning-sparse estimate instead",
+    "warmup_epochs": "use warmup_steps instead, a number of optimizer steps or a fraction of the training",
+    "GradientSparsifier.set_epoch": "warm-ups count optimizer steps, leave it out",
     "submit": "change a script in examples/slurm instead (docs/slurm-and-kubernetes.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",

@@ -103,7 +103,7 @@ class Case(NamedTuple):
 
 
 def of(compressor, schedule="layerwise", wire="float32"):
-    chosen = {} if compressor in WITHOUT_DENSITY else {"density": 0.1, "warmup_epochs": 1}
+    chosen = {} if compressor in WITHOUT_DENSITY else {"density": 0.1, "warmup_steps": BATCHES}
     return partial(SparseDDPStrategy, compressor=compressor, schedule=schedule, wire=wire, **chosen)
 
 

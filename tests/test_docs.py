@@ -52,7 +52,7 @@ def test_density_and_warm_up_of_every_system_are_those_that_are_told():
     assert told == {
         name: ["none", "none"]
         if settings.compressor.default_density is None
-        else [f"{settings.density:g}", str(settings.warmup_epochs)]
+        else [f"{settings.density:g}", f"{settings.warmup_steps:g}"]
         for name, settings in chosen.items()
     }
 
@@ -183,7 +183,7 @@ def test_arguments_of_ddp_that_are_told_to_be_refused_are_those_of_the_table():
 
 ASKED = {
     "density": 0.5,
-    "warmup_epochs": 2,
+    "warmup_steps": 2,
     "wire": "4bit",
     "exchange": "gather",
     "levels": 2,

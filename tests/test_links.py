@@ -38,7 +38,7 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 torch.manual_seed(0)
 model = Edges()
 ddp = DistributedDataParallel(model)
-engine = Engine(ddp, Settings.of("exdyna", 0.05, schedule="layerwise", warmup_epochs=0), timedelta(seconds=8))
+engine = Engine(ddp, Settings.of("exdyna", 0.05, schedule="layerwise", warmup_steps=0), timedelta(seconds=8))
 losses = (ddp(batch(rank, step)) for step in range(400))
 print("ready", flush=True)
 try:

@@ -18,7 +18,7 @@ SHORT = timedelta(seconds=20)  # timeout of waiting ranks
 RANKS = {"on rank 0": (0,), "on all ranks": (0, 1)}
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3)
-SPARSE = {"compressor": "lags", "density": 0.05, "warmup_epochs": 0, "timeout": SHORT}
+SPARSE = {"compressor": "lags", "density": 0.05, "warmup_steps": 0, "timeout": SHORT}
 SETTINGS = {"SGD": SPARSE, "AdamW": {**SPARSE, "optimizer_correction": CORRECTION}}
 each_kind = pytest.mark.parametrize("kind", OPTIMIZERS)
 each_choice = pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)

@@ -50,7 +50,7 @@ def train(rank, compressor, is_adam):
 @pytest.mark.parametrize("is_adam", [True, False], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc", "dgc"])
 def test_threads_do_what_processes_do(pair, compressor, is_adam):
-    more = {"warmup_epochs": 0, "optimizer_correction": CORRECTION if is_adam else None}
+    more = {"warmup_steps": 0, "optimizer_correction": CORRECTION if is_adam else None}
     settings = partial(Settings.of, compressor, 0.1, schedule="single", wire="bfloat16", **more)
     ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=is_adam), settings, STEPS)
     for step in range(STEPS):

@@ -20,7 +20,7 @@ trainer = Trainer(
     callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(2)])],
 )
 sent: float = SparseDDPStrategy().compression_stats()["density"]
-SparseFabricStrategy(compressor="topk", density=0.01).set_epoch(0)
+SparseFabricStrategy(compressor="topk", density=0.01, warmup_steps=0.1, total_steps=100).synchronize()
 model = torch.nn.Linear(2, 2)
 sparsify_gradients(
     model, torch.optim.SGD(model.parameters()), "lags", local_steps=LocalSteps(5), total_steps=10

@@ -265,7 +265,7 @@ class Run(NamedTuple):
         name = self.system.removeprefix(UNCORRECTED)
         correction: Any = None if name != self.system else AUTO
         # With SGD the density falls over the first epochs, as the examples have it; Adam's correction has its own fall.
-        epochs = 4 if self.optimizer == "sgd" else 0
+        warmup = 4 * TASKS[self.task].epoch_steps if self.optimizer == "sgd" else 0
         way, _, keep = self.exchange.partition(":")
         exchange = AUTO if name in OWN_EXCHANGE else Owners(float(keep)) if keep else way
         rounds: Union[int, LocalSteps] = 1
@@ -273,13 +273,13 @@ class Run(NamedTuple):
             steps, rate, momentum, decay, synchronous = self.local_numbers()
             before = int(synchronous)
             rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before)
-            epochs = 0
+            warmup = 0
         return Settings.of(
             name,
             self.density,
             schedule="single",
             wire=self.wire,
-            warmup_epochs=epochs,
+            warmup_steps=warmup,
             optimizer_correction=correction,
             exchange=exchange,
             local_steps=rounds,
@@ -311,7 +311,7 @@ def train(run: Run) -> dict[str, Any]:
             for group in member.optimizer.param_groups:
                 group["lr"] = run.rate * task.schedule(step, run.steps)
         losses = [partial(learnable.loss, rank, step) for rank in range(run.ranks)]
-        ranks.step(losses, step // task.epoch_steps)
+        ranks.step(losses)
         if (step + 1) % max(1, run.steps // _CURVE_POINTS) == 0 or step + 1 == run.steps:
             with ranks.ranks[0].shared_model() as network:
                 curve.append([step + 1, ranks.wire_bytes, scored(learnable, network)])

@@ -109,7 +109,7 @@ def memory(exchange: str, ranks: int) -> str:
 
 def _steps(sizes: Sequence[int], exchange: str, ranks: int) -> tuple[int, int]:
     """Make steps; return the bytes that are resident at the peak and afterwards, more than before."""
-    settings = Settings.of("topk", DENSITY, warmup_epochs=0, exchange=exchange)
+    settings = Settings.of("topk", DENSITY, warmup_steps=0, exchange=exchange)
     pipeline = echo_pipeline(settings, sizes, ranks, torch.device("cpu"))
     gradients = [torch.randn(size) for size in sizes]
     before = _resident()
@@ -194,7 +194,7 @@ def _work(exchange: str, local_world_size: int) -> float:
     ddp = DistributedDataParallel(model)
     way, _, keep = exchange.partition(":")
     owners = Owners(float(keep)) if keep else way
-    settings = Settings.of("topk", DENSITY, warmup_epochs=0, optimizer_correction=None, exchange=owners)
+    settings = Settings.of("topk", DENSITY, warmup_steps=0, optimizer_correction=None, exchange=owners)
     engine = Engine(ddp, settings, local_world_size=local_world_size)
     counter, before = Path("/sys/class/net/eth0/statistics/rx_bytes"), 0
     for step in range(_WARM_UP + _STEPS):

@@ -132,7 +132,7 @@ class ReplicasApart(SparseModelParallelStrategy):
 
 def _sparse_hsdp(density: float, kind: type[SparseModelParallelStrategy] = SparseModelParallelStrategy) -> Row:
     def arguments(hosts: int) -> dict[str, Any]:
-        strategy = kind(density=density, wire="bfloat16", warmup_epochs=0, replicas=2)
+        strategy = kind(density=density, wire="bfloat16", warmup_steps=0, replicas=2)
         return {"strategy": strategy, "num_nodes": hosts}
 
     return Row(arguments)
@@ -144,7 +144,7 @@ def _top_k(density: float, **arguments: Any) -> Row:
 
 def _sparsifier(compressor: Any, density: float, **arguments: Any) -> Row:
     # A benchmark has one short epoch, which a warm-up of the density would fill.
-    settings = {"compressor": compressor, "density": density, "wire": "bfloat16", "warmup_epochs": 0}
+    settings = {"compressor": compressor, "density": density, "wire": "bfloat16", "warmup_steps": 0}
     return _sparse(**{**settings, **arguments})
 
 

@@ -221,6 +221,7 @@ class VirtualRank:
         wires = settings.wires_for(rank, ranks)
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = settings.densities()
+        self._densities.expect_steps(total_steps)
         memory = settings.memory_for({torch.float32}, ranks)
         levels = FlatTopology(self._communicator)
         self._pipeline = Pipeline(compressor, memory, wires, levels, self._densities.of)
@@ -240,7 +241,7 @@ class VirtualRank:
             adam.warm_up.total_steps = total_steps
             adam.clips.ask(Clipping(norm=self._clip_norm), parameters.values())  # from which no step takes it
 
-    def step(self, loss: Tensor, epoch: int = 0) -> None:
+    def step(self, loss: Tensor) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
         self.optimizer.zero_grad()
         loss.backward()
@@ -258,7 +259,7 @@ class VirtualRank:
                 self.recorder.end_exchange()
                 self._clip()
             else:
-                self._exchange(epoch)
+                self._exchange()
         self.optimizer.step()
         with torch.no_grad():
             if rounds is not None:
@@ -283,11 +284,12 @@ class VirtualRank:
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
             tensor.copy_(mean.view_as(tensor))
 
-    def _exchange(self, epoch: int) -> None:
+    def _exchange(self) -> None:
         adam = self._view.adam
         context = self._view.next_step()
         self._pipeline.begin_step(context)
-        self._densities.begin_step(epoch, context.warm_up_progress)
+        self._densities.begin_step(context.warm_up_progress)
+        self._densities.count_step(0)  # this one, before the next begins
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
         # As DDP hands gradients over: the last layer's first.
         step = [LocalGradient(name, grad.view(-1), True) for name, grad in reversed(named) if grad is not None]
@@ -350,17 +352,16 @@ class VirtualRanks:
         """Bytes that have left rank 0 so far."""
         return self.ranks[0].recorder.totals.wire_bytes
 
-    def step(self, losses: Sequence[Callable[[nn.Module], Tensor]], epoch: int = 0) -> None:
+    def step(self, losses: Sequence[Callable[[nn.Module], Tensor]]) -> None:
         """Make a step.
 
         Args:
             losses: for each rank, computes its loss with its replica.
-            epoch: from 0.
         """
 
         def step_of(member: VirtualRank, loss_of: Callable[[nn.Module], Tensor]) -> None:
             try:
-                member.step(loss_of(member.network), epoch)
+                member.step(loss_of(member.network))
             except BaseException:
                 self._meeting.leave()
                 raise

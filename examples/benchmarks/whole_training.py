@@ -90,7 +90,7 @@ def row_of(run: Run, arguments: Mapping[str, Any]) -> Row:
     """Return what a user would give the Trainer."""
     if run.system in ROWS:
         return ROWS[run.system]
-    settings: dict[str, Any] = {"compressor": run.system, "wire": run.wire, "warmup_epochs": 0, **arguments}
+    settings: dict[str, Any] = {"compressor": run.system, "wire": run.wire, "warmup_steps": 0, **arguments}
     if run.density is not None:
         settings["density"] = run.density
     if run.local:

@@ -130,8 +130,8 @@ class Compressor(ABC):
 
     Attributes:
         default_density: fraction of elements to send by default; ``None`` for a method without a density.
-        default_warmup_epochs: default number of epochs over which the density falls to its target; at most a
-            tenth of a training of known length.
+        default_warmup_steps: default number of optimizer steps over which the density falls to its target, or their
+            fraction of the training.
         has_density_by_parameter: whether the density of a parameter equals the fraction sent, so that rules may raise
             the density.
         wire_format: wire format of the selections, see :mod:`lightning_sparse.engine.wire`.
@@ -149,7 +149,7 @@ class Compressor(ABC):
     """
 
     default_density: ClassVar[Optional[float]]
-    default_warmup_epochs: ClassVar[int] = 0
+    default_warmup_steps: ClassVar[Union[int, float]] = 0
     has_density_by_parameter: ClassVar[bool] = False
     wire_format: ClassVar[str]
     dense_wire_format: ClassVar[Optional[str]] = None

@@ -16,8 +16,8 @@ class DGC(TopK):
     Selection is exact. The paper estimates a threshold from a sample of each layer, which is no faster here (see
     :mod:`lightning_sparse.functional.topk`). As published, the method has momentum correction, optional momentum
     factor masking, and clipping of each local gradient to ``clip_norm / sqrt(world_size)`` before accumulation (the
-    released code lacks the factor). The density falls over four epochs to 0.1 %: 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %.
-    In a training of known length the warm-up lasts at most a tenth of the steps, unless the user sets a length.
+    released code lacks the factor). The density falls in four stages to 0.1 %: 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %.
+    A published stage is an epoch (``warmup_steps=4 * steps_per_epoch``); the default is a tenth of the training.
     With Adam and AdamW the optimizer correction replaces the momentum.
 
     Args:
@@ -34,7 +34,7 @@ class DGC(TopK):
         ValueError: for a momentum outside ``[0, 1)``, or a ``clip_norm`` that is not positive.
     """
 
-    default_warmup_epochs: ClassVar[int] = 4
+    default_warmup_steps: ClassVar[Union[int, float]] = 0.1
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class SDAGC(TopK):
     has_density_by_parameter: ClassVar[bool] = False  # thresholds decide the count
     fills_selection: ClassVar[bool] = False
     dense_wire_format: ClassVar[Optional[str]] = None  # thresholds adapt at every density
-    default_warmup_epochs: ClassVar[int] = 4
+    default_warmup_steps: ClassVar[Union[int, float]] = 0.1
 
     def __init__(
         self,

@@ -188,13 +188,13 @@ class Engine(SharedOnCopy):
         adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
-    def begin_backward(self, context: StepContext = EMPTY_CONTEXT, epoch: int = 0) -> None:
+    def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
         """Begin a backward, before its first gradient is collected."""
         if self.recorder.current.backward_start is None:  # No hook saw the start of this backward.
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
         self.pipeline.begin_step(context)
-        self.densities.begin_step(epoch, context.warm_up_progress)
+        self.densities.begin_step(context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
         """Begin a backward that sends dense gradients, in the wire's dtype if that is bfloat16 and ``is_warm_up``."""
@@ -202,15 +202,15 @@ class Engine(SharedOnCopy):
         nbytes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
         self.recorder.add_dense_step(self.reducer.numel, nbytes)
 
-    def end_step(self, optimizer: int = 0, epoch: int = 0) -> None:
+    def end_step(self, optimizer: int = 0) -> None:
         """End a step."""
-        self.densities.count_step(optimizer, epoch)
+        self.densities.count_step(optimizer)
         if type(self.replicas) is not Replicas:  # The base class counts no steps.
             self.replicas.count_step(optimizer)
         self.recorder.totals.end_step()  # The time of the replicas' exchange belongs to this step.
 
     def _begin_exchange(self) -> StepContext:
-        self.densities.begin_step(self.densities.epoch)
+        self.densities.begin_step()
         return StepContext()
 
     def compression_stats(self) -> dict[str, float]:

@@ -3,10 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, chain, islice, pairwise
 from statistics import median
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 from typing_extensions import override
 
@@ -17,7 +17,8 @@ from lightning_sparse.schedule import Merged, plan_buckets
 from lightning_sparse.schedule.costs import BucketCosts, BucketSample, BucketShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 
-WARM_UP_PART = 10  # a default warm-up takes at most 1/10 of a training's steps
+_STAGES = 4  # stages of a warm-up; Deep Gradient Compression has one per epoch
+_UNKNOWN_STEPS = 1_000_000  # length of a training before its loop has set it
 _FEW = 64  # cached densities of parameters
 _STAIR = 1.25  # factor between two stairs of Adam's falling density, constant in between so that plans can be timed
 
@@ -26,34 +27,31 @@ class Densities:
     """The density of each parameter in the next step.
 
     1. The user sets one: ``density=`` of the model, or of a parameter by its compressor (``LAGS(densities=...)``).
-    2. Warm-ups raise it: over ``warmup_epochs``, and after the dense steps of a corrected Adam.
+    2. Warm-ups raise it: over ``warmup_steps``, and after the dense steps of a corrected Adam.
     3. Rules (:class:`~lightning_sparse.callbacks.AdaptiveDensity`) raise a parameter's to ``ruled``, up to ``ceiling``.
     4. A plan raises it to ``planned``, if the extra elements cost no time.
     5. While ``sends_all``, before ``sparse_auto`` sends dense gradients, all are 1, which empties the residuals.
     """
 
-    def __init__(self, compressor: Compressor, density: float, epochs: int = 0, is_bounded: bool = False) -> None:
+    def __init__(self, compressor: Compressor, density: float, warmup_steps: Union[int, float] = 0) -> None:
         self._compressor, self._target = compressor, density
-        self._epochs, self._is_bounded = epochs, is_bounded  # warm-up epochs, and whether 1/10 of the steps is a limit
+        self._warmup_steps = warmup_steps  # steps, or a fraction of the training
         self.ruled: Mapping[str, float] = {}
         self.ceiling = 1.0
         self.planned: Mapping[str, float] = {}
         self.sends_all = False
-        self._total_steps: Optional[int] = None  # length of the training, for a bounded warm-up
-        self._is_told = False  # whether a checkpoint has set the length
+        self._total_steps: Optional[int] = None  # length of the training
+        self._is_resumed = False  # whether a checkpoint has set the length
         self._steps: Counter[int] = Counter()  # steps by optimizer
-        self.epoch = 0  # epoch of the last step
-        self._in_warm_up = lru_cache(_FEW)(partial(_raised, epochs))  # Most steps repeat the previous result.
-        self.begin_step(0)
+        self._in_warm_up = lru_cache(_FEW)(_raised)  # Most steps repeat the previous result.
+        self.begin_step()
 
-    def begin_step(self, epoch: int, progress: float = 1.0) -> None:
-        """Set the progress of both warm-ups: the epoch, and the fraction of Adam's warm-up that is over."""
-        stage = epoch
-        if self._total_steps:
-            made = max(self._steps.values(), default=0)
-            stage = max(epoch, WARM_UP_PART * self._epochs * made // self._total_steps)
-        self._stage, self._progress = stage, progress
-        self._compressor.begin_step(self._in_warm_up(self._target, stage, progress))
+    def begin_step(self, progress: float = 1.0) -> None:
+        """Set the stage of the warm-up; ``progress`` is that of Adam's warm-up, from 0 to 1."""
+        made, length = max(self._steps.values(), default=0), self._warmup_length
+        self._stage = _STAGES if made >= length else _STAGES * made // length
+        self._progress = progress
+        self._compressor.begin_step(self._in_warm_up(self._target, self._stage, progress))
 
     def of(self, name: str) -> float:
         """Return the fraction of a parameter's elements to send."""
@@ -73,39 +71,40 @@ class Densities:
         return self._compressor.density_of(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Set the length of the training, which bounds a default warm-up.
+        """Set the length of the training; the length in a checkpoint takes precedence.
 
-        A length from a checkpoint takes precedence. A length from a search for a learning rate is overwritten.
+        A search for a learning rate has set its own length before.
         """
-        if self._is_bounded and not self._is_told:
+        if not self._is_resumed:
             self._total_steps = total_steps
 
-    def count_step(self, optimizer: int, epoch: int) -> None:
+    def count_step(self, optimizer: int) -> None:
         """Count a step of an optimizer."""
         self._steps[optimizer] += 1
-        self.epoch = epoch
 
     @property
-    def warm_up_steps(self) -> Optional[int]:
-        """Optimizer steps of a default warm-up, or ``None`` if epochs alone set its length."""
-        return None if self._total_steps is None else -(-self._total_steps // WARM_UP_PART)
+    def _warmup_length(self) -> int:
+        """Optimizer steps of the warm-up."""
+        if isinstance(self._warmup_steps, int):
+            return self._warmup_steps
+        return math.ceil(round(self._warmup_steps * (self._total_steps or _UNKNOWN_STEPS), 6))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of a default warm-up, or an empty state for a warm-up by epochs."""
-        return {"steps": dict(self._steps), "total_steps": self._total_steps} if self._is_bounded else {}
+        """Return the progress of the warm-up; empty without one."""
+        return {"steps": dict(self._steps), "total_steps": self._total_steps} if self._warmup_steps else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a default warm-up."""
-        if self._is_bounded:
+        """Continue a warm-up."""
+        if self._warmup_steps:
             self._steps = Counter(state["steps"])
-            self._is_told = bool(state["total_steps"])
+            self._is_resumed = bool(state["total_steps"])
             self._total_steps = state["total_steps"] or self._total_steps
 
 
-def _raised(epochs: int, target: float, stage: int, progress: float) -> float:
-    """Return the density in a warm-up, which falls geometrically as in the code of Deep Gradient Compression."""
+def _raised(target: float, stage: int, progress: float) -> float:
+    """Return a density in warm-ups: it falls geometrically by stages, as in Deep Gradient Compression's code."""
     least = falling_density(target, progress)
-    return least if stage >= epochs else max(least, same_everywhere(target ** ((stage + 1) / (epochs + 1))))
+    return least if stage >= _STAGES else max(least, same_everywhere(target ** ((stage + 1) / (_STAGES + 1))))
 
 
 def falling_density(target: float, progress: float) -> float:

@@ -83,7 +83,7 @@ _SPARSIFIER_IN_EVERY_STEP = f"{_SPARSIFIER}, with `local_steps=1`"
 _BY_ELEMENT = "choose a compressor that works on single elements: `topk`, `lags`, `omgs`, `dgc`, `qsgd` or `dense`"
 FEATURES = {
     "density=...": Feature(("density",), _SPARSIFIER, lambda value: value is not None),
-    "warmup_epochs=...": Feature(("density",), _SPARSIFIER, bool),
+    "warmup_steps=...": Feature(("density",), _SPARSIFIER, bool),
     "wire='4bit'": Feature(
         ("size",), "use `wire='bfloat16'`, or `compressor='topk'`", lambda value: wire_values(value).bits is not None
     ),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any, Optional, TypedDict, Union
 
 import torch
@@ -107,8 +108,8 @@ class Compression(TypedDict, total=False):
         wire: dtype of sent values: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"4bit"`` and ``"2bit"`` for
             compressors that send everything or a fixed number of elements. Rounding errors stay in the residual. Only
             Adam's dense warm-up has no residual: it sends bfloat16 for ``"bfloat16"``, ``"4bit"`` and ``"2bit"``.
-        warmup_epochs: epochs over which the density falls geometrically to its target. ``None`` for the compressor's
-            default, and at most a tenth of a training of known length, unless it makes local steps.
+        warmup_steps: optimizer steps over which the density falls geometrically to its target, in four stages: a
+            number, or a fraction of the training's steps. ``None`` for the compressor's default.
         optimizer_correction: ``"auto"`` computes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection,
             with
             a warm-up, because sparse gradients distort their second moment. It warns about other adaptive optimizers.
@@ -135,13 +136,13 @@ class Compression(TypedDict, total=False):
 
         >>> from lightning_sparse.engine.settings import DEFAULTS
         >>> DEFAULTS  # doctest: +NORMALIZE_WHITESPACE
-        {'schedule': 'merged', 'wire': 'float32', 'warmup_epochs': None, 'optimizer_correction': 'auto',
+        {'schedule': 'merged', 'wire': 'float32', 'warmup_steps': None, 'optimizer_correction': 'auto',
          'exchange': 'auto', 'overlaps_backward': True, 'local_steps': 1, 'levels': 'auto'}
     """
 
     schedule: Union[str, Schedule]
     wire: str
-    warmup_epochs: Optional[int]
+    warmup_steps: Union[int, float, None]
     optimizer_correction: Union[str, AdamCorrection, None]
     exchange: Union[str, Owners]
     overlaps_backward: bool
@@ -152,7 +153,7 @@ class Compression(TypedDict, total=False):
 DEFAULTS = Compression(
     schedule="merged",
     wire="float32",
-    warmup_epochs=None,
+    warmup_steps=None,
     optimizer_correction=AUTO,
     exchange=AUTO,
     overlaps_backward=True,
@@ -176,8 +177,7 @@ class Settings:
     schedule: Schedule
     wire: torch.dtype
     wire_bits: Optional[int]
-    warmup_epochs: int
-    bounds_warm_up: bool
+    warmup_steps: Union[int, float]
     optimizer_correction: Union[str, AdamCorrection, None]
     exchange: ExchangeChoice
     overlaps_backward: bool
@@ -199,16 +199,14 @@ class Settings:
             wire, bits = wire_values(own.wire)
         exchange, rounds = exchange_of(chosen["exchange"]), rounds_of(chosen["local_steps"])
         refuse(_of_values(chosen, rounds))
-        epochs = chosen["warmup_epochs"]
-        warmup_epochs = own.default_warmup_epochs if epochs is None else int(epochs)
+        warmup = own.default_warmup_steps if chosen["warmup_steps"] is None else chosen["warmup_steps"]
         settings = cls(
             compressor=own,
             density=own.default_density or 1.0 if density is None else checked_density("density", density),
             schedule=schedule,
             wire=wire,
             wire_bits=bits,
-            warmup_epochs=warmup_epochs,
-            bounds_warm_up=epochs is None and warmup_epochs > 0 and rounds is None,
+            warmup_steps=int(warmup) if is_whole(warmup, 0) else float(warmup),
             optimizer_correction=chosen["optimizer_correction"],
             exchange=exchange,
             overlaps_backward=chosen["overlaps_backward"],
@@ -274,7 +272,7 @@ class Settings:
 
     def densities(self) -> Densities:
         """Build the schedule of densities by parameter and step."""
-        return Densities(self.compressor, self.density, self.warmup_epochs, self.bounds_warm_up)
+        return Densities(self.compressor, self.density, self.warmup_steps)
 
     def wires_for(self, rank: int, world_size: int) -> Wires:
         """Build the wire formats, with a dense one if Adam's warm-up needs one."""
@@ -319,10 +317,13 @@ class Settings:
 
 def _of_values(chosen: Compression, rounds: Optional[LocalSteps]) -> Iterator[str]:
     """Yield error messages for values out of range."""
-    epochs: Any = chosen["warmup_epochs"]
+    warmup: Any = chosen["warmup_steps"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
-    if epochs is not None and not is_whole(epochs, 0):
-        yield f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)"
+    if not (warmup is None or is_whole(warmup, 0) or (isinstance(warmup, Real) and 0 < float(warmup) < 1)):
+        yield (
+            f"warmup_steps={warmup!r} must be a number of optimizer steps, at least 0 (0 = no warm-up), or a fraction"
+            " of the training's, such as 0.1"
+        )
     if levels not in (AUTO, 1, 2):
         yield (
             f"levels={levels!r} must be 'auto' (2 if several nodes have several ranks each), 1 (all ranks exchange with"

@@ -254,20 +254,12 @@ def _sends(held: Any) -> bool:
     return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
 
 
-def check_epoch(epoch: int) -> None:
-    """Refuse what is no number of an epoch."""
-    if epoch < 0:
-        raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
-
-
-def check_no_epochs(settings: Settings) -> None:
-    """Refuse a warm-up by epochs where nobody tells of them."""
-    if settings.warmup_epochs:
-        raise RuntimeError(
-            f"warmup_epochs={settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell: call"
-            " set_epoch(epoch), of what sparsify_gradients returned or of fabric.strategy, at the start of"
-            " each, or give"
-            f" warmup_epochs=0{' or total_steps' if settings.bounds_warm_up else ''}"
+def check_total_steps(settings: Settings, total_steps: Optional[int]) -> None:
+    """Raise an error if the warm-up is a fraction of a number of steps that is not given."""
+    if isinstance(settings.warmup_steps, float) and total_steps is None:
+        raise ValueError(
+            f"warmup_steps={settings.warmup_steps:g} is a fraction of the training's optimizer steps, and their number"
+            " is not given: give total_steps=... (the Trainer's max_steps=...), or a number such as warmup_steps=1000"
         )
 
 

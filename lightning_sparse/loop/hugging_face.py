@@ -75,12 +75,6 @@ class SparsifyCallback(TrainerCallback):
                 self._handle.synchronize()  # that evaluation ended a round, maybe after the save
 
     @override
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Tell of the epoch, over the first of which the density may fall."""
-        if self._handle is not None:
-            self._handle.set_epoch(int(state.epoch or 0))
-
-    @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Go on with this process's own model."""
         self._shown.close()

@@ -26,7 +26,7 @@ from lightning_sparse.engine.step.reducer import Wrapper
 from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
-from lightning_sparse.loop.checks import check_no_epochs, check_optimizers, in_one_order
+from lightning_sparse.loop.checks import check_optimizers, check_total_steps, in_one_order
 from lightning_sparse.loop.levels import Node
 from lightning_sparse.loop.optimizer_states import load_states, states_of
 from lightning_sparse.loop.optimizers import (
@@ -206,7 +206,6 @@ class Training:
         self.settings = settings
         self.optimizers = optimizers  # that train the model
         self.view: OptimizerView
-        self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_dense = False  # steps send everything, as DDP does
         self.backwards = 0  # since the last step of an optimizer
         self._waiting: Sequence[Optimizer] = ()  # for their step since the last backward
@@ -311,6 +310,7 @@ class Training:
         """Know how many optimizer steps the whole training has, if known; say how many rounds that is, if it is."""
         total_steps = None if total_steps is None else int(total_steps)  # of numpy's, too
         densities = self.engine.densities
+        check_total_steps(self.settings, total_steps)
         densities.expect_steps(total_steps)
         if (adam := self.view.adam) is not None:
             adam.warm_up.total_steps = total_steps
@@ -395,7 +395,7 @@ class Training:
     def _open(self, is_explicit: bool) -> None:
         """Begin a step's exchange, before the first of its gradients is taken."""
         if not is_explicit:
-            self.check_epoch()
+            self.engine.worker.raise_error()
             if self.engine.rounds is None:  # else a model is made one, between two backwards
                 self.turn()
             self._add_backward()
@@ -411,7 +411,7 @@ class Training:
             self._reset_loaded()
             context = self.view.next_step(self.is_dense, continued, self.engine.reduced.begun)
             scale = _scale_of(self._given.scaler, self.device)
-            self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
+            self.engine.begin_backward(context._replace(loss_scale=scale))
 
     def reset_residuals(self) -> None:
         """Drop all that has not been sent, and momentum; of rounds go on from the weights that there are now."""
@@ -431,12 +431,6 @@ class Training:
         if loaded and has_trained:
             self._reset(loaded)
         return bool(loaded) and has_trained
-
-    def check_epoch(self) -> None:
-        """Raise what an exchange has raised, and where nobody has told of the epoch."""
-        self.engine.worker.raise_error()
-        if self.epoch is None and self.engine.densities.warm_up_steps is None:
-            check_no_epochs(self.settings)
 
     def end_backward(self, is_inside: bool) -> None:
         """End a backward; raise what its exchange has raised."""
@@ -477,7 +471,7 @@ class Training:
         number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
         if number is None:
             raise RuntimeError(_OTHER_OPTIMIZERS)
-        self.engine.end_step(number, self.epoch or 0)
+        self.engine.end_step(number)
         self.after_step()
 
     def state(self, together: bool = False) -> dict[str, Any]:
@@ -486,7 +480,7 @@ class Training:
             self._warn_of_gradients()
             self.engine.worker.drain()
         clips = [] if self.view.adam is None else self.view.adam.clips.state()
-        return {**collect_state(self.engine, together), "clips": clips, "epoch": self.epoch}
+        return {**collect_state(self.engine, together), "clips": clips}
 
     def _warn_of_gradients(self) -> None:
         """Warn once of a save between two batches of a step, whose gradients are in no checkpoint."""

@@ -32,10 +32,10 @@ from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import (
     check_bare,
-    check_epoch,
     check_facts,
     check_replicas,
     check_rounds,
+    check_total_steps,
     check_trainers,
     check_wrapped,
     refuse_training,
@@ -79,14 +79,13 @@ def sparsify_gradients(
         compressor: any that does not let replicas drift apart.
         density: fraction of elements sent; ``None`` for the compressor's own.
         scaler: the gradient scaler, if there is one: residuals are kept without its scale.
-        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
-            and of a compressor go by it.
+        total_steps: optimizer steps of the whole training, for Adam's warm-up and a ``warmup_steps`` that is a
+            fraction (``"dgc"``, ``"sdagc"``: 0.1 by default); ``None`` if unknown.
         timeout: how long an exchange may wait for other ranks; ``None`` for as long as the job's process group.
-        **given: settings as of :class:`~lightning_sparse.Compression`. Nodes, for ``levels``, are told apart by
-            torchrun's numbers of them, or by names of hosts. With ``warmup_epochs`` call
-            :meth:`GradientSparsifier.set_epoch` at the start of each; for ``None`` and ``total_steps`` there is no
-            need to. With ``local_steps`` all ranks make equally many steps, evaluate and save the model inside
-            :meth:`GradientSparsifier.shared_model`, and end with :meth:`GradientSparsifier.close`.
+        **given: settings as of :class:`~lightning_sparse.Compression`. Nodes, for ``levels``, are identified by
+            torchrun's numbers of them, or by host names. With ``local_steps`` all ranks make equally many steps,
+            evaluate and save the model inside :meth:`GradientSparsifier.shared_model`, and end with
+            :meth:`GradientSparsifier.close`.
 
     Raises:
         ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
@@ -98,6 +97,7 @@ def sparsify_gradients(
     settings = pop_settings(sparsify_gradients, compressor, density, given)
     refuse(missing_capabilities("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
+    check_total_steps(settings, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # what torch.compile was given, as Accelerate does
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
     return GradientSparsifier(model, optimizers, settings, RuntimeOptions(timeout, scaler), total_steps, _log)
@@ -193,16 +193,6 @@ class GradientSparsifier(Loop):
     def module(self) -> Module:
         """The model, without what it is wrapped in."""
         return self._model.module
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
-
-        Raises:
-            ValueError: if it is negative.
-        """
-        check_epoch(epoch)
-        if self.training is not None:
-            self.training.epoch = epoch
 
     def clip(
         self, norm: Optional[float] = None, value: Optional[float] = None, optimizer: Optional[Optimizer] = None
@@ -318,7 +308,6 @@ class GradientSparsifier(Loop):
                 f"{folder} holds what is of no use here, {'; '.join(unused)}: build the same model, optimizers and"
                 " compressor, or leave it out to start with empty residuals"
             )
-        training.epoch = state["epoch"]
         self._followed.waiting = state
         if training.engine.rounds is None:
             self._followed.take_up()
@@ -445,7 +434,7 @@ class FollowedModel:
                 training.restart_if_changed()
             else:
                 self._begin_training()
-                training.check_epoch()
+                training.engine.worker.raise_error()
                 training.begin_batch()
             if is_training and self._broadcasts and isinstance(self._model, UnwrappedModule):
                 self._model.begin_forward()

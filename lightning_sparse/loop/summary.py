@@ -155,10 +155,9 @@ def in_bytes(count: float) -> str:
 
 def _warm_up(settings: Settings) -> str:
     words = []
-    if settings.warmup_epochs:
-        first = settings.density ** (1 / (settings.warmup_epochs + 1))
-        most = "at most " if settings.bounds_warm_up else ""
-        words.append(f"over {most}{settings.warmup_epochs} epochs, from {first:.2g} to {settings.density:g}")
+    if steps := settings.warmup_steps:
+        length = f"{steps} steps" if isinstance(steps, int) else f"{steps:.3g} of the training's steps"
+        words.append(f"over {length}, down to {settings.density:g}")
     if settings.adam is not None:
         words.append("whole gradients in Adam's first steps")
     return ", or, if more is sent, ".join(words) or "none"

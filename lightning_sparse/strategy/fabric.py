@@ -21,7 +21,7 @@ from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_device, check_epoch, check_facts
+from lightning_sparse.loop.checks import check_device, check_facts, check_total_steps
 from lightning_sparse.loop.loop import RuntimeOptions
 from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.loop.sparsify import GradientSparsifier
@@ -42,12 +42,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     Args:
         compressor: as there, but not one whose replicas diverge.
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
-        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
-            and of a compressor go by it.
+        total_steps: optimizer steps of the whole training, for Adam's warm-up and a ``warmup_steps`` that is a
+            fraction (``"dgc"``, ``"sdagc"``: 0.1 by default); ``None`` if unknown.
         gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
         **given: settings as of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
-            ``DistributedDataParallel``. With ``warmup_epochs`` call :meth:`set_epoch` at the start
-            of each epoch; for ``None`` and ``total_steps`` there is no need to.
+            ``DistributedDataParallel``.
 
     Attributes:
         settings: what the user chose, checked; each model has a copy.
@@ -81,7 +80,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._waiting: dict[Module, Any] = {}  # models without an optimizer so far, and what tells of their use
         self._handles: dict[Module, GradientSparsifier] = {}
         self._are_closed = False  # those that there are
-        self._epoch: Optional[int] = None
         self._told: set[str] = set()
         self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
@@ -163,17 +161,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         for handle in self._handles.values():
             handle.synchronize()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
-
-        Raises:
-            ValueError: if it is negative.
-        """
-        check_epoch(epoch)
-        for handle in self._handles.values():
-            handle.set_epoch(epoch)
-        self._epoch = epoch
-
     def close(self) -> None:
         """End the exchanges; safe to call twice. To train on, set the models up anew.
 
@@ -233,12 +220,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward;"
                 " or, where it is not trained, model.eval() or torch.no_grad()"
             )
+        check_total_steps(self.settings, self._total_steps)
         facts = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None), node=self.node_rank)
         handle = GradientSparsifier(
             model, optimizers, copy.deepcopy(self.settings), facts, self._total_steps, self._log
         )
-        if self._epoch is not None:
-            handle.set_epoch(self._epoch)
         self._waiting.pop(model).remove()
         self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
         self._are_closed = False
@@ -334,7 +320,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 if handle.engine is None:
                     self._log(f"the state of {key!r} is not used, as one process exchanges nothing.")
                 else:
-                    self._checkpointer.restore(key, handle.engine, partial(self._load, handle))
+                    self._checkpointer.restore(key, handle.engine, handle.load)
         return rest
 
     def _tell_of_others(self, handles: Mapping[str, GradientSparsifier], state: Mapping[str, Any], done: str) -> None:
@@ -347,8 +333,3 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 f"what ranks keep of {', '.join(map(repr, others))} for later steps is not {done}, as no optimizer of"
                 " it is at the top level of the state: to go on with training, give the optimizer beside the model."
             )
-
-    def _load(self, handle: GradientSparsifier, state: dict[str, Any]) -> Sequence[str]:
-        if state["epoch"] is not None:
-            self.set_epoch(state["epoch"])
-        return handle.load(state)

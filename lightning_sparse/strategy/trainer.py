@@ -179,7 +179,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if training is None:
             return
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
-        if makes_rounds or training.view.adam is not None or self.settings.bounds_warm_up:
+        if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             training.expect_steps(total_steps_of(trainer), makes_rounds, is_trial)
@@ -193,7 +193,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is not None:
-            training.epoch = self._trainer.current_epoch
             adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
             training.begin_batch(adopts, self.optimizers)
             self._bare.begin_forward()

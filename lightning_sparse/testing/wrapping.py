@@ -35,7 +35,7 @@ def sparse_ddp(
     chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
     chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
-    settings = Settings.of(subject_of(compressor), density, **{"warmup_epochs": 0, **chosen})
+    settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
     settings = replace(settings, local_steps=local_steps)  # rounds of one step, too, which nobody can ask for
     if settings.can_correct_adam:
         settings = settings.correcting_adam()

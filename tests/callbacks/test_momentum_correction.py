@@ -13,7 +13,7 @@ from tests.helpers.fits import fits
 from tests.helpers.loggers import rows_of
 from tests.helpers.trainers import WithSGD, make_trainer, weights
 
-SPARSE = {"density": 0.05, "warmup_epochs": 0}
+SPARSE = {"density": 0.05, "warmup_steps": 0}
 SETTINGS = {
     "nesterov": ({}, {"nesterov": True}),
     "one cycle": ({}, {"one_cycle": True}),

@@ -11,12 +11,13 @@ def context(step=0, epoch=0, asked=0.001, present=0.001):
     return RuleContext(step, epoch, {"weight": asked}, {"weight": present}, 1.0)
 
 
-def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch():
-    densities = Settings.of("topk", 0.001, warmup_epochs=4).densities()
+def test_a_warm_up_of_four_steps_falls_as_that_of_the_strategy():
+    densities = Settings.of("topk", 0.001, warmup_steps=4).densities()
     rule = Warmup(4)
     for place in range(4):
-        densities.begin_step(place)
+        densities.begin_step()
         assert rule.minimum_densities(context(step=place))["weight"] == pytest.approx(densities.of("weight"))
+        densities.count_step(0)
 
 
 def simulated_error(rule, asked, steps, every):

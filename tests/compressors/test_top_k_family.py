@@ -102,7 +102,7 @@ class VirtualDGC:
 )
 def test_dgc_equals_its_reference(pools, nesterov, masks, clip_norm):
     compressor = DGC(masks_momentum=masks, clip_norm=None if clip_norm == 1e9 else clip_norm)
-    settings = {"compressor": compressor, "density": DENSITY, "warmup_epochs": 0}
+    settings = {"compressor": compressor, "density": DENSITY, "warmup_steps": 0}
     reference = VirtualDGC(0.9, nesterov, masks, clip_norm)
     assert_same_as_virtual(pools[3], settings, reference, momentum=0.9, nesterov=nesterov, relative=1e-4)
 

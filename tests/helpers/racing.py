@@ -412,7 +412,7 @@ def train(way, steps):
     def engine(ddp, settings, timeout, say, local_world_size, *around):
         return Engine(ddp, settings, timeout, say, way.local_world_size, *around)
 
-    given = {"density": 0.05, "schedule": "layerwise", "warmup_epochs": 0, **way.given}
+    given = {"density": 0.05, "schedule": "layerwise", "warmup_steps": 0, **way.given}
     with (
         mock.patch.object(loop, "Engine", engine),
         sparsify_gradients(net, optimizer, scaler=scaler, levels=1, **given) as handle,

@@ -687,7 +687,7 @@ class Saver(Callback):
 
 
 def settings_of(training):
-    density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
+    density = {} if training.subject.default_density is None else {"density": training.density, "warmup_steps": 0}
     whole = {} if training.is_sharded else {"schedule": training.schedule, "levels": training.levels}
     return {
         **whole,

@@ -17,7 +17,7 @@ def losses_of_auto(rank):
     with (
         mock.patch.object(backend_choice, "perf_counter", side_effect=lambda: seconds[0]),
         sparsify_gradients(
-            model, optimizer, "lags", schedule="auto", warmup_epochs=0, optimizer_correction=correction
+            model, optimizer, "lags", schedule="auto", warmup_steps=0, optimizer_correction=correction
         ) as handle,
     ):
         for step in range(STEPS):

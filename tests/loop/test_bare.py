@@ -29,7 +29,7 @@ from tests.helpers.trainers import weights
 
 OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 CORRECTED = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)}
-SPARSE = {"density": 0.05, "warmup_epochs": 0}
+SPARSE = {"density": 0.05, "warmup_steps": 0}
 
 
 class Following(nn.Module):

@@ -16,7 +16,7 @@ def mean_length(rank, norm):
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     lengths = []
-    with sparsify_gradients(model, optimizer, "lags", 0.05, warmup_epochs=0, optimizer_correction=CORRECTION) as handle:
+    with sparsify_gradients(model, optimizer, "lags", 0.05, warmup_steps=0, optimizer_correction=CORRECTION) as handle:
         for step in range(STEPS):
             before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
             for window in range(WINDOWS):

@@ -21,7 +21,7 @@ from tests.helpers.entry_points import (
 
 SETTINGS = {
     "AdamW": {"compressor": "lags", "density": 0.1, "optimizer_correction": AdamCorrection(3, 2, 2)},
-    "momentum": {"compressor": "dgc", "density": 0.1, "warmup_epochs": 0},
+    "momentum": {"compressor": "dgc", "density": 0.1, "warmup_steps": 0},
     "lags": {"compressor": "lags", "density": 0.1, "wire": "bfloat16", "local_steps": 5},
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(5, 0.7, 0.9, nesterov=True)},
     "decaying": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(5, residual_decay=0.9)},

@@ -59,7 +59,7 @@ def settings_of(system, kind):
     corrected = (
         {"optimizer_correction": AdamCorrection(warmup_steps=10, density_decay_steps=10)} if is_corrected else {}
     )
-    return {"warmup_epochs": 0, **settings, **corrected}
+    return {"warmup_steps": 0, **settings, **corrected}
 
 
 def scale_of(step, is_poisoned):
@@ -143,7 +143,7 @@ def test_weights_that_are_copied_need_a_call(pair):
 def residual_norms(rank, act):
     model = Line().to(DEVICE)
     optimizer = OPTIMIZERS["SGD"](model.parameters())
-    with sparsify_gradients(model, optimizer, "lags", warmup_epochs=0) as handle:
+    with sparsify_gradients(model, optimizer, "lags", warmup_steps=0) as handle:
         for step in range(3):
             optimizer.zero_grad()
             if step == 2:

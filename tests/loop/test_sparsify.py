@@ -44,7 +44,7 @@ def sparsified(kind, ddp=None, **settings):
     optimizer = OPTIMIZERS[kind](ddp.parameters())
     if kind == "AdamW":
         settings = {"optimizer_correction": CORRECTION, **settings}
-    with sparsify_gradients(ddp, optimizer, **{"warmup_epochs": 0, **settings}) as handle:
+    with sparsify_gradients(ddp, optimizer, **{"warmup_steps": 0, **settings}) as handle:
         yield ddp, optimizer, handle
 
 
@@ -166,7 +166,7 @@ def test_an_optimizer_that_sends_in_its_step_is_refused_where_ranks_step_alone(p
 
 
 def test_an_adaptive_optimizer_inside_another_one_is_warned_of_once(pair):
-    assert [len(lines) for lines in pair.run(train_with, "ZeRO", {"density": 0.05, "warmup_epochs": 0})] == [1, 0]
+    assert [len(lines) for lines in pair.run(train_with, "ZeRO", {"density": 0.05, "warmup_steps": 0})] == [1, 0]
 
 
 def train_scaled(rank, kind, is_scaled, overflow_at=None):
@@ -227,7 +227,7 @@ def train_adversaries(rank, kind, compressor, density, arguments):
     ddp = wrapped(Adversaries(), **arguments)
     parts = ddp.module.maker, ddp.module.critic
     optimizers = [OPTIMIZERS[kind](part.parameters()) for part in parts]
-    settings = {"optimizer_correction": CORRECTION if kind == "AdamW" else "auto", "warmup_epochs": 0}
+    settings = {"optimizer_correction": CORRECTION if kind == "AdamW" else "auto", "warmup_steps": 0}
     rows = torch.Generator().manual_seed(rank)
     with nullcontext() if density is None else sparsify_gradients(ddp, optimizers, compressor, density, **settings):
         for step in range(6):
@@ -257,23 +257,25 @@ def test_several_exchanges_for_one_step_are_one_step(pair, kind, compressor, arg
     assert_same(*pair.run(train_adversaries, kind, compressor, 0.05, arguments))
 
 
-def train_over_epochs(rank):
-    untold = sparsified("SGD", density=0.01, warmup_epochs=2)
-    with untold as (ddp, *_), pytest.raises(RuntimeError, match="set_epoch") as refusal:
-        ddp(batch(rank, 0)).backward()
+def train_in_warm_up(rank):
+    """Return the error without a total, and the density of each step with one."""
+    with pytest.raises(ValueError, match=r"warmup_steps=0\.5 is a fraction") as refusal:
+        sparsify_gradients(Edges(), torch.optim.SGD(Edges().parameters(), lr=0.1), density=0.01, warmup_steps=0.5)
     densities = []
-    with sparsified("SGD", compressor="topk", density=0.01, warmup_epochs=2) as (ddp, optimizer, handle):
-        for epoch in range(4):
-            handle.set_epoch(epoch)
-            train(rank, ddp, [optimizer], range(epoch, epoch + 1))
+    settings = {"compressor": "topk", "density": 0.01, "warmup_steps": 0.5, "total_steps": 8}
+    with sparsified("SGD", **settings) as (ddp, optimizer, handle):
+        for step in range(6):
+            train(rank, ddp, [optimizer], range(step, step + 1))
             densities.append(handle.compression_stats()["density"])
     return str(refusal.value), densities
 
 
-def test_the_density_falls_over_epochs_that_are_told(pair):
-    for message, densities in pair.run(train_over_epochs):
-        assert "warmup_epochs=2" in message
-        assert densities[0] > densities[1] > densities[2] == densities[3]
+def test_the_density_falls_over_a_fraction_of_the_steps(pair):
+    for message, densities in pair.run(train_in_warm_up):
+        assert "give total_steps" in message
+        assert sorted(densities, reverse=True) == densities
+        assert len(set(densities[:5])) == 5
+        assert densities[4] == densities[5]
 
 
 class Broken(TopK):
@@ -349,8 +351,8 @@ def train_replaced(rank, wraps, change):
     model = Layers().to(DEVICE)
     called = DistributedDataParallel(model) if wraps else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(rank)  # different new layers on each rank
-    with sparsify_gradients(called, optimizer, density=0.5, warmup_epochs=0):
+    torch.manual_seed(rank)  # new layers differ
+    with sparsify_gradients(called, optimizer, density=0.5, warmup_steps=0):
         for step in range(6):
             if step == 3 and change == "added":
                 model.layers.append(nn.Linear(8, 8).to(DEVICE))
@@ -384,7 +386,7 @@ def step_after_an_error(rank):
     torch.manual_seed(0)
     model = Layers().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = sparsify_gradients(model, optimizer, density=0.5, warmup_epochs=0)
+    handle = sparsify_gradients(model, optimizer, density=0.5, warmup_steps=0)
     first = model.layers[0](inputs(rank, 0))
     with suppress(MemoryError):
         model.layers[1](Stopping.apply(first)).sum().backward()
@@ -427,7 +429,7 @@ def test_no_step_follows_a_backward_that_ended_in_an_error(forked):
         ({"total_steps": 0}, "ValueError: total_steps=0"),
         ({"total_steps": True}, "ValueError: total_steps=True"),
         ({"optimizer_correction": CORRECTION}, "ValueError: optimizer_correction=AdamCorrection(...)"),
-        ({"compressor": DGC(momentum=0.9)}, "ValueError: momentum=0.9"),
+        ({"compressor": DGC(momentum=0.9), "warmup_steps": 0}, "ValueError: momentum=0.9"),
     ],
     ids=lambda each: str(each)[:30] if isinstance(each, str) else "",
 )
@@ -538,7 +540,7 @@ def momenta_of(rank, case):
         if case == "warming up":
             optimizer.param_groups[0]["momentum"] = 0.1 * (step + 1)
 
-    with sparsify_gradients(model, optimizer, "dgc", density=0.05, warmup_epochs=0) as handle:
+    with sparsify_gradients(model, optimizer, "dgc", density=0.05, warmup_steps=0) as handle:
         optimizer.register_step_pre_hook(disturb)
         for step in range(4):
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ from torch import nn
 from tests.helpers.fits import fits
 from tests.helpers.resuming import Numbered
 
-WHOLE = {"compressor": "topk", "density": 1.0, "warmup_epochs": 0}
+WHOLE = {"compressor": "topk", "density": 1.0, "warmup_steps": 0}
 
 
 class Counted(Numbered):

@@ -189,7 +189,7 @@ MORE_IN_ONE_ORDER = {
     "MiCRO": Case({"compressor": "micro", "density": 0.1, "schedule": "layerwise"}),
     "SDAGC": Case({"compressor": "sdagc", "density": 0.1, "schedule": "layerwise"}),
     "OMGS": Case({"compressor": "omgs", "density": 0.1}),
-    "DGC": Case({"compressor": "dgc", "density": 0.1, "warmup_epochs": 0}),
+    "DGC": Case({"compressor": "dgc", "density": 0.1, "warmup_steps": 0}),
     "QSGD": Case({"compressor": "qsgd", "schedule": "layerwise"}),
     "two levels, AdamW": Case(corrected({**LARGEST, "levels": 2}), ADAMW, 4, NODES),
     "rounds after DDP's steps": Case({**LARGEST, "local_steps": LocalSteps(2, synchronous_steps=2)}),

@@ -68,8 +68,8 @@ FITS = {
     "AdamW, clipped": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {"gradient_clip_val": 0.1}),
     "AdamW, owners": ({"optimizer_correction": CORRECTION, "exchange": "owners"}, torch.optim.AdamW, {}),
     "SGD, accumulated": ({}, torch.optim.SGD, {"accumulate_grad_batches": 2, "max_epochs": 10}),
-    "momentum": ({"compressor": "dgc", "warmup_epochs": 1}, torch.optim.SGD, {}),
-    "clipped before": ({"compressor": DGC(clip_norm=0.5), "warmup_epochs": 0}, torch.optim.SGD, {}),
+    "momentum": ({"compressor": "dgc", "warmup_steps": 5}, torch.optim.SGD, {}),
+    "clipped before": ({"compressor": DGC(clip_norm=0.5), "warmup_steps": 0}, torch.optim.SGD, {}),
     "bf16": ({"wire": "bfloat16"}, torch.optim.SGD, {"precision": "bf16-mixed"}),
     "auto": ({"schedule": "auto"}, torch.optim.SGD, {}),
 }

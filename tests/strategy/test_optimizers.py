@@ -13,7 +13,7 @@ from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
 
-WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_epochs": 0}
+WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_steps": 0}
 
 
 @pytest.mark.sampled(2)
@@ -48,7 +48,7 @@ class InPieces(WithSGD):
 
 
 def in_pieces(pair, compressor, density, strategy, **arguments):
-    settings = {"compressor": compressor, "density": density, "warmup_epochs": 0, "find_unused_parameters": True}
+    settings = {"compressor": compressor, "density": density, "warmup_steps": 0, "find_unused_parameters": True}
     return (fits(pair, partial(InPieces, pieces, **arguments), {**settings, **strategy}) for pieces in (1, 3))
 
 
@@ -129,7 +129,7 @@ class Replacing(WithOptimizer):
 )
 def test_optimizers_that_are_replaced_in_mid_training_train_as_with_ddp(pair, first, then, settings):
     module, limits = partial(Replacing, first, then, lr=0.02), {"max_epochs": 1, "limit_train_batches": 12}
-    whole = {**settings, "density": 1.0, "warmup_epochs": 0}
+    whole = {**settings, "density": 1.0, "warmup_steps": 0}
     ours, ddp = (one_model(fits(pair, module, each, **limits)) for each in (whole, None))
     torch.testing.assert_close(ours.batches, ddp.batches, rtol=1e-4, atol=1e-5)
 
@@ -200,7 +200,7 @@ def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_wa
 
 
 def test_adam_is_corrected_wherever_a_density_is_below_1(pair):
-    early = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0), "warmup_epochs": 0}
+    early = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0), "warmup_steps": 0}
     by_name = LAGS(densities={f"network.{layer}.{kind}": 0.05 for layer in (0, 2) for kind in ("weight", "bias")})
     choices = {"compressor": by_name, "density": 1.0}, {"compressor": "lags", "density": 0.05}
     named, of_all = (fits(pair, partial(WithAdam, lr=0.01), {**each, **early})[0] for each in choices)

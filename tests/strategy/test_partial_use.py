@@ -55,7 +55,7 @@ class Discarding(Parts):
 
 
 def settings_of(compressor, **others):
-    return {"compressor": compressor, "density": DENSITY[compressor], "warmup_epochs": 0, **others}
+    return {"compressor": compressor, "density": DENSITY[compressor], "warmup_steps": 0, **others}
 
 
 def whole(compressor, **others):
@@ -150,7 +150,7 @@ class Growing(Parts):
 
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", LAGS(error_feedback="update")])
 def test_a_layer_that_is_added_late_is_one_layer_on_all_ranks(pair, compressor):
-    settings = {"compressor": compressor, "density": 0.05, "warmup_epochs": 0}
+    settings = {"compressor": compressor, "density": 0.05, "warmup_steps": 0}
     history = one_model(fits(pair, Growing, settings)).batches
     assert not torch.equal(history[-1]["more.0.weight"], history[8]["more.0.weight"])
 
@@ -230,7 +230,7 @@ SUCCESSIONS = {
 @pytest.mark.parametrize("width", [32, 48], ids=["same size", "wider"])
 @pytest.mark.parametrize(("settings", "kind"), SUCCESSIONS.values(), ids=SUCCESSIONS)
 def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(pair, settings, kind, width):
-    answers = fits(pair, partial(Succeeding, width=width, kind=kind), {"warmup_epochs": 0, **settings})
+    answers = fits(pair, partial(Succeeding, width=width, kind=kind), {"warmup_steps": 0, **settings})
     (start,) = answers[0].notes
     for each in answers:
         assert all(torch.equal(weights["network.2.weight"], start) for weights in each.batches[6:])
@@ -243,7 +243,7 @@ def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(p
 @pytest.mark.parametrize("kept", [name for name in SUCCESSIONS if name != "updates"])  # state of a removed optimizer
 def test_resumed_it_goes_on_to_the_bit_with_a_new_layer(pair, tmp_path, kept, save_after):
     settings, kind = SUCCESSIONS[kept]
-    settings = {"warmup_epochs": 0, "schedule": "layerwise", **settings}
+    settings = {"warmup_steps": 0, "schedule": "layerwise", **settings}
     assert_goes_on(pair, tmp_path, settings, partial(Succeeding, width=32, kind=kind), save_after)
 
 
@@ -268,7 +268,7 @@ class Moved(Numbered):
 @pytest.mark.parametrize("stored", [name for name in SUCCESSIONS if name != "partitions"])  # follow the order
 def test_what_is_stored_follows_a_parameter_to_another_name(pair, stored):
     settings, kind = SUCCESSIONS[stored]
-    settings = {"warmup_epochs": 0, "schedule": "layerwise", **settings}
+    settings = {"warmup_steps": 0, "schedule": "layerwise", **settings}
     named = (fits(pair, partial(Moved, kind=kind, is_renamed=is_renamed), settings) for is_renamed in (True, False))
     (renamed, other), (plain, _) = named
     assert_same(renamed.end, other.end)

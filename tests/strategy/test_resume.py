@@ -82,7 +82,7 @@ EXACT = {
     "rates in the memory": (Numbered, {"compressor": LAGS(error_feedback="update"), "density": 0.05}, {}),
     "local clipping": (Numbered, {"compressor": DGC(clip_norm=0.5), "density": 0.05}, {}),
     "batches accumulated": (Numbered, DGC_, IN_PAIRS),
-    "warm-up": (Numbered, {"compressor": "dgc", "density": 0.01, "warmup_epochs": 2}, {}),
+    "warm-up": (Numbered, {"compressor": "dgc", "density": 0.01, "warmup_steps": 16}, {}),
     "drift": (Numbered, {"compressor": A2SGD(param_sync_every=5)}, {}),
     "drift by hand": (ByHand, {"compressor": A2SGD(param_sync_every=5)}, {}),
     "drift by hand, AdamW": (partial(ByHand, kind=torch.optim.AdamW), {"compressor": A2SGD(param_sync_every=5)}, {}),

@@ -76,7 +76,7 @@ def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, settings
     for number, stage in enumerate(MOVES):
         path, limits = str(tmp_path / f"{number}.ckpt"), {"max_steps": 7 * (number + 1), "max_epochs": -1}
         module = partial(module_for(settings), None, path)
-        strategy = {**settings, "levels": stage.levels, "warmup_epochs": 0}
+        strategy = {**settings, "levels": stage.levels, "warmup_steps": 0}
         answers = fits(pools[stage.ranks], module, strategy, source, local_world_size=stage.local_world_size, **limits)
         if before is not None:
             present = owed([each.notes["memory"] for each in answers], stage.shared_by)

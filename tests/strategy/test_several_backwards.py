@@ -16,7 +16,7 @@ UNUSED = {"find_unused_parameters": True}
 CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3)
 WITH = {
     "SGD": {"compressor": "topk"},
-    "momentum": {"compressor": "dgc", "warmup_epochs": 0},
+    "momentum": {"compressor": "dgc", "warmup_steps": 0},
     "AdamW": {"compressor": "lags", "optimizer_correction": CORRECTION},
 }
 

@@ -199,7 +199,7 @@ ADAMW = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", ["topk", "lags", "omgs", "dgc"])
 def test_mass_is_conserved_and_replicas_are_one(pools, compressor):
-    momentum = {"compressor": compressor, "warmup_epochs": 0}
+    momentum = {"compressor": compressor, "warmup_steps": 0}
     answers = fits(pools[4], Booked, {**SPARSE, **momentum}, limit_train_batches=6)
     assert_replicas_are_one(answers)
     for shard in (0, 1) if compressor != "dgc" else ():
@@ -599,7 +599,7 @@ class Accounted(Sharded):
 
 
 def test_a_round_conserves_mass_and_makes_replicas_one(pools):
-    settings = {"compressor": "lags", "density": 0.1, "warmup_epochs": 0, "local_steps": 4}
+    settings = {"compressor": "lags", "density": 0.1, "warmup_steps": 0, "local_steps": 4}
     answers = fits(pools[4], Accounted, settings, limit_train_batches=12)
     for shard in (0, 1):
         one, other = answers[shard]["notes"], answers[shard + 2]["notes"]
@@ -621,7 +621,7 @@ def test_a_round_conserves_mass_and_makes_replicas_one(pools):
 
 
 def test_a_round_with_what_is_not_finite_moves_nothing_that_waits(pools):
-    settings = {"compressor": "lags", "density": 0.1, "warmup_epochs": 0, "local_steps": 4}
+    settings = {"compressor": "lags", "density": 0.1, "warmup_steps": 0, "local_steps": 4}
     for answer in fits(pools[4], partial(Accounted, 7), settings, limit_train_batches=8):
         assert answer["notes"][7]["waits before"]["network.0.weight"].any()
         assert_same(answer["notes"][7]["waits before"], answer["notes"][7]["waits after"])

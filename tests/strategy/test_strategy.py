@@ -167,15 +167,14 @@ def test_byte_counts_are_true(pools, compressor, density, wire, ranks, finds_unu
 VALUES = [
     *({"density": density} for density in (0, 100, "0.1", True)),
     {"compressor": "topp"},
-    {"warmup_epochs": -1},
-    {"warmup_epochs": True},
+    *({"warmup_steps": steps} for steps in (-1, True, 1.0, 4.5, "4")),
+    {"warmup_epochs": 4},
     *({name: name} for name in ("schedule", "wire", "exchange", "levels")),
 ]
 KINDS = {"compressor": TopK, "schedule": 3, "timeout": 60}
 NAMES = {
     "densty": "density",
     "find_unused": "find_unused_parameters",
-    "warmup_steps": "warmup_epochs",
     "outer_momentum": r"local_steps=LocalSteps\(5, outer_momentum=",
     "synchronous_steps": r"local_steps=LocalSteps\(5, synchronous_steps=",
     "xyz": "omit the argument",
@@ -200,11 +199,16 @@ def test_an_argument_that_cannot_be_is_refused_by_its_name_with_what_was_meant(a
 
 def densities_of(settings):
     densities = settings.densities()
-    return [densities.begin_step(epoch) or densities.of("weight") for epoch in range(6)]
+    every = []
+    for _ in range(6):
+        densities.begin_step()
+        every.append(densities.of("weight"))
+        densities.count_step(0)
+    return every
 
 
 def test_a_warm_up_takes_the_published_densities():
-    settings = Settings.of("dgc", 0.001)
+    settings = Settings.of("dgc", 0.001, warmup_steps=4)
     assert densities_of(settings) == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
 
 
@@ -218,11 +222,11 @@ def test_a_default_warm_up_takes_a_tenth_of_a_short_training(pair):
         assert [stats["density"] for stats in each.stats] == pytest.approx(expected, rel=0.05)
 
 
-def test_the_density_falls_over_the_epochs_of_a_warm_up(pair):
-    settings = {"compressor": "topk", "density": 0.01, "warmup_epochs": 2}
-    for each in fits(pair, Small, settings, max_epochs=4, limit_train_batches=2):
-        densities = [stats["density"] for stats in each.stats[1::2]]
-        assert densities == pytest.approx([0.01 ** (1 / 3), 0.01 ** (2 / 3), 0.01, 0.01], rel=0.05)
+def test_the_density_falls_over_the_steps_of_a_warm_up(pair):
+    settings = {"compressor": "topk", "density": 0.01, "warmup_steps": 4}
+    for each in fits(pair, Small, settings, max_epochs=2, limit_train_batches=3):
+        densities = [stats["density"] for stats in each.stats]
+        assert densities == pytest.approx([0.01 ** (min(stage, 5) / 5) for stage in range(1, 7)], rel=0.05)
 
 
 class Complex(Small):
@@ -383,7 +387,7 @@ def test_weights_of_forked_processes_are_there_after_fit_but_no_statistics(inter
 
 
 def test_numbers_of_numpy_are_numbers():
-    given = {"density": numpy.float32(0.25), "local_steps": LocalSteps(numpy.int64(5)), "warmup_epochs": numpy.int64(2)}
+    given = {"density": numpy.float32(0.25), "local_steps": LocalSteps(numpy.int64(5)), "warmup_steps": numpy.int64(2)}
     settings = SparseDDPStrategy(**given).settings
     assert settings.density == 0.25
     first, second, *_ = densities_of(settings)

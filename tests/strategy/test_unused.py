@@ -12,7 +12,7 @@ from tests.helpers.resuming import Numbered
 STRATEGIES = {
     "lags": {"compressor": "lags", "density": 0.1},
     "exdyna": {"compressor": "exdyna", "density": 0.1},
-    "dgc": {"compressor": "dgc", "density": 0.1, "warmup_epochs": 0},
+    "dgc": {"compressor": "dgc", "density": 0.1, "warmup_steps": 0},
     "auto": {"compressor": "lags", "density": 0.1, "schedule": "auto"},
     "local steps": {"density": 0.1, "local_steps": 3},
 }

@@ -44,7 +44,7 @@ def train(rank, schedule, build, momentum):
     optimizer = torch.optim.SGD(groups, lr=0.02 if momentum else 0.1, momentum=momentum)
     scheduler = SCHEDULES[schedule](optimizer)
     generator = torch.Generator().manual_seed(rank)
-    with sparsify_gradients(model, optimizer, build(), density=0.01, warmup_epochs=0, schedule="single"):
+    with sparsify_gradients(model, optimizer, build(), density=0.01, warmup_steps=0, schedule="single"):
         for _ in range(STEPS):
             batch = torch.randint(0, len(inputs), (16,), generator=generator)
             optimizer.zero_grad()

@@ -21,7 +21,7 @@ def trained_on(device, given):
     batches = torch.randn(12, 4, 64)
     net, batches, overflows = net.to(device), batches.to(device), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with sparsify_gradients(net, optimizer, **{"density": 0.05, "warmup_epochs": 0, "levels": 1, **given}):
+    with sparsify_gradients(net, optimizer, **{"density": 0.05, "warmup_steps": 0, "levels": 1, **given}):
         for step, batch in enumerate(batches):
             (net(batch, skips=step % 3 == 1) * (float("inf") if step in (5, 7) else 1.0)).backward()
             gradients = [each.grad.cpu() for each in net.parameters() if each.grad is not None]

@@ -44,7 +44,7 @@ def train_two(rank, overflow_at):
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in model.values()]
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=1000)
     generator, owed = torch.Generator().manual_seed(rank), torch.zeros(100)
-    with sparsify_gradients(model, optimizers, "topk", density=0.1, warmup_epochs=0, scaler=scaler) as handle:
+    with sparsify_gradients(model, optimizers, "topk", density=0.1, warmup_steps=0, scaler=scaler) as handle:
         for step in range(12):
             inputs, overflows = torch.randn(100, generator=generator) + 1, step == overflow_at
             owed += 0 if overflows else inputs
@@ -73,7 +73,7 @@ def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair, compressor
     # A small scale, because a default scale would overflow in fp16.
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=1000)
     plugins = [MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)]
-    settings = {"compressor": compressor, "density": DENSITY[compressor], "wire": wire, "warmup_epochs": 0}
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "wire": wire, "warmup_steps": 0}
     answers = [each.notes for each in fits(pair, Overflowing, settings, plugins=plugins, max_epochs=1)]
     for notes in answers:
         for step, (before, after) in enumerate(pairwise(notes)):

@@ -116,7 +116,7 @@ def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(i
         net, streams = Skipping().to(CUDA), OwnStreams(device)
         for parameter in net.parameters():
             parameter.register_post_accumulate_grad_hook(streams.begin)
-        settings = Settings.of(compressor, schedule="single", warmup_epochs=0)
+        settings = Settings.of(compressor, schedule="single", warmup_steps=0)
         with mock.patch.object(SparseReducer, "_on_grad_ready", lambda *of_one: streams.take(*of_one)):
             engine = Engine(
                 (ShardedModel if is_sharded else UnwrappedModule)(net), settings, local_world_size=1 + is_sharded

@@ -55,7 +55,7 @@ def ratio_of_rounds(rank, settings):
 
 
 def settings_of(compressor, wire="float32"):
-    return Settings.of(compressor, DENSITY[compressor], wire=wire, warmup_epochs=0)
+    return Settings.of(compressor, DENSITY[compressor], wire=wire, warmup_steps=0)
 
 
 def transfers(settings, sizes, ranks, flags):
@@ -126,6 +126,6 @@ def test_few_bits_of_everything_are_as_many_times_fewer_bytes(pair, wire, least)
 @pytest.mark.parametrize("compressor", VARYING)
 def test_of_a_union_all_ranks_together_send_the_density(pair, compressor, density, tolerance):
     settings = {"compressor": compressor, "density": density, "schedule": "single"}
-    told = Settings.of(compressor, density, warmup_epochs=0)
+    told = Settings.of(compressor, density, warmup_steps=0)
     for sent, sizes in pair.run(sent_by_a_step, "block", settings):
         assert sent == pytest.approx(announced(told, [sizes], ranks=2), rel=tolerance)
