@@ -45,6 +45,7 @@ from train_image import ImageClassifier
 from train_text import LstmState, WordLstm
 
 _CURVE_POINTS = 10
+_STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # 97.5 % quantiles, by number of seeds
 SYSTEMS = ("topk", "lags", "omgs", "exdyna", "micro", "sdagc", "dgc")
 OWN_EXCHANGE = ("dense", "exdyna", "micro")  # systems that exchange in a way of their own, whatever --exchanges says
 POWER_SGD = "powersgd"  # before its rank: torch's hook for DDP
@@ -362,13 +363,25 @@ def known_runs(path: Path) -> dict[Run, dict[str, Any]]:
     return {Run(**{field: line[field] for field in Run._fields if field in line}): line for line in lines}
 
 
+def paired_difference(lines: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> str:
+    """Return the mean difference to DDP with the same seeds, and its 95 % confidence interval by Student's t."""
+    of_ddp = {line["seed"]: line["score"] for line in ddp}
+    found = [line["score"] - of_ddp[line["seed"]] for line in lines if line["seed"] in of_ddp]
+    if len(found) not in _STUDENT_T:
+        return ""
+    return f"{fmean(found):+.4f} ± {_STUDENT_T[len(found)] * stdev(found) / math.sqrt(len(found)):.4f}"
+
+
 def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
     """Yield a Markdown table: mean and standard error over seeds, beside DDP's."""
     scores: defaultdict[Run, list[dict[str, Any]]] = defaultdict(list)
     for run, line in results.items():
         scores[run._replace(seed=0)].append(line)
-    yield "| task | optimizer, rate | steps, ranks | system | density, wire | score | / ddp | seeds | bytes / ddp |"
-    yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |"
+    heads = (
+        "task | optimizer, rate | steps, ranks | system | density, wire | score | / ddp | - ddp, 95 % | seeds | bytes"
+    )
+    yield f"| {heads} / ddp |"
+    yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"
     for run, lines in sorted(scores.items(), key=lambda item: tuple(map(str, item[0]))):
         ddp = scores.get(run._replace(system="ddp", density=None, wire="float32", exchange="gather", local=""), [])
         values = [line["score"] for line in lines]
@@ -379,7 +392,8 @@ def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
         volume = fmean([line["bytes"] for line in lines])
         yield (
             f"| {run.task} | {run.optimizer}, {run.rate:g} | {run.steps}, {run.ranks} | {run.system} | {sent} |"
-            f" {fmean(values):.4f} ± {error:.4f} | {ratio:.4f} | {len(values)} | {volume:.4f} |"
+            f" {fmean(values):.4f} ± {error:.4f} | {ratio:.4f} |"
+            f" {paired_difference(lines, ddp)} | {len(values)} | {volume:.4f} |"
         )
 
 

@@ -85,18 +85,15 @@ def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _power_sgd(rank: int) -> Row:
+def _power_sgd(rank: int, bucket_cap_mb: int = _ONE_BUCKET_MB) -> Row:
     def make_state() -> powerSGD_hook.PowerSGDState:
         return powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=POWER_SGD_WORTH
         )
 
-    # With more than one bucket, the hook's second all-reduces race with each other on gloo.
-    return _ddp(
-        lambda shapes: power_sgd_bytes(shapes, rank),
-        hook=(make_state, powerSGD_hook.powerSGD_hook),
-        bucket_cap_mb=_ONE_BUCKET_MB,
-    )
+    # With several buckets, the second all-reduces of the hook race with each other on gloo.
+    hook = (make_state, powerSGD_hook.powerSGD_hook)
+    return _ddp(lambda shapes: power_sgd_bytes(shapes, rank), hook, bucket_cap_mb=bucket_cap_mb)
 
 
 def _ddp(
@@ -193,7 +190,14 @@ AVERAGED_EVERY = 20  # steps, by torch's post-localSGD
 _DILOCO = LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
 _LOCO = LocalSteps(30, residual_decay=0.95)
 _ALONE = Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}, lambda shapes: 0.0)
-_IN_BFLOAT16 = _ddp(lambda shapes: dense_bytes(shapes) / 2, hook=(lambda: None, round_to_bfloat16_hook))
+
+
+def _in_bfloat16(**ddp_arguments: Any) -> Row:
+    return _ddp(lambda shapes: dense_bytes(shapes) / 2, (lambda: None, round_to_bfloat16_hook), **ddp_arguments)
+
+
+_IN_BFLOAT16 = _in_bfloat16()
+BUCKETS_MB = (1, 2, 5, 10)  # limits beside torch's 25
 SIZES = tuple(64 << place for place in range(10))  # of the fixed groupings, in units of 1024 elements
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
@@ -201,7 +205,10 @@ ROWS: dict[str, Row] = {
     NO_COMMUNICATION: _ALONE,
     DDP: _ddp(),
     "ddp, bucket view": _ddp(gradient_as_bucket_view=True),
+    **{f"ddp, {size} MB": _ddp(bucket_cap_mb=size) for size in BUCKETS_MB},
     "ddp + bf16 hook": _IN_BFLOAT16,
+    **{f"ddp + bf16 hook, {size} MB": _in_bfloat16(bucket_cap_mb=size) for size in BUCKETS_MB},
+    **{f"ddp + PowerSGD rank {rank}, 5 MB": _power_sgd(rank, 5) for rank in (1, 2, 4)},
     "ddp + PowerSGD rank 1": _power_sgd(1),
     "ddp + PowerSGD rank 4": _power_sgd(4),
     "ddp, accumulate 2": Row(

@@ -32,6 +32,7 @@ from launch import run_on_all_hosts
 from network import ShapedNetwork
 from paced import PACED
 from quality import TASKS, Run
+from rows import BUCKETS_MB
 from shape import slower_delay, slower_rate
 
 from lightning_sparse.schedule.network import dense_bytes
@@ -78,22 +79,29 @@ class Way(NamedTuple):
         steps: times DDP's that it makes, where that is not 1, by task; fewer do not reach DDP's loss or were not tried.
         arguments: of the strategy, beside those that follow from the run.
         is_ours: whether it is this package's.
+        reaches: whether its training ends at DDP's loss, by ``quality.py``.
     """
 
     run: Mapping[str, Any]
     steps: Mapping[str, float] = _NOTHING
     arguments: Mapping[str, Any] = _NOTHING
     is_ours: bool = True
+    reaches: bool = True
 
 
 _LAGS = {"system": "lags", "density": 0.01, "wire": "bfloat16"}
 _LOCAL = {"system": "topk", "density": 0.05, "wire": "bfloat16", "local": "5:1:0:1:0"}
 WAYS = {
     "ddp": Way({"system": "ddp"}, is_ours=False),
+    **{
+        row: Way({"system": row}, is_ours=False)
+        for size in BUCKETS_MB
+        for row in (f"ddp, {size} MB", f"ddp + bf16 hook, {size} MB")
+    },
     "ddp + bf16 hook": Way({"system": "ddp + bf16 hook"}, is_ours=False),
-    "ddp + PowerSGD rank 4": Way({"system": "ddp + PowerSGD rank 4"}, is_ours=False),
-    "sparse_lags": Way({**_LAGS, "wire": "float32"}, {"large": 0.95}),
-    "sparse_lags in 4 bits": Way({**_LAGS, "wire": "4bit"}, {"large": 0.95, "gpt": 1.1}),
+    "ddp + PowerSGD rank 4": Way({"system": "ddp + PowerSGD rank 4"}, is_ours=False, reaches=False),
+    "sparse_lags": Way({**_LAGS, "wire": "float32"}),
+    "sparse_lags in 4 bits": Way({**_LAGS, "wire": "4bit"}, {"gpt": 1.1}),
     "sparse_auto": Way(_LAGS, {"gpt": 1.1}, {"schedule": "auto"}),
     "5 local steps, a 20th sent": Way(_LOCAL, {"large": 1.5, "gpt": 1.5}),
 }
@@ -157,7 +165,8 @@ def seen_of(network: str, name: str, options: argparse.Namespace) -> Optional[Se
 
 def table(options: argparse.Namespace) -> Iterator[str]:
     """Yield a Markdown table of steps, milliseconds, loss, and times relative to DDP's."""
-    yield f"| way | steps / ddp | {' | '.join(f'{name}: ms a step, loss, time / ddp' for name in options.networks)} |"
+    heads = " | ".join(f"{name}: ms a step, loss, time / ddp, time / best without us" for name in options.networks)
+    yield f"| way | steps / ddp | {heads} |"
     yield f"| --- | ---: | {' | '.join('---:' for _ in options.networks)} |"
     for name in options.ways:
         cells = [_cell(network, name, options) for network in options.networks]
@@ -170,7 +179,14 @@ def _cell(network: str, name: str, options: argparse.Namespace) -> str:
         return ""
     end = f"{seen.ran} of {seen.steps} steps" if seen.loss is None else f"{seen.loss:.4f}"
     relative = "" if ddp is None else f", {seen.seconds / ddp.seconds:.2f}"
-    return f"{1e3 * seen.seconds / seen.steps:.1f}, {end}{relative}"
+    best = best_without_us(network, options)
+    return f"{1e3 * seen.seconds / seen.steps:.1f}, {end}{relative}, {seen.seconds / best if best else math.nan:.2f}"
+
+
+def best_without_us(network: str, options: argparse.Namespace) -> Optional[float]:
+    """Return the seconds of the fastest training without this package that reaches DDP's loss, over a network."""
+    others = (seen_of(network, name, options) for name, way in WAYS.items() if not way.is_ours and way.reaches)
+    return min((seen.seconds for seen in others if seen is not None), default=None)
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -208,6 +224,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of DDP's training; without it, the task's")
     parser.add_argument("--stop-after", type=int, metavar="STEPS", help="make so many of a training's steps")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="make no training, print the table")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="make no training, draw loss against time")
     parser.add_argument("--output", type=Path, default=Path(".benchmarks/time_to_quality"))
     options = parser.parse_args()
@@ -219,7 +236,7 @@ def main() -> None:
     if options.picture is not None:
         draw(options)
         return
-    for network, name in product(options.networks, options.ways):
+    for network, name in [] if options.table else product(options.networks, options.ways):
         if not _path(network, name, options).exists():
             train(network, name, options)
     print("\n".join(table(options)))

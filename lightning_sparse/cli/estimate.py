@@ -19,17 +19,22 @@ BANDS = (  # upper limit of r, strategy and reason
 )
 FAR = 0.2  # round trip / step, above which local steps are recommended instead of sparse_lags
 PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over the fp32 model per compressed step, see docs/choose-a-strategy.md
+BACKWARD = 2 / 3  # of a step's computation; DDP with small buckets hides the exchange behind backward
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 class Estimate(NamedTuple):
-    """Estimated seconds of a DDP step: exchange without overlap, computation, and latency of a message one way."""
+    """Estimated seconds of a DDP step: exchange without overlap, computation, and latency of a message one way.
+
+    ``gpu_seconds`` is the time that compression adds on the GPU.
+    """
 
     exchange_seconds: float
     compute_seconds: float
     latency: float = 0.0
+    gpu_seconds: float = 0.0
 
     @property
     def r(self) -> float:
@@ -37,12 +42,25 @@ class Estimate(NamedTuple):
         return self.exchange_seconds / self.compute_seconds
 
     @property
+    def saved_seconds(self) -> float:
+        """Exchange that compression hides or avoids, minus the GPU's time for compression, per step.
+
+        DDP hides at best the exchange beside backward, two thirds of the computation.
+        """
+        exposed = max(0.0, self.exchange_seconds - BACKWARD * self.compute_seconds)
+        return exposed - self.gpu_seconds
+
+    @property
     def strategy(self) -> str:
         """The strategy, or ``"local steps"``.
 
-        >>> [Estimate(r, 1.0).strategy for r in (0.1, 0.5, 3, 30)]
+        >>> [Estimate(r, 1.0).strategy for r in (0.1, 0.9, 3, 30)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']
+        >>> Estimate(0.9, 1.0, gpu_seconds=0.3).strategy
+        'ddp'
         """
+        if self.saved_seconds < 0:
+            return "ddp"
         strategy = next(strategy for below, strategy, _ in BANDS if self.r < below)
         is_far = 2 * self.latency >= FAR * self.compute_seconds
         return LOCAL_STEPS if strategy == "sparse_lags" and is_far else strategy
@@ -83,13 +101,15 @@ def _estimated(options: argparse.Namespace) -> str:
     compute = read("compute", options.compute, SECONDS, "120ms")
     rate, latency = read_rate(options.bandwidth), read_seconds(options.latency)
     exchange = dense_bytes(elements, workers) * 8 / rate + 2 * (workers - 1) * latency
-    found, passes, size = Estimate(exchange, compute, latency), PASSES[options.optimizer], in_bytes(4 * elements)
+    passes, size = PASSES[options.optimizer], in_bytes(4 * elements)
+    found = Estimate(exchange, compute, latency, passes * 4e-9 * elements / memory)
     return (
         f"r = {found.r:.3g}: seconds of DDP's exchange / seconds of a step without it\n"
         f"  exchange  {exchange:.3g} s  2 ({workers} - 1) / {workers} x {size} of gradients / {rate / 1e9:.4g} Gbit/s"
         f" + 2 ({workers} - 1) x {latency * 1e3:.4g} ms\n  compute   {compute:.3g} s\n"
-        f"  GPU       {passes * 4e-9 * elements / memory:.3g} s  that compression adds to a step:"
-        f" {passes:g} passes ({options.optimizer}) x {size} / {memory:g} GB/s of memory\n{found}"
+        f"  GPU       {found.gpu_seconds:.3g} s  that compression adds to a step:"
+        f" {passes:g} passes ({options.optimizer}) x {size} / {memory:g} GB/s of memory\n"
+        f"  saved     {found.saved_seconds:.3g} s  exchange that backward cannot hide, minus GPU\n{found}"
     )
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.cli.estimate import BANDS, FAR, PASSES, Estimate, read_rate, read_seconds
+from lightning_sparse.cli.estimate import BACKWARD, BANDS, FAR, PASSES, Estimate, read_rate, read_seconds
 from tests.helpers.commands import refusal
 from tests.helpers.pages import DOCS, ROOT, rows, shown_commands
 
@@ -50,6 +50,12 @@ def test_a_long_round_trip_asks_for_local_steps_where_compression_pays(r, round_
     assert Estimate(r, 1.0, FAR * round_trip / 2).strategy == strategy
 
 
+def test_ddp_is_recommended_if_compression_costs_more_than_the_exchange_that_backward_cannot_hide():
+    exposed = 0.9 - BACKWARD
+    assert Estimate(0.9, 1.0, gpu_seconds=1.01 * exposed).strategy == "ddp"
+    assert Estimate(0.9, 1.0, gpu_seconds=0.99 * exposed).strategy == "sparse_auto"
+
+
 def test_local_steps_leave_a_share_of_the_time_to_exchanges():
     assert [Estimate(r, 1.0).local_steps for r in (0.01, 4.0, 100.0)] == [1, 80, 500]
     assert "Take local steps, for dense changes with local_steps=440:" in str(Estimate(22.0, 1.0))
@@ -65,13 +71,15 @@ def test_the_page_has_these_thresholds():
 
 
 def test_the_readme_works_r_out_by_this_formula_and_recommends_by_it():
-    (peaks,) = re.findall(r"RTX 3090 [^.]*", PAGE.read_text())
+    peaks, bandwidths = re.findall(r"RTX 3090 [^.]*", PAGE.read_text())
     for gpu, *told in rows(ROOT / "README.md", "## When to use it"):
         peak = float(re.search(rf"{gpu} (\d+)", peaks)[1]) * 1e12
         for gbit, cell in zip((1, 10, 25, 100), told):
             parameters = 124e6  # any number
             exchange = 1.5 * 32 * parameters / (gbit * 1e9)
-            found = Estimate(exchange, 6 * parameters * 8192 / (0.4 * peak))
+            bandwidth = float(re.search(rf"{gpu} (\d+)", bandwidths)[1]) * 1e9
+            passes = PASSES["adamw"] * 4 * parameters / bandwidth
+            found = Estimate(exchange, 6 * parameters * 8192 / (0.4 * peak), gpu_seconds=passes)
             r, _, strategy = cell.partition(", ")
             assert float(r) == pytest.approx(found.r, rel=0.03), (gpu, gbit)
             assert strategy.strip("`*") == found.strategy, (gpu, gbit)
