@@ -1,4 +1,4 @@
-"""The conformance kit: the invariants of our compressors, for those of others. See ``docs/write-a-compressor.md``."""
+"""The conformance kit: checks of the invariants for custom compressors. See ``docs/write-a-compressor.md``."""
 
 from lightning_sparse.testing.invariants import Check, InvariantError, check_compressor, checks_for
 

@@ -1,4 +1,4 @@
-"""The invariants of every compressor under every schedule, in real processes, as far as it declares them."""
+"""Invariants of compressors, checked in real processes under several schedules and wires."""
 
 import copy
 import random
@@ -50,16 +50,16 @@ from lightning_sparse.testing.wrapping import (
 
 
 class InvariantError(AssertionError):
-    """A compressor breaks an invariant. The message has its name, the case, and what was seen."""
+    """A compressor violates an invariant. The message has the invariant, the case and the observation."""
 
 
 class Check(NamedTuple):
-    """An invariant, for a compressor, in one case: ``check(pool)`` raises :class:`InvariantError` where it is broken.
+    """A check of an invariant in a single case: ``check(pool)`` raises :class:`InvariantError` on a violation.
 
     Attributes:
-        holds: what is checked, one of the functions below.
-        compressor: of which.
-        case: the schedule, the wire, the number of ranks and what else is tried.
+        holds: the invariant, a function of this module.
+        compressor: the compressor under test.
+        case: schedule, wire, number of ranks and other arguments of ``holds``.
     """
 
     holds: Callable[..., None]
@@ -67,7 +67,7 @@ class Check(NamedTuple):
     case: dict[str, Any]
 
     def __call__(self, pool: Pool) -> None:
-        """Run in the first processes of a pool of three at least."""
+        """Run in the first processes of a pool with at least three."""
         case = dict(self.case)
         try:
             self.holds(pool.first(case.pop("ranks", 2)), self.compressor, **case)
@@ -80,15 +80,15 @@ class Check(NamedTuple):
 
 
 def check_compressor(compressor: Subject, timeout: float = 120.0) -> None:
-    """Check every invariant of a compressor in three processes over gloo, which this function starts and ends.
+    """Check every invariant of a compressor in three new gloo processes.
 
     Args:
-        compressor: a class or a function that builds one without arguments, an object, or a name of ours. Processes
+        compressor: a compressor, a registered name, or a class or function that needs no arguments. The processes
             import its module: call this function under ``if __name__ == "__main__":``, or in a test.
-        timeout: seconds for each run of those processes.
+        timeout: seconds for each run of the processes.
 
     Raises:
-        InvariantError: for the first that is broken; its message has the invariant's name and what was seen.
+        InvariantError: for the first violation.
     """
     pool = Pool(3, timeout=timeout)
     try:
@@ -99,7 +99,7 @@ def check_compressor(compressor: Subject, timeout: float = 120.0) -> None:
 
 
 def checks_for(compressor: Subject) -> list[Check]:
-    """Return a check for each invariant that a compressor has to keep by what it declares, in each case."""
+    """Return the checks of all invariants that apply to a compressor's declared properties, in all cases."""
     subject = subject_of(compressor)
     return [
         Check(holds, compressor, case)
@@ -113,7 +113,7 @@ def checks_for(compressor: Subject) -> list[Check]:
 _Cases = Sequence[dict[str, Any]]
 _Promise = Callable[[Compressor], bool]
 _INVARIANTS: list[tuple[Callable[..., None], _Promise, _Cases]] = []
-_WAYS = [  # every schedule, every wire
+_WAYS = [  # every schedule and every wire
     {"schedule": "merged", "wire": "float32", "ranks": 2},
     {"schedule": "layerwise", "wire": "bfloat16", "ranks": 3},
     {"schedule": "single", "wire": "float16", "ranks": 2},
@@ -125,8 +125,6 @@ _WIRES = [{"wire": way["wire"], "ranks": way["ranks"]} for way in _WAYS]
 
 
 def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -> Callable[..., Callable[..., None]]:
-    """Have compressors checked in these cases, those that declare something."""
-
     def enter(holds: Callable[..., None]) -> Callable[..., None]:
         _INVARIANTS.append((holds, is_promised, cases))
         return holds
@@ -136,12 +134,12 @@ def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -
 
 @_invariant([{}])
 def selections_are_valid(pool: Pool, compressor: Subject) -> None:
-    """Indices are distinct, ascend, lie within their tensor, and are as many as announced."""
+    """Indices are distinct and ascending, lie within their tensor, and have the announced number."""
     pool.run(balance, settings_of(compressor), 2)
 
 
 def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
-    """Train, and write down for every step gradients, what was applied, and the residuals before and after."""
+    """Train. Return for each step this rank's gradients, the applied ones, and the residuals before and after."""
     torch.manual_seed(0)
     book = []
     checked = mock.patch.object(BucketSelector, "checks_on_device", True)
@@ -161,7 +159,7 @@ def mass_is_conserved(pool: Pool, compressor: Subject, **way: str) -> None:
 
 
 def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
-    """Check what :func:`balance` wrote down on every rank: what came in was applied, or is kept."""
+    """Assert for results of :func:`balance` that residual before + gradient = applied + residual after."""
     for entries in zip(*books):
         for name in entries[0]["gradient"]:
             came = sum(entry["before"][name].double() + entry["gradient"][name].double() for entry in entries)
@@ -173,7 +171,7 @@ def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
 
 
 class GivenGradients(nn.Module):
-    """Parameters with the gradients that :meth:`forward` is given. Those that it is not given are unused."""
+    """Parameters with the gradients passed to :meth:`forward`. A parameter without a gradient is unused."""
 
     def __init__(self, gradients: Tensors) -> None:
         super().__init__()
@@ -181,7 +179,7 @@ class GivenGradients(nn.Module):
         self.weights = nn.ParameterDict(weights)
 
     def forward(self, gradients: Tensors) -> Tensor:
-        """Return a loss with these gradients."""
+        """Return a loss that has the given gradients."""
         return torch.stack([(self.weights[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
 
 
@@ -200,7 +198,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
 
 @_invariant(_WAYS)
 def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str) -> None:
-    """What one rank used is written on all, what none used on none, and no residual is spent or lost."""
+    """Parameters used on any rank get a gradient on all ranks, others on none, and no residual is lost."""
     books = pool.run(train_branches, settings_of(compressor, **way))
     if keeps(subject_of(compressor)):
         assert_mass_is_conserved(books)
@@ -211,13 +209,13 @@ def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str
                 gradient = entry["applied"][name]
                 assert bool(gradient.any()) is is_written, f"{name}: {gradient}"
     one, *others = (book[1]["applied"]["sometimes"] for book in books)
-    assert one.any(), "what one rank used is not written there"
+    assert one.any(), "a parameter used on rank 0 has no gradient there"
     if agrees(subject_of(compressor)):
-        assert all(one.equal(other) for other in others), "what one rank used differs between ranks"
+        assert all(one.equal(other) for other in others), "the gradient of a parameter differs between ranks"
 
 
 def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple[Tensors, Tensors]:
-    """Train a model behind the engine, and its twin behind plain DDP."""
+    """Train a model with the engine, and a copy with plain DDP."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         torch.manual_seed(0)
@@ -243,23 +241,23 @@ def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple
     is_exact,
 )
 def density_1_equals_ddp(pool: Pool, compressor: Subject, schedule: str, micro_batches: int) -> None:
-    """All being sent, the training is DDP's, with and without accumulation."""
+    """At density 1 the training equals DDP's, with and without accumulation."""
     density = None if density_for(compressor) is None else 1.0
     settings = settings_of(compressor, schedule=schedule) | {"density": density}
     assert_close(pool.run(train_both, settings, micro_batches))
 
 
 def assert_close(ranks: list[tuple[Tensors, Tensors]]) -> None:
-    """Check what :func:`train_both` returned on every rank: two models that differ by roundings."""
+    """Assert for results of :func:`train_both` that both models are equal up to rounding."""
     for ours, twin in ranks:
         torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-6)
 
 
 class Sluggish(ExchangeWorker):
-    """An exchange worker that dawdles before every task, differently on every rank."""
+    """An exchange worker that sleeps before every task, for a random time on every rank."""
 
     def submit(self, run: Any, *others: Any, **named: Any) -> None:
-        """Queue a task behind a short sleep."""
+        """Queue a task that begins with a short sleep."""
         chance = random.Random(f"{dist.get_rank()} {time.perf_counter_ns()}")
 
         def run_late() -> None:
@@ -270,7 +268,7 @@ class Sluggish(ExchangeWorker):
 
 
 def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observed: bool) -> list[Tensors]:
-    """Train with delays in hooks and exchanges, and copy the parameters after every step."""
+    """Train with delays in hooks and exchanges, and return the parameters after every step."""
     torch.manual_seed(0)
     chance = random.Random(time.perf_counter_ns())
     history = []
@@ -287,11 +285,11 @@ def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observe
 
 @_invariant(_WIRES)
 def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> None:
-    """Replicas are bitwise identical after every step whatever the timing, and no schedule changes a bit."""
+    """Replicas are bitwise identical after every step at any timing, and no schedule changes results."""
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
     bucketing_free = is_bucketing_free(subject_of(compressor))
     if not bucketing_free:
-        schedules *= 2  # each of the four is then to agree with itself
+        schedules *= 2  # two runs of each schedule must agree
     one_model = agrees(subject_of(compressor))
     outcomes = outcomes_of(pool, settings_of(compressor, wire=wire), schedules, one_model=one_model)
     for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if bucketing_free else outcomes[4:]):
@@ -301,7 +299,7 @@ def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> 
 def outcomes_of(
     pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
 ) -> list[list[list[Tensors]]]:
-    """Train with each schedule. Return all ranks' parameters after every step, which are the same on all of them."""
+    """Train with each schedule. Return all ranks' parameters after every step, asserted equal with ``one_model``."""
     outcomes = [pool.run(train_sluggishly, {**settings, "schedule": each}, steps, False) for each in schedules]
     for first, *others in outcomes if one_model else ():
         for history in others:
@@ -311,7 +309,7 @@ def outcomes_of(
 
 @_invariant([{"schedule": schedule} for schedule in SCHEDULE_NAMES])
 def observer_changes_nothing(pool: Pool, compressor: Subject, schedule: str) -> None:
-    """Statistics that are read after each step change no bit."""
+    """Reading statistics after each step does not change results."""
     settings = settings_of(compressor, schedule=schedule)
     runs = [pool.run(train_sluggishly, settings, 3, is_observed) for is_observed in (True, False)]
     for observed, unobserved in zip(*runs):
@@ -320,14 +318,15 @@ def observer_changes_nothing(pool: Pool, compressor: Subject, schedule: str) -> 
 
 _PRIME = 997
 _PLACES = (0, _PRIME // 2, _PRIME - 1, random.Random(0).randrange(_PRIME))
-# What is not finite, and in which element of the prime size.
+# Non-finite values, and their indices in the parameter of prime size.
 GAPS = list(product((float("nan"), float("inf"), float("-inf")), _PLACES))
 
 
 def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[list[str], bool, bool]]:
-    """Train, with steps in which one rank's gradient is not finite.
+    """Train with non-finite gradients on a single rank in some steps.
 
-    Returns, for each, what it changed of what is kept, whether it shows here, and whether the next were all finite.
+    Returns for each of the steps: changes of the engine's state, whether this rank's gradient has the value, and
+    whether the next step's gradients are finite.
     """
     torch.manual_seed(0)
     gaps = []
@@ -348,17 +347,17 @@ def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[
 
 @_invariant(_WAYS)
 def nonfinite_gradients_change_no_state(pool: Pool, compressor: Subject, **way: str) -> None:
-    """A NaN or an infinity of one rank reaches the optimizer on all, and moves no residual and no state on any."""
+    """A NaN or an infinity of any rank reaches all optimizers, and changes no residual and no state."""
     assert_nothing_moves(pool.run(train_with_gaps, settings_of(compressor, **way), 1))
 
 
 def assert_nothing_moves(ranks: list[list[tuple[list[str], bool, bool]]]) -> None:
-    """Check what :func:`train_with_gaps` returned on every rank: it shows, and neither stays nor moves what is kept."""
+    """Assert for results of :func:`train_with_gaps` that the value arrives, changes no state, and is then gone."""
     for gaps in ranks:
         for (poison, place), (changes, shows, recovered) in zip(GAPS, gaps, strict=True):
             assert not changes, f"{poison} in element {place} changes {changes}"
             assert shows, f"{poison} in element {place} is hidden"
-            assert recovered, f"{poison} in element {place} is not forgotten"
+            assert recovered, f"{poison} in element {place} affects the next step"
 
 
 EDGE_GRADIENTS = {
@@ -375,7 +374,7 @@ EDGE_GRADIENTS = {
 
 
 def edges_of(dtype: torch.dtype) -> Tensors:
-    """Return gradients of a type that are small, equal, zero, too large or too small for the wire."""
+    """Return gradients of a dtype that are few, equal, zero, too large or too small for the wire."""
     limit = torch.finfo(dtype).max
     return {edge: gradient.double().clamp(-limit, limit).to(dtype) for edge, gradient in EDGE_GRADIENTS.items()}
 
@@ -391,21 +390,21 @@ def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> d
 
 
 def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange each gradient as that of a model of its own."""
+    """Exchange each gradient in a model with a single parameter."""
     return {name: exchange_given(rank, settings, {name: gradient})[name] for name, gradient in gradients.items()}
 
 
 def assert_applied_and_kept(
     compressor: Subject, gradients: Tensors, ranks: list[dict[str, tuple[Tensor, Tensor]]]
 ) -> None:
-    """Compare what every rank has applied of each gradient, and its residual there, with the gradient."""
+    """Assert that the applied gradients and residuals of the ranks add up to the gradients."""
     for edge, gradient in gradients.items():
         answers = [answer[edge] for answer in ranks]
         for applied, _ in answers:
             assert torch.equal(applied, answers[0][0]), f"{edge}: ranks differ"
-            assert applied.dtype == gradient.dtype, f"{edge}: of another type, {applied.dtype}"
+            assert applied.dtype == gradient.dtype, f"{edge}: dtype is {applied.dtype}"
             assert applied.isfinite().all(), f"{edge}: not finite, {applied}"
-            assert not applied[gradient == 0].any(), f"{edge}: something has come of zeros, {applied}"
+            assert not applied[gradient == 0].any(), f"{edge}: a zero has become non-zero, {applied}"
         if keeps(subject_of(compressor)):
             mass = answers[0][0].double() + sum(residual.double() for _, residual in answers) / len(answers)
             rtol = max(torch.finfo(gradient.dtype).eps, 1e-6)
@@ -418,27 +417,27 @@ def assert_applied_and_kept(
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
     """Small, equal, zero, too large and too small gradients arrive or stay in the residual, alone and in one model."""
     gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
-    if dtype is None:  # some look at the whole model: for a threshold, or to share it out
+    if dtype is None:  # thresholds and partitions may depend on the whole model
         exchange = exchange_one_by_one
         few = ("one element", "fewer elements than ranks")
         gradients = gradients if pool.ranks == 2 else {edge: gradients[edge] for edge in few}
-    else:  # each travels alone: who selects across a group would take the largest of its elements, and none of most
+    else:  # buckets of one tensor: a selection across a bucket would take only its largest elements
         settings["schedule"] = "layerwise"
     assert_applied_and_kept(compressor, gradients, pool.run(exchange, settings, gradients))
 
 
 @_invariant(_WIRES)
 def zero_stays_zero(pool: Pool, compressor: Subject, wire: str) -> None:
-    """A value that is zero on all ranks arrives as zero and leaves no residual."""
-    # Of two signs, fewer than are sent: as of an embedding, of which a batch has used few rows.
+    """A value that is zero on all ranks arrives as zero, and has no residual."""
+    # Fewer non-zero elements than are sent, with both signs, as in an embedding with few used rows.
     gradient = torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)])
     for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), {"rows": gradient}):
-        for tensor in answer["rows"]:  # what was applied, and what is kept
-            assert not tensor[gradient == 0].any(), f"something has come of zeros, {tensor}"
+        for tensor in answer["rows"]:  # applied gradient, residual
+            assert not tensor[gradient == 0].any(), f"a zero has become non-zero, {tensor}"
 
 
 def balance_in(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensors]]:
-    """Do what :func:`balance` does where floating point numbers have another type."""
+    """Run :func:`balance` with another default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -449,8 +448,8 @@ def balance_in(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> list[
 
 @_invariant([{}])
 def default_dtype_is_exchanged(pool: Pool, compressor: Subject) -> None:
-    """Gradients of ``torch.set_default_dtype(torch.float64)`` arrive as such."""
+    """Gradients have the dtype of ``torch.set_default_dtype(torch.float64)`` after the exchange."""
     for book in pool.run(balance_in, settings_of(compressor), torch.float64):
         for name, gradient in (item for entry in book for item in entry["applied"].items()):
-            assert gradient.dtype is torch.float64, f"{name}: of another type, {gradient.dtype}"
+            assert gradient.dtype is torch.float64, f"{name}: dtype is {gradient.dtype}"
             assert gradient.isfinite().all(), f"{name}: not finite, {gradient}"

@@ -1,4 +1,4 @@
-"""Real processes: started once, given many functions to run, never waited for without a limit."""
+"""Real processes that start once and run many functions, each with a time limit."""
 
 import copy
 import io
@@ -25,11 +25,13 @@ class RemoteError(AssertionError):
 
 
 class Pool:
-    """``ranks`` processes that form one process group. Arguments and results travel on the CPU.
+    """A process group of ``ranks`` processes. Arguments and results are sent as CPU tensors.
 
-    Only the ``backend`` gloo lets several ranks share a GPU. ``preload`` names modules to import once, in a server from
-    which processes are forked: for functions that end processes, on the CPU only. ``group_timeout`` is a collective's,
-    ``timeout`` that of a run, in seconds.
+    Args:
+        ranks: number of processes and ranks.
+        backend: backend of the group. Only gloo lets several ranks share a GPU.
+        preload: modules that a fork server imports once, for functions that end processes. On the CPU only.
+        group_timeout, timeout: time limits of a collective, and of a run in seconds.
     """
 
     def __init__(
@@ -45,17 +47,17 @@ class Pool:
         self._timeout = timeout
         self.backend = backend
         self._preload = list(preload)
-        self._members: list[tuple[Any, Connection]] = []  # processes, and where they listen
-        self._stores: dict[int, str] = {}  # of the group that stands, by its number of ranks
+        self._members: list[tuple[Any, Connection]] = []  # processes and their connections
+        self._stores: dict[int, str] = {}  # store file of the current group, by number of ranks
 
     def first(self, ranks: int) -> "Pool":
-        """Return a pool of the first of these processes, which form a process group of their own while it has work."""
+        """Return a pool of the first ``ranks`` processes, which join a separate process group when a function runs."""
         smaller = copy.copy(self)
         smaller.ranks = ranks
         return smaller
 
     def run(self, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
-        """Return each rank's result of ``function(rank, *args)``. Failures are one ``RemoteError``, see ``answers``."""
+        """Return each rank's result of ``function(rank, *args)``, or raise ``RemoteError`` with all failures."""
         answers = self.answers(function, *args, **limits)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
         if failures:
@@ -65,9 +67,9 @@ class Pool:
     def answers(
         self, function: Callable[..., Any], *args: Any, timeout: float = 0.0, patience: float = 0.0
     ) -> list[tuple[Optional[str], Any]]:
-        """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result.
+        """Return a failure or ``None`` and a result from ``function(rank, *args)`` by rank.
 
-        ``timeout`` (seconds; 0 for the pool's) is for the first answer, ``patience`` for each after the one before.
+        The first answer has ``timeout`` seconds (0: the pool's), each later answer ``patience`` after the previous.
         """
         self._start()
         waiting = connections = [connection for _, connection in self._members[: self.ranks]]
@@ -85,7 +87,7 @@ class Pool:
         return in_order
 
     def stop(self) -> None:
-        """End the processes at once, those of other pools of them, too."""
+        """End the processes at once, also for other pools that share the processes."""
         for process, _ in self._members:
             process.kill()
             process.join()
@@ -93,7 +95,6 @@ class Pool:
         self._stores.clear()
 
     def _start(self) -> None:
-        """Start the processes that are missing, and name the place where they are to meet if they are no group yet."""
         context: Any = multiprocessing.get_context("forkserver" if self._preload else "spawn")
         if self._preload:
             context.set_forkserver_preload(self._preload)
@@ -109,9 +110,8 @@ class Pool:
 
 
 def _send(connection: Connection, content: Any) -> None:
-    """Send tensors as bytes: ``Connection.send`` opens a shared file for each of them, half the time of a short fit."""
-    written = io.BytesIO()
-    torch.save(content, written, pickle_protocol=4)  # of a memory format older ones know nothing
+    written = io.BytesIO()  # ``Connection.send`` opens a shared file per tensor: half the time of a short fit
+    torch.save(content, written, pickle_protocol=4)  # older protocols cannot store memory formats
     connection.send_bytes(written.getbuffer())
 
 
@@ -142,7 +142,7 @@ def _serve(connection: Connection, rank: int, backend: str, timeout: Optional[ti
                     dist.destroy_process_group()
                 dist.init_process_group(backend, f"file://{store}", timeout=timeout, rank=rank, world_size=ranks)
                 joined = store
-            with patch.dict(os.environ):  # a seed that one test has Lightning leave there is not the next one's
+            with patch.dict(os.environ):  # Lightning stores a seed there, which must not reach the next test
                 answer = moved(function(rank, *args), "cpu")
             _send(connection, (None, answer))
         except BaseException:

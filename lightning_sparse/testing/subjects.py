@@ -1,4 +1,4 @@
-"""Compressors under test, by name or of the user's own, and what each declares."""
+"""Compressors under test, by name or custom, and their declared properties."""
 
 from collections.abc import Callable
 from typing import Any, Optional, Union

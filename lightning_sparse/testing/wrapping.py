@@ -1,4 +1,4 @@
-"""Models behind the engine inside a pool's processes, trained without a Trainer, and what can be seen of them."""
+"""Models trained with the engine in a pool's processes without a Trainer, and their gradients and residuals."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,12 +31,12 @@ def sparse_ddp(
     local_world_size: int = 1,
     **given: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
-    """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
+    """Wrap a model on the device under test, exchange gradients with an engine, and close the engine at the end."""
     chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
     chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
     settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
-    settings = replace(settings, local_steps=local_steps)  # rounds of one step, too, which nobody can ask for
+    settings = replace(settings, local_steps=local_steps)  # also rounds of a single step, which users cannot set
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
     engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)
@@ -49,15 +49,15 @@ def sparse_ddp(
 
 
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
-    """Replace the gradients of a wrapped model by exchanged gradients of ``loss``, and raise the worker's errors."""
+    """Replace the model's gradients by exchanged gradients of ``loss``, and raise the worker's errors."""
     ddp.zero_grad()
-    engine.reduced.forget(ddp.parameters())  # the step before is over, whether or not an optimizer has stepped
+    engine.reduced.forget(ddp.parameters())  # the previous step is over, even without an optimizer's step
     loss.backward()
     engine.worker.raise_error()
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Train with SGD, one step per loss, and yield the step's number. The next loss is computed after the step."""
+    """Train with SGD, a step per loss, and yield the step's number. The next loss is computed after the step."""
     optimizer = torch.optim.SGD(ddp.parameters(), **settings)
     for step, loss in enumerate(losses):
         backpropagate(ddp, engine, loss)
@@ -66,7 +66,7 @@ def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Ten
 
 
 class Edges(nn.Module):
-    """Parameters of awkward shapes: one element, fewer elements than ranks, a prime size, a matrix, and a tied one."""
+    """Parameters of awkward shapes: a scalar, fewer elements than ranks, a prime size, a matrix, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Edges(nn.Module):
         self.decoder.weight = self.encoder.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map ``[batch, 64]`` to one loss. No gradient is all zero, and some are all positive or all negative."""
+        """Map ``[batch, 64]`` to a loss. No gradient is all zero. Some are all positive or all negative."""
         hidden = self.decoder(torch.tanh(self.encoder(inputs @ self.matrix)))
         loss: Tensor = (hidden * self.scale).square().mean()
         return loss + self.pair.sum() * inputs.mean() + (self.prime * inputs.max()).sum()
@@ -99,7 +99,7 @@ def watch_gradients(model: nn.Module) -> Tensors:
 
 
 def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
-    """Copy the residuals. They are zero where nothing was allocated, and flat where a node's ranks share them."""
+    """Copy the residuals: zeros if none is allocated, flat if a node's ranks share the residuals."""
     state = engine.memory.state_dict().get("residual", {})
     kept = {name: state.get(name, torch.zeros_like(gradient)).clone() for name, gradient in gradients.items()}
     is_shared = engine.levels.local_world_size > 1
@@ -107,10 +107,10 @@ def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
 
 
 def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors, loss: Tensor) -> dict[str, Tensors]:
-    """Backpropagate. Return this rank's gradients, what was applied, and the residuals before and after."""
+    """Backpropagate. Return this rank's gradients, the applied gradients, and the residuals before and after."""
     before = residuals_like(engine, gradients)
     for gradient in gradients.values():
-        gradient.zero_()  # those of a parameter that goes unused
+        gradient.zero_()  # no hook runs for an unused parameter
     backpropagate(ddp, engine, loss)
     nothing = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
     return {
@@ -122,11 +122,11 @@ def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors
 
 
 def gradients_of(ddp: DistributedDataParallel) -> Tensors:
-    """Copy what was applied, where there is a gradient."""
+    """Copy the gradients, without parameters that have none."""
     parameters = ddp.module.named_parameters()
     return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
 
 
 def parameters_of(ddp: DistributedDataParallel) -> Tensors:
-    """Copy the parameters, to carry them out of the process."""
+    """Copy the parameters."""
     return {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
