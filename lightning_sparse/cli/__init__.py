@@ -15,7 +15,7 @@ _EPILOG = (
 
 
 def main(args: ArgsType = None) -> None:
-    """Run ``lightning-sparse fit|validate|test|predict|estimate|check`` with ``args``, or with those of the process."""
+    """Run ``lightning-sparse fit|validate|test|predict|estimate|check`` with ``args`` (default: ``sys.argv``)."""
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
         sys.path.insert(0, os.getcwd())  # `python -m` does the same; the model is often a local file
     words = sys.argv[1:] if args is None else args

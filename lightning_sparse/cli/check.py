@@ -1,4 +1,4 @@
-"""The command ``lightning-sparse check``: DOES IT WORK HERE, AND WILL IT PAY? Runs small trainings and timings."""
+"""The command ``lightning-sparse check`` tests this package here with small trainings, and times the machines."""
 
 import argparse
 import json
@@ -33,21 +33,21 @@ from lightning_sparse.strategy.lightning import NAME, Callback, DDPStrategy, Tra
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
-_BACKWARD = 2 / 3  # of a step, behind which exchanges hide at best
-_DENSITY, _ELEMENT_BYTES = 0.01, 8  # of a value and an index
+_BACKWARD = 2 / 3  # share of a step that hides exchanges at best
+_DENSITY, _ELEMENT_BYTES = 0.01, 8  # an element is a value and an index
 
 
 def check(args: Sequence[str]) -> None:
-    """Run the command on what follows the word ``check``; status 1 if a row has failed."""
+    """Run the command with the arguments after ``check``. The exit status is 1 if a row has failed."""
     parser = argparse.ArgumentParser("lightning-sparse check", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     devices = torch.cuda.device_count() or 1
     add("--devices", type=int, default=devices, help="local processes, without torchrun and srun")
     add("--time", type=float, default=60.0, help="seconds after which the command ends, %(default)g if left out")
     add("--output", type=Path, help="a JSON file with the report, such as check.json")
-    add("--parameters", help="of your model, such as 124M: for advice, together with --compute")
-    add("--compute", help="of a step without communication, such as 120ms")
-    add("--model", help="in their place, module.Class of a LightningModule that runs without arguments")
+    add("--parameters", help="parameters of your model, such as 124M, for advice together with --compute")
+    add("--compute", help="time of a step without communication, such as 120ms")
+    add("--model", help="instead of both: module.Class of a LightningModule that runs without arguments")
     options = parser.parse_args(args)
     if (options.parameters is None) is not (options.compute is None):
         parser.error("--parameters and --compute go together")
@@ -87,7 +87,7 @@ class _Check:
         self._trainer: dict[str, Any] = {"devices": devices, "num_nodes": self._nodes, **dict.fromkeys(_QUIET, False)}
         timeout = timedelta(seconds=options.time)
         strategy: Any = Trainer(strategy=DDPStrategy(timeout=timeout), **self._trainer).strategy
-        strategy.setup_environment()  # of the cluster, as a training has it
+        strategy.setup_environment()  # forms the process group in the same way as a training
         self._device: torch.device = strategy.root_device
         os.environ["LIGHTNING_SPARSE_TEST_DEVICE"] = str(self._device)
 
@@ -127,7 +127,7 @@ class _Check:
             "ranks": dict(zip(self._rows.names, ranks)),
         }
         if apart := [name for name, each in zip(self._rows.names, ranks) if each["versions"] != versions]:
-            raise ValueError(f"other versions than here on {', '.join(apart)}; here {versions}")
+            raise ValueError(f"versions differ from {versions} on {', '.join(apart)}")
         words = ", ".join(f"{name} {each}" for name, each in versions.items())
         count = f"{self._probes.ranks} ranks on {self._nodes} hosts, {backend}, {self._device.type} {kind}"
         return f"{count}, {network or 'default network interface'}, {words}"

@@ -13,20 +13,20 @@ from lightning_sparse.schedule.network import dense_bytes
 LOCAL_STEPS = "local steps"
 BANDS = (  # upper limit of r, strategy and reason
     (0.3, "ddp", "there is little to win, and DDP delays no gradient"),
-    (1.0, "sparse_auto", "it times both, and uses the faster"),
+    (1.0, "sparse_auto", "sparse_auto times DDP and compression, and uses the faster"),
     (20.0, "sparse_lags", "the network is the bottleneck"),
     (math.inf, LOCAL_STEPS, "compressed gradients would be exposed, too; see sparse_diloco and sparse_loco"),
 )
 FAR = 0.2  # round trip / step, above which local steps are recommended instead of sparse_lags
 PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over the fp32 model per compressed step, see docs/choose-a-strategy.md
-BACKWARD = 2 / 3  # of a step's computation; DDP with small buckets hides the exchange behind backward
+BACKWARD = 2 / 3  # share of a step's computation, behind which DDP with small buckets hides the exchange
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 class Estimate(NamedTuple):
-    """Estimated seconds of a DDP step: exchange without overlap, computation, and latency of a message one way.
+    """Estimated seconds of a DDP step: exchange without overlap, computation, and one-way latency of a message.
 
     ``gpu_seconds`` is the time that compression adds on the GPU.
     """
@@ -43,10 +43,7 @@ class Estimate(NamedTuple):
 
     @property
     def saved_seconds(self) -> float:
-        """Exchange that compression hides or avoids, minus the GPU's time for compression, per step.
-
-        DDP hides at best the exchange beside backward, two thirds of the computation.
-        """
+        """Exchange time per step that DDP cannot hide behind backward, minus the GPU's time for compression."""
         exposed = max(0.0, self.exchange_seconds - BACKWARD * self.compute_seconds)
         return exposed - self.gpu_seconds
 
@@ -77,7 +74,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(args: Sequence[str]) -> None:
-    """Run the subcommand with its arguments, or exit with status 2 and a message for invalid ones."""
+    """Run the subcommand. Invalid arguments exit with status 2 and a message."""
     parser = argparse.ArgumentParser("lightning-sparse estimate", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--parameters", required=True, help="trained parameters, with fp32 gradients, such as 124M, 1.5B")
@@ -127,9 +124,9 @@ def read_seconds(text: str, noun: str = "latency") -> float:
 
 
 def read(noun: str, text: str, units: dict[str, float], example: str) -> float:
-    """Return a number above zero from text with one of the ``units``, or raise ``ValueError``."""
+    """Return a number above zero from text with a unit of ``units``, or raise ``ValueError``."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d+)?)({'|'.join(units)})", text.lower())
     number = 0.0 if match is None else float(match[1]) * units[match[2]]
     if not number:
-        raise ValueError(f"{noun}={text!r} must be above zero, with one of {', '.join(units)}, such as {example!r}")
+        raise ValueError(f"{noun}={text!r} must be above zero, with a unit of {', '.join(units)}, such as {example!r}")
     return number

@@ -24,14 +24,14 @@ from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _STEPS = 40
-_SLOW = 1 / 3  # of the fastest, below which a link is too slow
-_CLOSE = 1e-4  # of the largest element, between two orders of summation
+_SLOW = 1 / 3  # minimum rate of a link, relative to the fastest
+_CLOSE = 1e-4  # maximum difference between two orders of summation, relative to the largest element
 _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 _ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class _OddModel(LightningModule):
-    """Prime sizes, a tied weight, an embedding, a bf16 layer, and two layers of which no rank uses both."""
+    """Prime sizes, a tied weight, an embedding, a bf16 layer, and two layers that no rank uses both."""
 
     def __init__(self, optimizer: Callable[..., Any], coarse: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # a resumed loader starts from its first
+        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # a resumed loader starts again
         words = (words.view(-1, 1) * 31 + torch.arange(8, device=self.device) * (rank + 1)) % 211
         hidden = torch.tanh(self.first(self.embedding(words)))
         hidden = self.coarse(hidden.to(self.coarse.weight.dtype)).float()
@@ -59,11 +59,11 @@ class _OddModel(LightningModule):
 
 
 class Probes:
-    """The rows of a run, for Trainers with the given arguments; ``nodes`` has each rank's host.
+    """The rows of a run, for Trainers with the given arguments. ``nodes`` has each rank's host.
 
     Attributes:
-        exchange: seconds of an all-reduce by the bytes that leave a rank; ``latency`` is a link's, one way, ``memory``
-            the bytes per second of the slowest device, ``select`` the seconds of a selection by elements.
+        exchange, select: seconds of an all-reduce by the bytes that a rank sends, and of a selection by elements.
+        latency, memory: one-way seconds of a message, and bytes per second of the slowest device.
     """
 
     exchange, select, latency, memory = Line(), Line(), 0.0, 0.0
@@ -127,7 +127,7 @@ class Probes:
         if "levels" in settings and not 1 < local < self.ranks:
             raise NotApplicableError(f"{local} of {self.ranks} ranks on each host: no second level")
         if "exchange" in settings and self.ranks < 3:
-            raise NotApplicableError("needs three processes: two own nothing that a gather does not send")
+            raise NotApplicableError("needs three processes: two owners send as much as an all-gather")
         model = _OddModel(_SGD)
         density = self._fit(SparseDDPStrategy("lags", 0.01, **settings), model).strategy.compression_stats()["density"]
         self._agreement(model)
@@ -136,7 +136,7 @@ class Probes:
         return f"bitwise identical after each step, {density:.2%} sent"
 
     def _conserves(self) -> str:
-        from lightning_sparse.testing import invariants  # after its device has been set
+        from lightning_sparse.testing import invariants  # imports the device setting
         from lightning_sparse.testing.tensors import moved
 
         book = invariants.balance(dist.get_rank(), {"compressor": "lags", "density": 0.05, "wire": "bfloat16"}, 4)
@@ -187,7 +187,7 @@ class Probes:
             elif dist.get_rank() == receiver:
                 own[sender, receiver] = 8 * message.nbytes / min(self._times(partial(dist.recv, message, sender), 3))
         links = {pair: rate for of_rank in all_gather_object(own) for pair, rate in of_rank.items()}
-        ways = (0, 1) if len(ring) > 2 else (0,)  # of two, the sender is named
+        ways = (0, 1) if len(ring) > 2 else (0,)  # with two ranks, the sender is named
         rates = [min(max(links[pair] for pair in links if pair[way] == rank) for way in ways) for rank in ring]
         words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self._rows.names[ring[rates.index(min(rates))]]}"
         if min(rates) < _SLOW * max(rates):
@@ -227,7 +227,7 @@ class Probes:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a device has done all work that was issued."""
+    """Wait until a device has completed all work."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Rows of a check, one by one on all ranks; a thread per rank ends the command if a rank hangs or has died."""
+"""Rows of a check, run in order on all ranks. A thread per rank ends the command if a rank hangs or has died."""
 
 import json
 import math
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from lightning_sparse.engine.collectives import default_store
 
 _BEAT_SECONDS = 0.5
-_SILENCE_SECONDS = 6.0  # without a heartbeat, after which a rank counts as dead
-_GRACE_SECONDS = 10.0  # for the others to end a row that one rank has failed
+_SILENCE_SECONDS = 6.0  # a rank without a heartbeat for this time counts as dead
+_GRACE_SECONDS = 10.0  # time for all ranks to end a row after a failure on any rank
 _WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # files in which a rank waits
 
 
 class NotApplicableError(Exception):
-    """The reason for which a row cannot run here."""
+    """The reason why a row cannot run here."""
 
 
 class Row(NamedTuple):
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Rows:
-    """Run rows on all ranks until ``limit`` seconds are over; one rank calls ``report(is_last)`` after each.
+    """Run rows on all ranks until ``limit`` seconds are over. A single rank calls ``report(is_last)`` after each row.
 
     Attributes:
         ended: rows that have ended.
@@ -44,11 +44,11 @@ class Rows:
     def __init__(self, rank: int, names: list[str], limit: float, report: Callable[[bool], None]) -> None:
         self.names, self.ended = names, list[Row]()
         self._rank, self._report, self._row, self._failure = rank, report, "start", ""
-        self._store, self._watched = default_store().clone(), default_store().clone()  # one serves one thread at a time
+        self._store, self._watched = default_store().clone(), default_store().clone()  # a store serves a single thread
         self._deadline, self._main, self._is_over = time.monotonic() + limit, threading.get_ident(), threading.Event()
         self._patience = math.inf
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also ends a rank that waits in a collective
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it before the others can name a dead rank
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the default action ends a rank that waits in a collective
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends SIGTERM before live ranks can name a dead rank
         self._beat()
         self._gather("start")
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -60,7 +60,7 @@ class Rows:
         return self._deadline - time.monotonic()
 
     def run(self, name: str, function: Callable[[], str]) -> None:
-        """Run a row; it ends when all ranks have stored a result, and has failed if one of them has."""
+        """Run a row, and wait for the results of all ranks. The row has failed if any rank has."""
         self._row, self._failure, began = name, "", time.monotonic()
         try:
             state, detail = "passed", function()
@@ -83,18 +83,18 @@ class Rows:
             self._report(False)
 
     def close(self) -> None:
-        """End the thread when all ranks have come here; then no rank takes another's end for its death."""
+        """End the thread when all ranks have called this, so that no rank takes another's end for a crash."""
         self._gather("end")
         self._is_over.set()
         self._thread.join()  # a thread in a store's call would abort the interpreter's end
         self._store.set(f"check/over/{self._rank}", "")
-        if self._rank == 0:  # may hold the store
+        if self._rank == 0:  # rank 0 may host the store
             self._store.wait([f"check/over/{rank}" for rank in range(len(self.names))], timedelta(seconds=10))
 
     def _gather(self, key: str, text: str = "") -> list[str]:
         self._store.set(f"check/{key}/{self._rank}", text)
         keys = [f"check/{key}/{rank}" for rank in range(len(self.names))]
-        self._store.wait(keys, timedelta(days=1))  # the thread ends a wait in vain
+        self._store.wait(keys, timedelta(days=1))  # the thread ends the process if a rank never comes
         return [self._store.get(each).decode() for each in keys]
 
     def _beat(self) -> None:
@@ -115,7 +115,7 @@ class Rows:
                 silent = [rank for rank, when in enumerate(since) if time.monotonic() - when > _SILENCE_SECONDS]
                 reason = self._reason([json.loads(beat) for beat in beats], silent)
             except Exception as error:
-                reason, silent = f"{self.names[0]}, or its host, died, and with it the store: {error}", [0]
+                reason, silent = f"{self.names[0]} or the host died, and the store with it: {error}", [0]
             if reason and not self._is_over.is_set():
                 self._end(reason, self._rank == min(set(range(len(self.names))) - set(silent)))
 
@@ -136,6 +136,6 @@ class Rows:
             self.ended.append(Row(self._row, "failed", reason))
             if reports:
                 self._report(True)
-                time.sleep(3 * _BEAT_SECONDS)  # the others read beats before the store goes
+                time.sleep(3 * _BEAT_SECONDS)  # live ranks still read beats from the store
         finally:
             os._exit(1)
