@@ -39,8 +39,8 @@ class AdaptiveDensity(StepObserver):
         every_n_steps: optimizer steps between two measurements, each a pass over gradients and residuals.
 
     Raises:
-        ValueError: without a rule, or for an argument out of range; at the start of ``fit``, if the compressor has no
-            density per parameter, the schedule decides by itself (``"auto"``), or another callback sets densities.
+        ValueError: without a rule, or for an argument out of range. At the start of ``fit``, if the compressor has no
+            density per parameter, the schedule chooses the method (``"auto"``), or another callback sets densities.
         TypeError: for an object that is not a rule.
 
     Example::
@@ -56,7 +56,7 @@ class AdaptiveDensity(StepObserver):
         if isinstance(rules, DensityRule) or not all(isinstance(rule, DensityRule) for rule in rules):
             raise TypeError(f"rules={rules!r} must be a list of rules, such as {example}")
         if not rules:
-            raise ValueError(f"rules=[] sets no density: give at least one rule, such as {example}")
+            raise ValueError(f"rules=[] sets no density: give a rule, such as {example}")
         self.rules = list(rules)
         self.max_density = checked_density("max_density", max_density)
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
@@ -127,7 +127,6 @@ class AdaptiveDensity(StepObserver):
         return RuleContext(step_of(trainer), trainer.current_epoch, self._asked, present, self.max_density)
 
     def _decide(self, trainer: Trainer, engine: Engine) -> None:
-        """Set the largest minimum of any rule for each parameter."""
         context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, DensityRule]()
         for rule in self.rules:
             for name, density in rule.minimum_densities(context).items():

@@ -53,7 +53,7 @@ class StepObserver(Callback):
             )
         alike = [type(each).__name__ for each in trainer.callbacks if isinstance(each, type(self))]  # type: ignore[attr-defined]
         if len(alike) > 1:
-            raise ValueError(f"callbacks has {' and '.join(alike)}, which would overwrite each other: give only one")
+            raise ValueError(f"callbacks has {' and '.join(alike)}, which overwrite each other: remove duplicates")
         if stage == "fit" and holds_shards is not None:
             settings: Any = getattr(trainer.strategy, "settings", None)
             for feature in FEATURES.keys() & {kind.__name__ for kind in type(self).__mro__}:
@@ -65,7 +65,7 @@ class StepObserver(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # A step of several batches needs only one request.
+        # A step of several batches needs only a single request.
         if not self._looks:
             self._steps_before = trainer.global_step
             self._looks = self.looks_at(trainer, step_of(trainer))
@@ -81,7 +81,6 @@ class StepObserver(Callback):
         self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        """Process the completed step on all ranks, if requested and not yet processed."""
         if self._looks and trainer.global_step > self._steps_before:
             self._looks = False
             engine = engine_of(trainer)
@@ -94,7 +93,7 @@ class StepObserver(Callback):
 
 
 def engine_of(trainer: Trainer) -> Optional[Engine]:
-    """Return the engine, or ``None`` on one process and for other strategies."""
+    """Return the engine, or ``None`` on a single process and for other strategies."""
     return getattr(trainer.strategy, "engine", None)
 
 

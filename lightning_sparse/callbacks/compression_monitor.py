@@ -1,4 +1,4 @@
-"""Show in the logger, and in the progress bar, what compression does: statistics that are made one for all ranks."""
+"""Statistics of compression over all ranks, in loggers and in the progress bar."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class CompressionMonitor(StepObserver):
     synchronization with the GPU. With another strategy, such as ``"ddp"``, the monitor warns once.
 
     Args:
-        progress_bar: also show the compression ratio since the start and the exposed milliseconds in the progress bar.
+        progress_bar: also show the total compression ratio and the exposed milliseconds in the progress bar.
         by_parameter: also log ``sparse_parameters/<name>/<parameter name>`` of the logged step.
 
     Raises:
@@ -46,7 +46,7 @@ class CompressionMonitor(StepObserver):
 
     @override
     def _refuse(self, message: str) -> None:
-        rank_zero_warn(f"nothing of it is logged: {message}")  # no error, so that one list of callbacks fits all runs
+        rank_zero_warn(f"nothing is logged: {message}")  # no error, so that a list of callbacks fits all runs
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,7 +98,6 @@ class CompressionMonitor(StepObserver):
             trainer.lightning_module.log_dict(shown, prog_bar=True, logger=False)
 
     def _statistics(self, engine: Engine, records: Sequence[StepRecord]) -> dict[str, float]:
-        """Return this rank's statistics of the steps since the last log line, NaN if unavailable."""
         stats, before, samples = engine.compression_stats(), self._totals, engine.recorder.last_samples
         self._totals, seconds = stats, perf_counter() - self._began
         steps = stats["total_steps"] - before.get("total_steps", 0.0)
@@ -118,7 +117,7 @@ class CompressionMonitor(StepObserver):
             return stats
         if engine.memory.corrects_adam:
             stats |= {name: float(each) for name, each in engine.memory.statistics().items()}
-        # A residual of updates is compared with updates; the memory has only those of the last exchange.
+        # A residual of updates is compared with updates. The memory has only the updates of the last exchange.
         facts, name = samples.facts(), "residual_to_gradient"
         if "update_error" in stats:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"

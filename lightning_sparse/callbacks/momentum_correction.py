@@ -1,4 +1,4 @@
-"""Momentum before compression instead of after it, for any compressor."""
+"""SGD's momentum before compression instead of after, for any compressor."""
 
 from typing import Any, Optional, Union
 
@@ -20,7 +20,7 @@ class MomentumCorrection(StepObserver):
     ``sparse/masked_fraction``, and with clipping ``sparse/local_clip_factor``.
 
     Raises:
-        ValueError: for an argument out of range; at the start of ``fit``, for an optimizer other than SGD, or for an
+        ValueError: for an argument out of range. At the start of ``fit``, for an optimizer other than SGD, or for an
             incompatible compressor or schedule.
         TypeError: at the start, if the Trainer's strategy is not a :class:`~lightning_sparse.SparseDDPStrategy`.
 
@@ -37,7 +37,7 @@ class MomentumCorrection(StepObserver):
         clip_norm: Optional[float] = None,
     ) -> None:
         if momentum is None:
-            raise ValueError("momentum=None corrects nothing: give 'optimizer' or a number, or remove the callback")
+            raise ValueError("momentum=None has no effect: give 'optimizer' or a number, or remove the callback")
         self._correction = ErrorFeedback(True, momentum, nesterov, masks_momentum, clip_norm).checked()
 
     @override
@@ -52,7 +52,7 @@ class MomentumCorrection(StepObserver):
             raise ValueError("MomentumCorrection is for torch.optim.SGD: replace Adam by SGD, or remove the callback")
         if engine_of(trainer) is None and self._correction != ErrorFeedback(True, FROM_OPTIMIZER, masks_momentum=False):
             rank_zero_warn(
-                "MomentumCorrection has no effect on one process: set momentum in the optimizer, clipping in Trainer"
+                "MomentumCorrection has no effect on 1 process: set momentum in the optimizer, clipping in Trainer"
             )
 
     @override

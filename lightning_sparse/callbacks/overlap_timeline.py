@@ -21,14 +21,14 @@ _ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # rows of the 
 
 
 class OverlapTimeline(StepObserver):
-    """Profile some steps of rank 0 with torch, and write the last one as a trace and a picture of the overlap.
+    """Profile some steps of rank 0 with torch, and write a trace and a picture of the last profiled step.
 
     View the trace at https://ui.perfetto.dev. ``sparse.exposed`` is the end of ``sparse.backward``, a wait for the
     exchange. On a GPU a span shows when kernels are queued, not when they run.
 
     Args:
-        steps: steps to profile, from 0, in the loggers' count; the first steps of ``schedule="merged"`` are trials.
-        path: trace file, with the picture beside it as ``.png``; ``None`` for ``overlap.json`` in the log directory.
+        steps: steps to profile, from 0, in the loggers' count. The first steps of ``schedule="merged"`` are trials.
+        path: trace file. The picture gets the suffix ``.png``. ``None`` for ``overlap.json`` in the log directory.
         pictures: whether to draw the picture.
 
     Example::
@@ -59,7 +59,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # torch allows one
+        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # torch has one
             self._profile = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             self._profile.start()
 

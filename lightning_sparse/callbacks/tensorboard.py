@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
-# Each chart has one statistic and a line per run, because all lines of a run have one colour and there is no legend.
+# Each chart has a single statistic, because all lines of a run have the same colour and there is no legend.
 _CHARTS = {
     "sparse: how much is sent": {
         "log10_density": "Density, log10 of the fraction of elements",

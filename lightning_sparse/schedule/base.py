@@ -14,13 +14,13 @@ UNPLANNED_ELEMENTS = 1 << 23  # size of a bucket before anything is measured
 class Schedule(ABC):
     """Divide the stream of gradients, in the order of backward, into buckets.
 
-    The result must depend only on the arguments, because every rank must close the same buckets. If all gradients wait
-    for the end of backward, they form one bucket without a call, unless a method selects across a bucket.
+    The result must depend only on the arguments, because every rank must close the same buckets. Gradients that wait
+    for the end of backward form a single bucket without a call, unless a method selects across a bucket.
     """
 
     @abstractmethod
     def closes_bucket(self, newest: str, numel: int) -> bool:
-        """Return whether to exchange the open bucket now; the end of backward closes the last bucket.
+        """Return whether to exchange the open bucket now. The end of backward closes the last bucket.
 
         Args:
             newest: name of the parameter that has just joined the bucket.
@@ -29,7 +29,7 @@ class Schedule(ABC):
 
 
 class Layerwise(Schedule):
-    """Exchange every parameter as soon as its gradient is ready: the most overlap, and the most messages."""
+    """Exchange every parameter when the gradient is ready: the most overlap, and the most messages."""
 
     @override
     def closes_bucket(self, newest: str, numel: int) -> bool:
@@ -37,7 +37,7 @@ class Layerwise(Schedule):
 
 
 class Single(Schedule):
-    """Exchange everything in one message after backward: no overlap, and the fewest messages."""
+    """Exchange everything in a single message after backward: no overlap, and the fewest messages."""
 
     @override
     def closes_bucket(self, newest: str, numel: int) -> bool:
@@ -48,7 +48,7 @@ class FixedSize(Schedule):
     """Exchange a bucket when it has a minimum number of elements.
 
     Args:
-        min_elements: minimum size of a bucket. Smaller buckets overlap more of the exchange with backward; larger ones
+        min_elements: minimum size of a bucket. Small buckets overlap more of the exchange with backward. Large buckets
             have the latency of fewer messages.
 
     Raises:

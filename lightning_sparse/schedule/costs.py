@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 
 def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
-    """Fit a line to timings, pairs of size and seconds; ``None`` if the sizes are too similar.
+    """Fit a line to timings, pairs of size and seconds. Return ``None`` if the sizes are too similar.
 
     The fit uses the median of each size. The slope is the median of the slopes between two sizes, weighted by distance,
     so that outliers from a busy machine have little effect. Neither number is negative.
@@ -54,7 +54,7 @@ def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
 
 
 class BucketSample(NamedTuple):
-    """Sizes and times of one bucket in one step."""
+    """Sizes and times of a bucket in a step."""
 
     elements: int
     counts: int  # sent elements
@@ -70,7 +70,7 @@ class BucketCosts(NamedTuple):
 
 
 def costs_of(buckets: Sequence[BucketSample]) -> Optional[BucketCosts]:
-    """Fit the costs of buckets; ``None`` if the bucket sizes are too similar for a slope."""
+    """Fit the costs of buckets. Return ``None`` if the bucket sizes are too similar for a slope."""
     select = fit((bucket.elements, bucket.select_seconds) for bucket in buckets)
     exchange = fit((bucket.counts, bucket.exchange_seconds) for bucket in buckets)
     return None if select is None or exchange is None else BucketCosts(select, exchange)
@@ -87,8 +87,8 @@ class BucketShape(NamedTuple):
 def hidden_densities(costs: BucketCosts, buckets: Sequence[BucketShape]) -> list[float]:
     """Return the largest density of each bucket, up to 1, that ends the exchange before the next bucket is ready.
 
-    The last bucket, and any late bucket, get the density of their counts, because nothing hides them. At density 1 a
-    bucket is sent without indices, in fewer bytes than assumed here.
+    Nothing hides the last bucket and late buckets, so ``counts`` sets the density there. At density 1 a bucket is sent
+    without indices, in fewer bytes than assumed here.
     """
     densities, free = [], 0.0
     for bucket, following in zip(buckets, [*buckets[1:], None]):

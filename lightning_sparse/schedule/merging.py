@@ -1,7 +1,7 @@
 """Optimal buckets, so that the last message arrives as early as possible: the problem of OMGS-SGD.
 
-Shi et al., INFOCOM 2020. The greedy rule of the paper is not optimal; dynamic programming over prefixes is. Times start
-with backward, as in the paper. There selection stops backward; in this engine the worker selects between exchanges.
+Shi et al., INFOCOM 2020. The greedy rule of the paper is not optimal. Dynamic programming over prefixes is optimal.
+Times start with backward. The paper's selection stops backward, and this engine's worker selects between exchanges.
 """
 
 import math
@@ -19,8 +19,8 @@ SELECTIONS = ("worker", "backward")
 Cost = Callable[[int], float]
 
 
-# State of one way to send the first tensors: seconds that selection has stopped backward, and the time when the channel
-# is free. Then the start of the last bucket, and the index of the plan for all tensors before it.
+# A plan for the first tensors: seconds that selection has stopped backward, the time when the channel is free, the
+# start of the last bucket, and the index of the plan for all earlier tensors.
 _Plan = tuple[float, float, int, int]
 
 
@@ -38,7 +38,7 @@ def plan_buckets(
     With ``"backward"`` it is seconds for the 161 tensors of a ResNet-50, and about ten times as long for twice as many.
 
     Args:
-        sizes: elements of each tensor, in the order in which backward makes their gradients ready.
+        sizes: elements of each tensor, in the order of backward.
         backward_seconds: seconds of backward for each tensor.
         select_cost: seconds of selection, as a function of a bucket's elements.
         exchange_cost: seconds of the exchange, as a function of a bucket's elements before selection.
@@ -51,13 +51,13 @@ def plan_buckets(
     Raises:
         ValueError: for an unknown selection, and for empty, negative, non-finite or mismatched arguments.
 
-    Example: a message costs as much as ten elements, and backward leaves time for one before the last tensor::
+    Example: a message costs as much as ten elements, and backward has time for a message before the last tensor::
 
         >>> plan_buckets([10, 10, 10], [1.0, 1.0, 3.0], lambda n: 0.0, lambda n: 1.0 + n / 10.0)
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    # Neither time alone decides which plan of a prefix is best, because a merged bucket may cost more or less than its
+    # Neither time alone decides which plan of a prefix is best, because a merged bucket may cost more or less than the
     # parts. All plans that no other plan beats on both are stored. On the worker, only the second time differs.
     kept: list[list[_Plan]] = [[(0.0, 0.0, 0, 0)]]
     for stop in range(1, len(ready)):
@@ -91,7 +91,7 @@ def predict(
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> float:
-    """Return seconds from the start of backward to the end of the last exchange; arguments as ``plan_buckets``."""
+    """Return seconds from the start of backward to the end of the last exchange. Arguments as in ``plan_buckets``."""
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
     if [position for bucket in buckets for position in bucket] != list(range(len(sizes))) or not all(buckets):
         raise ValueError(
@@ -110,13 +110,12 @@ def predict(
 def _checked_sums(
     sizes: Sequence[int], backward_seconds: Sequence[float], selection: str
 ) -> tuple[list[int], list[float]]:
-    """Return running sums from 0 of elements and seconds, after a check of the arguments."""
     checked_name("selection", selection, SELECTIONS)
     if len(sizes) == 0:
         raise ValueError("sizes=[] must not be empty: pass the elements of every tensor with a gradient")
     if len(backward_seconds) != len(sizes):
         raise ValueError(
-            f"backward_seconds has {len(backward_seconds)} entries and sizes has {len(sizes)}: pass one each per tensor"
+            f"backward_seconds has {len(backward_seconds)} entries and sizes {len(sizes)}: pass both for each tensor"
         )
     for position, size in enumerate(sizes):
         if not hasattr(size, "__index__") or size < 0:
@@ -131,7 +130,7 @@ def _checked_sums(
 
 
 def _costs(select_cost: Cost, exchange_cost: Cost, elements: int, selection: str) -> tuple[float, float]:
-    """Return the seconds for which a bucket stops backward, and for which it occupies the channel."""
+    """Return the seconds that a bucket stops backward, and the seconds that the bucket occupies the channel."""
     select, exchange = select_cost(elements), exchange_cost(elements)
     for noun, seconds in (("select_cost", select), ("exchange_cost", exchange)):
         if not 0 <= seconds < math.inf:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from lightning_sparse.compressors.registry import checked_name
 
-DIRECT_BYTES = 2 << 20  # size of an all-gather's result from which a ring is as fast, at 1 Gbit/s and 100 us
+DIRECT_BYTES = 2 << 20  # smallest result of an all-gather for which a ring is as fast, at 1 Gbit/s and 100 us
 
 
 def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
     """Return the bytes that each of ``ranks`` ranks sends in a collective with ``nbytes`` of input per rank.
 
-    All reported bytes use this count. An all-to-all and an all-gather of its result send as much as DDP's all-reduce,
-    although their inputs are half as large again at two ranks.
+    All reported bytes use this count. An all-to-all and an all-gather of the result send as much as DDP's all-reduce,
+    although the inputs are half as large again at two ranks.
     """
     if collective not in _SHARES:
         checked_name("collective", collective, tuple(_SHARES))

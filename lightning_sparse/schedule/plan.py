@@ -14,7 +14,7 @@ class Plan(NamedTuple):
 
     Attributes:
         buckets: names of the parameters of each bucket.
-        densities: density of each bucket; empty if the plan changes no density.
+        densities: density of each bucket, or empty if the plan changes no density.
         seconds: time from the start of backward until all gradients are ready, measured when the plan was chosen.
         exposed_seconds: part of ``seconds`` after the end of backward.
         tried: pairs of a number of buckets and the seconds of the fastest such plan.
@@ -31,15 +31,15 @@ class Plan(NamedTuple):
         buckets = "1 bucket" if len(self.buckets) == 1 else f"{len(self.buckets)} buckets"
         return (
             f"gradients are exchanged in {buckets}{self._densities()}; backward and exchange take"
-            f" {1e3 * self.seconds:.1f} ms, of which {1e3 * self.exposed_seconds:.1f} ms come after backward (measured,"
-            f" by number of buckets: {tried})"
+            f" {1e3 * self.seconds:.1f} ms, and {1e3 * self.exposed_seconds:.1f} ms of this are exposed (measured, by"
+            f" number of buckets: {tried})"
         )
 
     def _densities(self) -> str:
         if not self.densities:
             return ""
         whole = sum(density >= 1 for density in self.densities)
-        return f", {whole} of them whole, at densities from {min(self.densities):.2g} to {max(self.densities):.2g}"
+        return f", {whole} dense, at densities from {min(self.densities):.2g} to {max(self.densities):.2g}"
 
 
 def equal_plans(elements: Sequence[int]) -> list[Stops]:
@@ -48,7 +48,6 @@ def equal_plans(elements: Sequence[int]) -> list[Stops]:
 
 
 def _stops_of(sizes: Sequence[int], least: int) -> Stops:
-    """Return the end of each bucket, closed at ``least`` elements; the last bucket has the rest."""
     stops, held = [], 0
     for stop, size in enumerate(sizes, start=1):
         held += size
@@ -59,7 +58,7 @@ def _stops_of(sizes: Sequence[int], least: int) -> Stops:
 
 
 def best_of(seconds: Mapping[Stops, float]) -> Stops:
-    """Return the fastest plan by step time; of plans within the measurement error, the one with the fewest buckets.
+    """Return the plan with the fewest buckets among plans within the measurement error of the fastest step.
 
     Delays of a busy network affect single messages, so the fastest of many plans is often only the luckiest.
 
