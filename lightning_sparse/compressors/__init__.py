@@ -1,4 +1,4 @@
-"""Compressors, which select the elements to send: one file per paper. ``base`` has their interface."""
+"""Compressors, which select the elements to send: a file per paper. ``base`` has the interface."""
 
 import inspect
 

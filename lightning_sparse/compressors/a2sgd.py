@@ -21,8 +21,8 @@ class A2SGD(Compressor):
     """Send two numbers a step: the mean of all positive, and of all negative gradient elements of the model.
 
     A rank with gradient ``g`` and means ``mu+`` and ``mu-`` (of magnitudes) receives the means over ranks, ``M+`` and
-    ``M-``, and applies ``g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]``. One non-finite element on any rank makes
-    all updates non-finite on all ranks.
+    ``M-``, and applies ``g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]``. A non-finite element on any rank makes all
+    updates non-finite on all ranks.
 
     **Replicas diverge**, because every rank follows the signs of the local gradient. As in local SGD, parameters must
     be averaged: every ``param_sync_every`` steps by default, never in the paper.

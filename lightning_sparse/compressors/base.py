@@ -123,24 +123,24 @@ Gather = Callable[[Tensor], Tensor]
 class Compressor(ABC):
     """Select the elements of each accumulated gradient that are sent.
 
-    Only :meth:`select` is required. The method is pure: no collectives, no changes to its arguments, no dependence
-    between tensors (except with ``selects_across_bucket``, which makes results depend on the buckets). If a gradient
-    has a NaN or an infinity, :meth:`select` includes at least one, so that all ranks receive it. State such as a
-    threshold changes only in :meth:`finish_step`.
+    Only :meth:`select` is required. The method is pure: no collectives, no changes of arguments, no dependence between
+    tensors (except with ``selects_across_bucket``, which makes results depend on the buckets). :meth:`select` includes
+    at least 1 NaN or infinity of a gradient, so that all ranks receive the value. State, for example a threshold,
+    changes only in :meth:`finish_step`.
 
     Attributes:
         default_density: fraction of elements to send by default; ``None`` for a method without a density.
-        default_warmup_steps: default number of optimizer steps over which the density falls to its target, or their
+        default_warmup_steps: default number of optimizer steps over which the density falls to the target, or a
             fraction of the training.
         has_density_by_parameter: whether the density of a parameter equals the fraction sent, so that rules may raise
             the density.
         wire_format: wire format of the selections, see :mod:`lightning_sparse.engine.wire`.
         dense_wire_format: wire format of selections without indices, and of parameters of density 1, which skip
             :meth:`select`. All ranks must agree. ``None`` to call :meth:`select` at density 1 too.
-        selects_across_bucket: whether :meth:`select` gets the parameters of a bucket as one tensor.
-        fills_selection: whether a selection always has as many elements as its message can hold.
+        selects_across_bucket: whether :meth:`select` gets the parameters of a bucket as a single tensor.
+        fills_selection: whether a selection always has as many elements as the message can hold.
         wire: default ``wire=`` that replaces a user's choice of 16 or more bits; ``None`` for the user's choice.
-        is_lossless: whether all elements are sent, so that only the rounding of the wire leaves a residual.
+        is_lossless: whether all elements are sent, so that only the rounding of the wire creates a residual.
         replicas_diverge: whether ranks apply different updates.
         param_sync_every: steps between averages of diverged parameters over ranks; ``None`` for never.
         feedback: settings of error feedback.
@@ -175,7 +175,7 @@ class Compressor(ABC):
         return
 
     def density_of(self, name: str, density: float) -> float:
-        """Return the density of one parameter for the ``density`` of the model."""
+        """Return the density of a parameter for the ``density`` of the model."""
         return density
 
     def least_density(self, density: float) -> float:
@@ -183,17 +183,17 @@ class Compressor(ABC):
         return density
 
     def begin_step(self, density: float) -> None:
-        """Store the density of the model for the next steps, warm-up included. May run before :meth:`begin`."""
+        """Set the density of the model for the next steps, warm-up included. May run before :meth:`begin`."""
         return
 
     @abstractmethod
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        """Select the elements to send, as one selection per tensor of a bucket.
+        """Return a selection of elements to send for each tensor of a bucket.
 
         Args:
             names: parameter names.
             accumulated: gradient plus residual of each parameter, flat and read-only. With
-                ``selects_across_bucket``, one tensor for all parameters.
+                ``selects_across_bucket``, a single tensor for all parameters.
             counts: number of elements per tensor for the current density.
         """
 
@@ -241,8 +241,8 @@ def checked_density(argument: str, density: Any) -> float:
     is_number = isinstance(density, Real) and not isinstance(density, bool)
     if not is_number or not 0 < density <= 1:
         raise ValueError(
-            f"{argument}={density!r} must be a fraction of elements with 0 < density <= 1; 0.01 sends one in a hundred."
-            " For a compression ratio such as 100, pass its inverse."
+            f"{argument}={density!r} must be a fraction of elements with 0 < density <= 1; 0.01 sends 1 %."
+            " For a compression ratio of 100, pass the inverse."
         )
     return float(density)
 
@@ -260,5 +260,5 @@ def checked_count(argument: str, count: Any, unit: str) -> int:
 
 
 def element_count(numel: int, density: float) -> int:
-    """Return how many of ``numel`` elements, of a share on two levels, a density asks for: at least one."""
+    """Return the number of elements that a density selects from ``numel`` (a share on two levels), at least 1."""
     return max(1, round(density * numel))

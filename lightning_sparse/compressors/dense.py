@@ -31,7 +31,7 @@ class Dense(Compressor):
 
 
 class QSGD(Dense):
-    """Send every element as one of 15 multiples of its block's largest magnitude: :class:`Dense` with ``wire="4bit"``.
+    """Send every element in 15 levels, relative to the block's largest magnitude: :class:`Dense` with ``wire="4bit"``.
 
     Differences from the paper:
 
@@ -43,7 +43,7 @@ class QSGD(Dense):
     * Each rank averages a share of the elements, and sends the means in 4 bits too. The received bytes do not grow
       with the number of ranks. In the paper every rank receives all gradients.
 
-    With ``wire="2bit"`` an element is zero, or plus or minus the mean magnitude of the larger elements of its block.
+    With ``wire="2bit"`` an element is zero, or plus or minus the mean magnitude of the larger elements of the block.
     Other values of ``wire`` have no effect.
     """
 

@@ -128,7 +128,7 @@ _FALLING = 0.9  # fraction of the last error: below it, an earlier raise still h
 class ErrorBudget(DensityRule):
     """Limit the compression error of every layer, ``norm(residual) / norm(gradient)``, to a budget.
 
-    With Adam and AdamW the error is the norm of the residual of updates over the norm of one step's update.
+    With Adam and AdamW the error is the norm of the residual of updates over the norm of a step's update.
 
     A control loop: after each measurement the density of a layer above the budget is multiplied by ``error / budget``,
     at most by 2, unless the error is already falling. Below 0.7 of the budget the density falls more slowly. An error
@@ -195,8 +195,8 @@ class ErrorBudget(DensityRule):
     def reason(self, name: str) -> str:
         error = self._errors.get(name, 0.0)
         place = "above" if error > self.budget else "within"
-        end = ", so its density falls" if error < _SLACK * self.budget else ""
-        return f"its error of {error:.3g} is {place} the budget of {self.budget:g}{end}"
+        end = ", so the density falls" if error < _SLACK * self.budget else ""
+        return f"the error of {error:.3g} is {place} the budget of {self.budget:g}{end}"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -31,25 +31,24 @@ _FAR_OFF = 2.0  # factor of the count beyond which a new measurement is faster t
 _SIGMAS = 4.0  # smaller deviations of the count may be chance, and cause no measurement
 _BLOCKS = 1024  # published: enough for balance, few enough to store a load per block
 _MIN_BLOCK = 32  # elements, published; smaller only if the model has fewer elements per rank
-_LOAD_MEMORY = 0.95  # decay of a block's load per step; one step selects too few elements to compare blocks
+_LOAD_MEMORY = 0.95  # decay of a block's load per step; a single step selects too few elements to compare blocks
 _STEPS_BETWEEN_CUTS = 16
 
 
 class ExDyna(Compressor):
-    """Send elements that reach one threshold. Each rank searches a part of the model with an equal load.
+    """Send elements that reach a common threshold. Each rank searches a part of the model with an equal load.
 
     The model, flat in order of definition, is cut into about 1024 blocks. Each rank's partition is a run of blocks. In
-    step ``t`` rank ``r`` searches partition ``(t + r) mod world_size`` of its accumulated gradient for magnitudes that
-    reach the threshold. Every rank then sends its values at the union of all selections, and no rank has a residual
+    step ``t`` rank ``r`` searches partition ``(t + r) mod world_size`` of the accumulated gradient for magnitudes that
+    reach the threshold. Every rank then sends the values at the union of all selections, and no rank has a residual
     there. Partitions do not overlap, so the size of the union does not grow with the number of ranks. All ranks have
     the union and thus the load of every block, and cut alike without communication.
 
     If there is no threshold (at the start, or after a count off by a factor of 2), each rank selects the largest
-    magnitudes of its partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the next
-    threshold.
+    magnitudes of a partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the next
+    threshold. The density is the density of the whole model, with at least an element per rank. ``docs/papers.md``
+    lists the differences from the paper.
 
-    The density is that of the whole model, with at least one element per rank. ``docs/papers.md`` lists the
-    differences from the paper.
     Example::
 
         >>> layout = ModelLayout(("weight",), (4,), rank=0, world_size=2, device=torch.device("cpu"))
@@ -87,7 +86,7 @@ class ExDyna(Compressor):
         owned = self._partitions.owned(self._layout.rank, self._step)
         starts = [self._starts[name] for name in names]
         ranges = [_within(owned, start, tensor.numel()) for start, tensor in zip(starts, accumulated)]
-        # One non-finite element, in any partition, must void the step.
+        # A non-finite element in any partition must void the step.
         spoilt = _first_not_finite(accumulated)
         ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
         pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
@@ -104,7 +103,7 @@ class ExDyna(Compressor):
         return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
 
     def _measure(self, piece: Tensor, start: int) -> Tensor:
-        """Return the largest elements of a piece, in proportion to its size, and count its magnitudes."""
+        """Return the largest elements of a piece, in proportion to the size, and count magnitudes in the histogram."""
         numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
         # These differences of a running total add up to `wanted` over the model, for any cuts.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
@@ -167,8 +166,8 @@ class ExDyna(Compressor):
         expected = self.state_dict().keys()
         if state.keys() != expected:
             raise ValueError(
-                f"{type(self).__name__} keeps {', '.join(expected)}, but was given a state of"
-                f" {', '.join(map(str, state)) or 'nothing'}; load it into the compressor that it was saved with"
+                f"{type(self).__name__} has the state {', '.join(expected)}, but got"
+                f" {', '.join(map(str, state)) or 'nothing'}; load the state into the compressor that saved the state"
             )
         self._step = int(state["step"])
         self._threshold = ThresholdState(float(state["threshold"]) or None, float(state["gain"]), float(state["error"]))
@@ -181,9 +180,9 @@ class ExDyna(Compressor):
 
 
 class ThresholdState(NamedTuple):
-    """A threshold for the whole model, equal on all ranks, with the state of its control loop."""
+    """A threshold for the whole model, equal on all ranks, with the state of the control loop."""
 
-    threshold: Optional[float] = None  # threshold of the next step; None to measure a new one
+    threshold: Optional[float] = None  # threshold of the next step; None to measure a new threshold
     gain: float = _GAIN  # change of ln(threshold) per ln(density / wanted)
     error: float = 0.0  # ln(density / wanted) of the last step; 0 after a measurement
 
@@ -191,8 +190,8 @@ class ThresholdState(NamedTuple):
         """Return the state for the next step, after a step that selected ``selected`` elements."""
         assert self.threshold is not None
         error = math.log(max(selected, 0.5) / wanted)
-        # A lower threshold sends the residual just below it only once. If few new elements arrive, the next count is
-        # half as large, and a higher threshold delays due elements. A large gain would repeat this cycle forever.
+        # A lower threshold sends the residual just below only once. If few new elements arrive, the next count is half
+        # as large, and a higher threshold delays due elements. A large gain would repeat this cycle forever.
         swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
         gain = max(_MIN_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
         is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
@@ -204,7 +203,7 @@ class ThresholdState(NamedTuple):
 
 
 class Partitions(NamedTuple):
-    """Partitions of the flat model, one for each rank."""
+    """Partitions of the flat model, a partition per rank."""
 
     edges: tuple[int, ...]  # offset of each block, ascending, and the end of the last block
     cuts: tuple[int, ...]  # first block of each partition, ascending, and the number of blocks
@@ -222,21 +221,21 @@ class Partitions(NamedTuple):
 
 
 def even_cuts(total: int, parts: int) -> tuple[int, ...]:
-    """Cut ``total`` items into parts that differ by at most one item, larger parts first."""
+    """Cut ``total`` items into parts that differ by at most 1 item, larger parts first."""
     size, larger = divmod(total, parts)
     return tuple(part * size + min(part, larger) for part in range(parts + 1))
 
 
 def block_edges(numel: int, world_size: int) -> tuple[int, ...]:
-    """Cut a model into blocks that differ by at most one element."""
+    """Cut a model into blocks that differ by at most 1 element."""
     blocks = max(world_size, min(_BLOCKS, numel // _MIN_BLOCK))
     return tuple(block * numel // blocks for block in range(blocks + 1))
 
 
 def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
-    """Cut blocks into one run per rank of nearly equal load, each with at least one block.
+    """Cut blocks into a run per rank of nearly equal load, each with a block or more.
 
-    Loads are float64 ``[blocks]`` on CPU, not all zero, with at least one block per rank.
+    Loads are float64 ``[blocks]`` on CPU, not all zero, with at least a block per rank.
 
         >>> balanced_cuts(torch.tensor([8.0, 1.0, 1.0, 2.0, 2.0, 2.0]), world_size=2)
         (0, 1, 6)
@@ -255,8 +254,8 @@ def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
 
 def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
     """Return the index (int64 ``[1]``) of a non-finite element of each tensor, or ``None``."""
-    # The norm is the fastest pass over all elements. The norm may overflow, so only a finite norm is conclusive.
-    # The host waits for the result, as for the number of selected elements.
+    # The norm is the fastest pass over all elements. The norm may overflow, so only a finite norm is conclusive. The
+    # host waits for the result, as for the number of selected elements.
     are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
     return [None if is_finite else _not_finite(tensor) for tensor, is_finite in zip(tensors, are_finite)]
 
@@ -267,7 +266,7 @@ def _not_finite(tensor: Tensor) -> Optional[Tensor]:
 
 
 def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
-    """Return the owned range of a tensor with offset ``start`` in the flat model."""
+    # ``start`` is the tensor's offset in the flat model.
     first, last = (min(max(edge - start, 0), numel) for edge in owned)
     return first, last
 
@@ -278,7 +277,7 @@ def _indices(mean: Selection) -> Tensor:
 
 
 class MiCRO(ExDyna):
-    """Send elements that reach one threshold. Each rank searches an equal part of the model.
+    """Send elements that reach a common threshold. Each rank searches an equal part of the model.
 
     MiCRO is :class:`~lightning_sparse.compressors.ExDyna` with fixed partitions. If large elements lie close together,
     messages are padded to the largest count of any rank.

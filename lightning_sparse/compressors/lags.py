@@ -15,11 +15,11 @@ from lightning_sparse.compressors.topk import TopK
 
 
 class LAGS(TopK):
-    """Send the largest magnitudes of every layer, each at its own density.
+    """Send the largest magnitudes of every layer, with a density per layer.
 
     The paper accumulates learning rate times gradient. Every released implementation, the authors' included,
     accumulates the gradient. The results differ only while the learning rate changes: the residual acts with the
-    present rate (``"gradient"``) or with the rate of its time (``"update"``, exact for plain SGD).
+    present rate (``"gradient"``) or with the earlier rate (``"update"``, exact for plain SGD).
 
     Args:
         densities: density by parameter name; all other parameters have the strategy's density.

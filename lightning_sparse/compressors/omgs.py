@@ -12,14 +12,14 @@ from lightning_sparse.compressors.topk import TopK
 class OMGS(TopK):
     """Send the ``max(1, round(density * n))`` largest magnitudes of all layers of a bucket with ``n`` elements in all.
 
-    Layers of a bucket compete, so the result depends on the schedule. One layer per bucket is layer-wise top-k, and
-    one bucket is top-k of the whole model. Differences from the paper or its released code:
+    Layers of a bucket compete, so the result depends on the schedule. A layer per bucket is layer-wise top-k, and a
+    single bucket is top-k of the whole model. Differences from the paper or the released code:
 
     * Residuals are stored per parameter, so that new buckets lose nothing.
-    * Values and indices of a bucket are one message instead of two.
+    * Values and indices of a bucket are a single message instead of two.
     * A layer that a rank did not use in a step does not compete there.
 
-    The method uses 8 bytes per element more than layer-wise top-k, to flatten a bucket and to add up its means.
+    The method uses 8 bytes per element more than layer-wise top-k, to flatten a bucket and to add up the means.
 
     Example::
 

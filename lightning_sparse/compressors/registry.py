@@ -16,14 +16,14 @@ def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]]
         return table[checked_name(noun, choice, sorted(table))]()
     if not isinstance(choice, base):
         raise TypeError(
-            f"{noun} must be one of {', '.join(sorted(table))} or a {base.__name__} object, got {choice!r}"
+            f"{noun} must be a {base.__name__} object or a name ({', '.join(sorted(table))}), got {choice!r}"
             + (" (a class: call it)" if isinstance(choice, type) else "")
         )
     return choice
 
 
 def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
-    """Return ``name``, or raise ``ValueError`` if it is not in ``known``."""
+    """Return ``name``, or raise ``ValueError`` if ``known`` does not have the name."""
     if name not in known:
         refuse_removed(f"{noun}={name!r}", name)
         raise ValueError(unknown_name(noun, name, known))
@@ -31,7 +31,7 @@ def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a name that is not in ``known``.
+    """Return the message for a name that ``known`` does not have.
 
     Example::
 

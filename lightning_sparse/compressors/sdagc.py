@@ -28,12 +28,12 @@ _MIN_DENSITY = 1e-6
 class SDAGC(TopK):
     """Send elements above ``alpha`` standard deviations of the layer. ``alpha`` follows the density (reconstruction).
 
-    Of every parameter ``v`` (gradient plus residual) all ``|v| >= alpha * std(v)`` are sent, largest first, but at
-    least one and at most ``capacity`` times the wanted number. The message size is thus fixed, without an exchange of
-    counts; the rest goes to the residual. Then ``alpha`` of each layer, on each rank, follows the measured density:
+    Of every parameter ``v`` (gradient plus residual) all ``|v| >= alpha * std(v)`` are sent, largest first, from 1 to
+    ``capacity`` times the wanted number. The message size is thus fixed, without an exchange of counts. The rest goes
+    to the residual. Then ``alpha`` of each layer, on each rank, follows the measured density:
     ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` does not work: the residual raises
-    the deviation, so that less and less is sent (see ``tests/compressors/test_sdagc.py``). The warm-up is that of
-    :class:`~lightning_sparse.compressors.DGC`.
+    the deviation, so that less and less is sent (see ``tests/compressors/test_sdagc.py``). The warm-up is the same as
+    in :class:`~lightning_sparse.compressors.DGC`.
 
     Args:
         alpha: initial value; ``None`` for the value that fits the density of a Laplace distribution.
@@ -43,7 +43,7 @@ class SDAGC(TopK):
         masks_momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         clip_norm: as in :class:`~lightning_sparse.compressors.DGC`.
         revises_learning_rate: whether the residual is rescaled when the learning rate changes, so that older gradients
-            act with their original rate. This is our reading of "learning rate revision".
+            act with the original rate. This is our reading of "learning rate revision".
 
     Raises:
         ValueError: for an ``alpha`` that is not positive, a ``capacity`` under 1, or an invalid argument of
@@ -143,7 +143,7 @@ def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 
 def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
-    """Return whether each element reaches its tensor's threshold: always for the largest, never for a zero."""
+    """Return whether each element reaches the tensor's threshold: always for the largest, never for a zero."""
     magnitudes = values.abs().float()
     floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
     # A NaN is not below any threshold, so that NaNs are sent to all ranks.
@@ -151,7 +151,6 @@ def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def _updated(alphas: Tensor, sent: Tensor, wanted: Tensor, rooms: Tensor, numels: Tensor) -> Tensor:
-    """Return alphas for the next step, closer to the wanted counts."""
     ratios = (sent / wanted).clamp(min=_MIN_DENSITY)
     steps = (_GAIN * ratios.log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)
     # A full message hides how far the threshold was too low.

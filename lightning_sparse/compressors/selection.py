@@ -1,7 +1,7 @@
-"""Selections: elements of a tensor with their values, and one flat selection for all tensors of a bucket.
+"""Selections: indices and values of a tensor's elements, and a flat selection for all tensors of a bucket.
 
-Many small tensors cost more in kernel launches than in elements. The small gradients of a bucket therefore lie side by
-side, and one call reads, writes or adds all of them.
+Many small tensors cost more in kernel launches than in elements. The small gradients of a bucket are therefore
+adjacent in memory, and a single call reads, writes or adds all gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from lightning_sparse.functional.elements import (
 
 
 class SelectionSize(NamedTuple):
-    """Size of a selection, and thus of its message, available before the gradient.
+    """Size of a selection and thus of the message, available before the gradient.
 
     Attributes:
         numel: number of elements of the tensor.
@@ -43,9 +43,9 @@ class Selection(NamedTuple):
     Attributes:
         values: floating point, ``[count]``, or ``[world_size, count]`` for the selections of several ranks.
         indices: int64 of the shape of ``values``, distinct and ascending in each row. ``None`` for every element, in
-            order; ``values`` may then have any shape, and end in padding.
+            order. ``values`` may then have any shape, and end in padding.
         numel: number of elements of the tensor.
-        filled: bool ``[count]``, true for sent elements; all others are sent as zero. ``None`` if all are sent.
+        filled: bool ``[count]``, true for sent elements. Other elements are sent as zero. ``None`` if all are sent.
     """
 
     values: Tensor
@@ -55,7 +55,7 @@ class Selection(NamedTuple):
 
 
 class FlatSelection(Sequence[Selection]):
-    """Some elements of each tensor of a bucket, stored flat. As a sequence, one selection per tensor, made on demand.
+    """Some elements of each tensor of a bucket, stored flat. As a sequence, a selection per tensor, made on demand.
 
     ``values`` are ``[count]``, or ``[world_size, count]`` for several ranks. ``indices`` are int64 of the same shape,
     into the flattened bucket, ascending in each row. ``numels`` and ``counts`` have the elements and the selected
@@ -125,7 +125,7 @@ class FlatSelection(Sequence[Selection]):
 
 
 class CutSelection(Sequence[Selection]):
-    """All elements of each tensor of a bucket, cut into shards: columns ``[world_size, shard]`` of one tensor.
+    """All elements of each tensor of a bucket, cut into shards: columns ``[world_size, shard]`` of a single tensor.
 
     The last shards of a tensor may end in padding, and so may the columns. ``are_zero``: all elements are zero.
     """
@@ -160,23 +160,23 @@ def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] 
     Example::
 
         >>> broken_rule(Selection(torch.ones(2), torch.tensor([3, 1]), 4), 4)
-        'whose indices do not ascend, each once'
+        'with indices that do not ascend, each once'
     """
     values, indices = selection.values, selection.indices
     if selection.numel != numel:
-        return f"whose numel={selection.numel} is another"
+        return f"with numel={selection.numel} instead of {numel}"
     if indices is None:
         return None
     if indices.dtype is not torch.int64 or indices.dim() != 1 or values.shape != indices.shape:
         return f"of values {tuple(values.shape)} and {indices.dtype} indices {tuple(indices.shape)}; want int64 [count]"
     if size is not None and len(indices) != size.selected:
-        return f"with {len(indices)} indices, where selection_size() announces {size.selected}"
+        return f"with {len(indices)} indices, although selection_size() announces {size.selected}"
     if not len(indices):
         return None
     least, most = map(int, indices.aminmax())
     if least < 0 or most >= numel:
         return f"with an index out of range: {least if least < 0 else most}"
-    return None if bool((indices.diff() > 0).all()) else "whose indices do not ascend, each once"
+    return None if bool((indices.diff() > 0).all()) else "with indices that do not ascend, each once"
 
 
 def whole(tensors: Sequence[Tensor]) -> list[Selection]:
@@ -207,7 +207,7 @@ def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
 
 
 def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
-    """Write the values of :func:`grouped` selections of one rank into flat tensors, in place."""
+    """Write the values of :func:`grouped` selections of a rank into flat tensors, in place."""
     if isinstance(selections, FlatSelection):
         for flat, indices, values in selections.runs(tensors):
             flat.index_copy_(0, indices, values)
@@ -230,7 +230,7 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
 
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
-    """Return the offset of its tensor for each selected element."""
+    """Return the offset of the tensor for each selected element."""
     return repeat_interleave(starts_of(numels)[:-1], counts, device)
 
 

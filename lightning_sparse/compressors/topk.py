@@ -1,8 +1,8 @@
 """Top-k: the largest magnitudes of each parameter.
 
-Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv 1704.05021): one threshold
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv 1704.05021): a threshold
 for the whole model. Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018 (arXiv 1809.07599): error
-feedback makes top-k converge. Here every parameter has its own, exact count, as in Lin et al. (arXiv 1712.01887).
+feedback makes top-k converge. Here every parameter has an exact count, as in Lin et al. (arXiv 1712.01887).
 """
 
 from collections import defaultdict
