@@ -96,7 +96,7 @@ def test_a_link_that_is_gone_for_good_ends_both_sides_with_a_cure(tmp_path):
     assert seconds < 8 + 20
     for each in said:
         assert "waited in vain in" in each["error"]
-        assert "start the job again from its last checkpoint" in each["error"]
+        assert "start the job again from the last checkpoint" in each["error"]
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Collective calls of torch.distributed, and the errors that they raise if a rank fails."""
+"""Collective calls of torch.distributed, and errors if a rank fails."""
 
 import json
 import re
@@ -31,14 +31,14 @@ class ExchangeError(RuntimeError):
 
 
 class SharedOnCopy:
-    """An object that exists once per process, such as a thread or a process group: deep copies share it."""
+    """An object that exists once per process, for example a thread or a process group. Deep copies share the object."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
 class Watch(SharedOnCopy):
-    """A module hook that calls ``act``. Copies of the module do not call it."""
+    """A module hook that calls ``act``, except on copies of the module."""
 
     def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
         self._module = module
@@ -54,7 +54,7 @@ class Watch(SharedOnCopy):
 
 
 def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) -> str:
-    """Return the name of the backend that a group uses for a device, or ``""`` without one."""
+    """Return the name of a group's backend for a device, or ``""`` without a backend."""
     by_kind: dict[str, str] = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return by_kind.get(device.type, "")
 
@@ -73,14 +73,14 @@ def timeout_of_job(device: torch.device) -> Optional[timedelta]:
 
 
 def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
-    """Gather a picklable object from every rank of a group, by default of the job."""
+    """Gather a picklable object from every rank of a group (default: all ranks)."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, thing, group)
     return gathered
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite tensors by those of the group's first rank. All ranks of the group must call."""
+    """Overwrite tensors by the group's first rank's tensors. All ranks of the group must call this."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for each in tensors:
         if each.numel():
@@ -129,7 +129,7 @@ def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None)
 
 
 def all_reduce_sum(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:
-    """Sum a tensor over the ranks of a group, by default of the job, in place."""
+    """Sum a tensor in place over the ranks of a group (default: all ranks)."""
     dist.all_reduce(tensor, group=group)
     return tensor
 
@@ -137,7 +137,7 @@ def all_reduce_sum(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) ->
 def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     """Gather a string from every rank through the job's store, not through a process group.
 
-    Other ranks may continue with their step. A collective on a group in use would pair with one of that step.
+    Other ranks may still be in a step. A collective on a group in use would pair with a collective of the step.
     """
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
@@ -155,7 +155,7 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
 
 @contextmanager
 def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
-    """Raise :class:`ExchangeError` for a backend's error inside, unless the error comes from this rank's device.
+    """Raise :class:`ExchangeError` for a backend's error inside, except an error of this rank's device.
 
     The message has the ``subject`` (the exchanged data), the collective's ``name`` and the ``timeout``.
     """
@@ -167,13 +167,13 @@ def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelt
         raise ExchangeError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
             f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
-            f" from its last checkpoint (ckpt_path=...). The backend said: {error}"
+            f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
         ) from error
 
 
 def post_error(error: Optional[BaseException]) -> None:
     """Store this rank's error, or ``None``, for the ranks that wait for this rank."""
-    if dist.is_initialized() and not isinstance(error, ExchangeError):  # Its text names the rank that failed first.
+    if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError has another cause.
         with suppress(Exception):  # A failing store must not hide the error itself.
             line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
             default_store().set(_ERROR_KEY.format(dist.get_rank()), line)
@@ -205,9 +205,9 @@ def default_store() -> Any:
 
 
 _UNKNOWN_CAUSE = (
-    "another rank has died, did not get there before the process group's timeout, or has finished, because ranks have"
-    " different numbers of batches. Look at the other ranks' output for the first error; give SparseDDPStrategy a"
-    " longer timeout=... if ranks are only slow."
+    "another rank has died, exceeded the process group's timeout, or has finished, because ranks have different numbers"
+    " of batches. Look for the first error in the output of all ranks; give SparseDDPStrategy a longer timeout=... if"
+    " ranks are only slow."
 )
 _ERROR_KEY = "lightning_sparse/error/{}"
 _MAX_CHARACTERS = 300  # length of a stored error
@@ -226,7 +226,7 @@ Phases = Generator[Payload, Tensor, Result]
 class Communicator(SharedOnCopy):
     """Collectives over one process group, with records of bytes and seconds.
 
-    User code launches collectives from another thread: in a shared group, the order could differ between ranks.
+    User code launches collectives from another thread, so in a shared group the order could differ between ranks.
 
     Args:
         ranks: global ranks of the group.
@@ -256,8 +256,8 @@ class Communicator(SharedOnCopy):
             with suppress(RuntimeError):
                 shared.set_timeout(timeout)
         elif shared is None:
-            # All ranks of the job create each group. With use_local_synchronization a new group could get the name
-            # of a destroyed group, and would read stale addresses from the store.
+            # All ranks of the job create each group. With use_local_synchronization a new group could get the name of
+            # a destroyed group, and would read stale addresses from the store.
             groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
             self.group = next(group for part, group in groups if part == ranks)
         self.device = device
@@ -273,7 +273,7 @@ class Communicator(SharedOnCopy):
         return backend_of(self.device, self.group)
 
     def run(self, phases: Phases[Result]) -> Result:
-        """Run the collective of each phase, and send its result to the next phase."""
+        """Run the collective of each phase, and send the result to the next phase."""
         received: Optional[Tensor] = None
         while True:
             try:
@@ -285,7 +285,7 @@ class Communicator(SharedOnCopy):
             received = self.call(payload)
 
     def call(self, payload: Payload) -> Tensor:
-        """Run one collective, and record its bytes and seconds."""
+        """Run a collective, and record bytes and seconds."""
         self.recorder.add_bytes(self.sent_bytes(payload.collective, payload.tensor), self._is_inside_node)
         with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, payload.collective):
             return self.issue(*payload)
@@ -301,7 +301,7 @@ class Communicator(SharedOnCopy):
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Bytes sent per input byte for each collective, such as ``2 (n - 1) / n`` for a ring all-reduce."""
+        """Bytes sent per input byte for each collective: ``2 (n - 1) / n`` for a ring all-reduce."""
         return {name: sent_bytes(name, 1, self.world_size) for name in _PROBE_SHAPES}
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
@@ -311,7 +311,7 @@ class Communicator(SharedOnCopy):
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[world_size, numel]``."""
         gathered = tensor.new_empty(self.world_size, tensor.numel()) if out is None else out
-        # gloo's all-gather takes a ring of steps. An all-to-all sends the same bytes in one round trip.
+        # gloo's all-gather takes a ring of steps. An all-to-all sends the same bytes in a single round trip.
         if self._goes_around and 0 < gathered.nbytes <= DIRECT_BYTES:
             return self.all_to_all(tensor.expand(self.world_size, -1).contiguous(), gathered)
         _all_gather_into(gathered.view(-1), tensor, group=self.group)
@@ -367,7 +367,7 @@ class Communicator(SharedOnCopy):
         return [total / self.world_size for of_part in sums for total in of_part.tolist()]
 
     def check(self, names: Iterable[str]) -> None:
-        """Run each collective once on a few bytes. Raise if the backend cannot run one on this device."""
+        """Run each collective once on a few bytes. Raise an error if the backend lacks a collective on this device."""
         # NCCL's first all-to-all connects all pairs of ranks, which takes gigabytes of GPU memory.
         knows_all = self.backend in ("gloo", "nccl")
         for name in names:
@@ -383,15 +383,15 @@ class Communicator(SharedOnCopy):
                 ) from error
 
     def close(self, has_failed: bool = False) -> None:
-        """Destroy the process group, unless this rank ``has_failed`` and others wait for it. Safe to call twice."""
-        # With gloo, destroying the group ends the wait of other ranks. NCCL would first wait for them here and hide
-        # this rank's error, so an NCCL group stays until the process ends.
+        """Destroy the process group, unless this rank ``has_failed`` and other ranks wait. Safe to call twice."""
+        # With gloo, destroying the group ends the wait of other ranks. NCCL would first wait for other ranks here and
+        # hide this rank's error, so an NCCL group stays until the process ends.
         is_there = self.group is not None and not self._is_shared and dist.is_initialized()
         if is_there and not (has_failed and self.backend != "gloo"):
             dist.destroy_process_group(self.group)
         self.group = None
 
 
-_ONE_HOP = 2  # ranks in a ring that takes one hop
+_ONE_HOP = 2  # ranks in a ring that takes a single hop
 _NUMBERS_AT_ONCE = 1 << 20  # numbers of all ranks together, 8 MiB
 _PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}

@@ -1,4 +1,4 @@
-"""The engine: it builds the parts of one model's exchange, starts the worker, and hooks the gradients."""
+"""The engine, which builds the parts of a model's exchange, starts the worker, and hooks the gradients."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -43,12 +43,12 @@ _RESIDUAL_BYTES = 4
 
 
 class Engine(SharedOnCopy):
-    """Exchange the gradients of one wrapped model, from construction until :meth:`close`.
+    """Exchange the gradients of a wrapped model, from construction until :meth:`close`.
 
     Args:
-        local_world_size: ranks per node that average their gradients first, or that hold one sharded replica.
+        local_world_size: ranks per node that average gradients first, or that hold a sharded replica.
         begin: called before the first gradient of a backward, with whether the backward was announced.
-        end: called when all gradients hold their means.
+        end: called when all gradients hold means.
 
     Attributes:
         densities: may be raised between two steps, equally on all ranks.
@@ -95,7 +95,7 @@ class Engine(SharedOnCopy):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are exchanged, in the order of the model."""
+        """Names of the parameters with exchanged gradients, in the order of the model."""
         return self._layout.names
 
     @property
@@ -137,7 +137,7 @@ class Engine(SharedOnCopy):
         self._numels.update(zip(layout.names, numels))
 
     def restart(self, trained: Mapping[str, Tensor], names: Renaming) -> None:
-        """Exchange other parameters from the next backward on. All ranks must call, between two backwards.
+        """Exchange other parameters from the next backward on. All ranks must call this, between two backwards.
 
         Args:
             trained: parameters to exchange, by name.
@@ -158,7 +158,7 @@ class Engine(SharedOnCopy):
         self.reducer.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
-        """Send dense gradients in the next steps, as DDP does, or stop doing so."""
+        """Send dense gradients in the next steps, as DDP does, or end this."""
         if self.rounds is None:
             self.reducer.is_dense = is_dense
             if is_dense:  # DDP averages gradients: the memory must not accumulate updates.
@@ -189,7 +189,7 @@ class Engine(SharedOnCopy):
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
-        """Begin a backward, before its first gradient is collected."""
+        """Begin a backward, before the first gradient is collected."""
         if self.recorder.current.backward_start is None:  # No hook saw the start of this backward.
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
@@ -197,7 +197,7 @@ class Engine(SharedOnCopy):
         self.densities.begin_step(context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
-        """Begin a backward that sends dense gradients, in the wire's dtype if that is bfloat16 and ``is_warm_up``."""
+        """Begin a backward that sends dense gradients, in bfloat16 for this wire and ``is_warm_up``."""
         wire = self._settings.wire
         nbytes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
         self.recorder.add_dense_step(self.reducer.numel, nbytes)
@@ -214,7 +214,7 @@ class Engine(SharedOnCopy):
         return StepContext()
 
     def compression_stats(self) -> dict[str, float]:
-        """Return the statistics of the last step that ended. They are empty before the first step."""
+        """Return the statistics of the last complete step, empty before the first step."""
         recorder = self.recorder
         if recorder.last is None:
             return {}
@@ -223,7 +223,7 @@ class Engine(SharedOnCopy):
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return the state as plain tensors and numbers, not copied. All ranks call if ``together``."""
+        """Return the state as plain tensors and numbers, not copied. With ``together`` all ranks must call this."""
         compressor = self.pipeline.compressor
         state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
         state["order"] = self.reducer.order
@@ -243,16 +243,16 @@ class Engine(SharedOnCopy):
             if "compressor" in state:
                 self.pipeline.compressor.load_state_dict(dict(state["compressor"]))
 
-        # The worker allocates the copies on its own stream. A copy can be freed while a queued kernel still reads its
-        # memory. The caching allocator reuses such memory safely only on the stream of the allocation.
+        # The worker allocates the copies on the worker's stream. A copy can be freed while a queued kernel still reads
+        # the memory. The caching allocator reuses this memory safely only on the stream of the allocation.
         self.worker.run(load)
-        self.recorder.forget()  # A search for a learning rate restores its first state: its steps do not count.
+        self.recorder.forget()  # A search for a learning rate restores the first state, and its steps do not count.
 
     def close(self, has_failed: bool = False) -> bool:
         """Stop the worker, destroy the process groups, and return whether the state is of a complete step."""
         self.reducer.close()
         self.wrapper.broadcast_buffers = self._broadcasts_buffers
-        # A worker that hangs in a collective still uses its process group.
+        # A worker that hangs in a collective still uses the process group.
         has_ended = self.worker.close()
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
@@ -262,7 +262,6 @@ class Engine(SharedOnCopy):
 def _levels_between(
     device: torch.device, wrapper: Wrapper, local_world_size: int, timeout: Optional[timedelta], shares_groups: bool
 ) -> FlatTopology:
-    """Build the communicators of each level, with one recorder."""
     world_size, is_sharded = dist.get_world_size(), isinstance(wrapper, ShardedModel)
     # With shards, dense gradients are averaged between equal shards of replicas, not inside a node.
     sizes = (world_size // local_world_size, 1) if is_sharded else (world_size, local_world_size)

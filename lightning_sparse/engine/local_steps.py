@@ -1,10 +1,10 @@
-"""Rounds of local steps: each rank trains alone for some steps, then ranks exchange the changes of their parameters.
+"""Rounds of local steps: each rank trains alone for some steps, then ranks exchange the changes of parameters.
 
 Changes use the path of gradients: any compressor, memory and wire. The mean change over ranks is the pseudo-gradient of
-an outer step, which moves the shared model. Dense changes make this local SGD (Stich, arXiv 1805.09767), an outer
-Nesterov momentum makes DiLoCo (Douillard et al., arXiv 2311.08105), and top-k with error feedback makes SparseLoCo
-(Sarfi et al., arXiv 2508.15706). SparseLoCo's formula also averages over all ranks; its released code divides by the
-number of ranks that sent an element.
+an outer step, which moves the shared model. With dense changes this is local SGD (Stich, arXiv 1805.09767), with an
+outer Nesterov momentum DiLoCo (Douillard et al., arXiv 2311.08105), and with top-k and error feedback SparseLoCo
+(Sarfi et al., arXiv 2508.15706). SparseLoCo's formula also averages over all ranks. The released code of SparseLoCo
+divides by the number of ranks that sent an element.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +24,15 @@ from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 
 _UNEQUAL = (
-    "ranks differ in their number of steps: rank {first} has made {0} optimizer steps{1}, but rank {other} has made"
+    "ranks differ in the number of steps: rank {first} has made {0} optimizer steps{1}, but rank {other} has made"
     " {2}{3}. A round of local steps ends on all ranks after the same step. Give all ranks equally many batches, as"
     " with ddp"
 )
-_ENDS = ("", " and has come to a validation or to its end")
+_ENDS = ("", " and has reached a validation or the end")
 
 
 class LocalStepsController(Replicas):
-    """Count steps, and exchange changes at the end of each round; ``begin`` is called for each exchange."""
+    """Count steps, and exchange changes at the end of each round. Each exchange calls ``begin``."""
 
     are_apart = True
 
@@ -68,7 +68,7 @@ class LocalStepsController(Replicas):
         return not self.has_begun and max(self._steps_of.values(), default=0) < self.local.synchronous_steps
 
     def restart(self, trained: Sequence[str], names: Renaming) -> None:
-        """End the round, and exchange changes of other parameters from now on. All ranks must call.
+        """End the round, and exchange changes of other parameters from now on. All ranks must call this.
 
         Args:
             trained: names of the parameters to exchange.
@@ -85,9 +85,9 @@ class LocalStepsController(Replicas):
             self.reset_shared_model()
 
     def begin_steps(self) -> None:
-        """Begin the first local step: average the trained parameters once more before the first update.
+        """Begin the first local step: average the trained parameters once more. All ranks must call this.
 
-        Layers such as ActNorm set parameters from data in the first forward pass. All ranks must call.
+        Some layers (ActNorm) set parameters from data in the first forward pass.
         """
         self.begin_round()
         if not self._has_steps:
@@ -95,13 +95,13 @@ class LocalStepsController(Replicas):
             self.shared.reset_shared_model(all_of_it=False)
 
     def leave(self) -> None:
-        """Drop the round in progress and its changes, before a state and a model are loaded. All ranks must call."""
+        """Drop the changes of the current round, before a state and a model are loaded. All ranks must call this."""
         self.shared.swap_out(own=False)
         self.has_begun, self.is_shared = False, True
 
     @override
     def reset_shared_model(self) -> None:
-        """Make the average of the ranks' present models the shared model. All ranks must call."""
+        """Make the average of the ranks' present models the shared model. All ranks must call this."""
         self.shared.reset_shared_model()
         self._is_stale, self.is_shared = False, True
 
@@ -109,7 +109,7 @@ class LocalStepsController(Replicas):
     def count_step(self, optimizer: int) -> None:
         """Count a step of an optimizer, and exchange at the end of a round.
 
-        The optimizer with the most steps, skipped ones included, sets the length of a round.
+        The optimizer with the most steps, skipped steps included, sets the length of a round.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         if not self.has_begun:
@@ -123,7 +123,7 @@ class LocalStepsController(Replicas):
 
     @override
     def synchronize(self) -> None:
-        """End the round early, and continue from the shared model. All ranks must call."""
+        """End the round early, and continue from the shared model. All ranks must call this."""
         if not self.has_begun:
             return
         self.shared.swap_out()  # Inside shared_model() the module does not hold this rank's changes.
@@ -135,11 +135,7 @@ class LocalStepsController(Replicas):
         self._origin, self.is_shared = self._step, True
 
     def _meet(self, ends: bool) -> tuple[frozenset[str], bool]:
-        """Return names that are inactive on all ranks, and whether any rank's model differs from the shared model.
-
-        Raises:
-            RuntimeError: on all ranks, if their numbers of steps differ.
-        """
+        """Return names that are inactive on all ranks, and whether any rank's model differs from the shared model."""
         inactive = self.shared.inactive()
         has_moved = self._is_stale or self.shared.has_moved()
         told = (self._step, ends, has_moved, crc32(repr(sorted(inactive)).encode()))

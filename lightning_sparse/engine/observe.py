@@ -48,7 +48,7 @@ class Clock:
             return perf_counter()
         module = torch.get_device_module(self._device)
         event = module.Event(enable_timing=True)
-        event.record(module.current_stream(self._device))  # The thread's current device may be another one.
+        event.record(module.current_stream(self._device))  # The thread's current device may differ.
         return event
 
     @staticmethod
@@ -66,7 +66,7 @@ class Clock:
 
 
 class Span(NamedTuple):
-    """A time interval of one stage: ``"select"``, ``"encode"``, ``"exchange"`` or ``"commit"``."""
+    """A time interval of a stage: ``"select"``, ``"encode"``, ``"exchange"`` or ``"commit"``."""
 
     stage: str
     start: Timestamp
@@ -75,7 +75,7 @@ class Span(NamedTuple):
 
 @dataclass
 class BucketRecord:
-    """Record of one bucket."""
+    """Record of a bucket."""
 
     names: tuple[str, ...]
     elements: int = 0
@@ -90,9 +90,9 @@ class BucketRecord:
 
 @dataclass
 class StepRecord:
-    """Record of one exchange, without received tensors, so that many records fit into memory.
+    """Record of an exchange, without received tensors, so that many records fit into memory.
 
-    An optimizer step has one record per backward. All seconds synchronize with the GPU.
+    An optimizer step has a record per backward. All seconds synchronize with the GPU.
     """
 
     world_size: int = 1
@@ -116,9 +116,9 @@ class StepRecord:
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return the record of an all-reduce of dense gradients on one ring, which leaves each node once.
+        """Return the record of an all-reduce of dense gradients, ``nbytes`` for ``numel`` elements.
 
-        ``numel`` elements of gradients have ``nbytes``.
+        The ring of the all-reduce crosses the border of each node once.
         """
         wire_bytes = _dense_bytes_each(world_size) * (nbytes / _FP32_BYTES)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
@@ -146,7 +146,7 @@ class StepRecord:
 
 
 def _exposed(start: Timestamp, end: Timestamp) -> float:
-    """Return the seconds between two timestamps, or 0 if the end comes first because nothing was left to wait for."""
+    # The end comes first if the exchange was over before the wait.
     return max(0.0, Clock.seconds(start, end))
 
 
@@ -157,7 +157,7 @@ def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
 def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, float]:
     """Return the public statistics as means over optimizer steps. Synchronizes with the GPU.
 
-    Steps of plain DDP are left out of the times.
+    The times exclude steps of plain DDP.
     """
     wire_bytes = mean_of(records, lambda each: each.wire_bytes)
     dense = mean_of(records, lambda each: each.dense_bytes)
@@ -176,13 +176,13 @@ def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, flo
 
 
 def compressed(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the records of optimizer steps in which plain DDP exchanged nothing."""
+    """Return the records of optimizer steps without an exchange by plain DDP."""
     dense = {each.step for each in records if each.is_dense}
     return [each for each in records if each.step not in dense]
 
 
 def mean_of(records: Sequence[StepRecord], number: Callable[[StepRecord], float]) -> float:
-    """Return the mean over optimizer steps of a number that their exchanges add up to; NaN without a step."""
+    """Return the mean over optimizer steps of a sum over exchanges, or NaN without a step."""
     steps = len({each.step for each in records if not each.covered_steps}) + sum(e.covered_steps for e in records)
     return sum(map(number, records)) / steps if steps else math.nan
 
@@ -223,7 +223,7 @@ class Totals:
             self._exposed += exposed
 
     def pause(self) -> None:
-        """Stop counting time until :meth:`resume`, such as for a validation between two batches of a step."""
+        """Stop counting time until :meth:`resume`, for example for a validation between two batches of a step."""
         self._paused = perf_counter() if self._paused is None else self._paused
 
     def resume(self) -> None:
@@ -300,7 +300,7 @@ class Recorder:
 
     @contextmanager
     def bucket(self, names: Sequence[str]) -> Iterator[None]:
-        """Count all records inside the context for one bucket."""
+        """Count all records inside the context for a bucket."""
         self._bucket = BucketRecord(tuple(names))
         self.current.buckets.append(self._bucket)
         self.subject = f"the bucket of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
@@ -310,7 +310,7 @@ class Recorder:
             self._bucket, self.subject = None, _ALL
 
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
-        """Count the sent elements of a bucket; ``counts`` are the numbers by each parameter's density."""
+        """Count the sent elements of a bucket. ``counts`` are the numbers by each parameter's density."""
         if isinstance(selection, FlatSelection):
             numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
         else:
@@ -322,7 +322,7 @@ class Recorder:
             self._bucket.counts += asked
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
-        """Record sent bytes. ``is_inside_node`` means that they go to ranks of this node."""
+        """Record sent bytes. With ``is_inside_node``, ranks of this node receive the bytes."""
         self.current.wire_bytes += count
         self.current.node_bytes += count * is_inside_node
         if self._bucket is not None:
@@ -361,7 +361,7 @@ class Recorder:
         record.spans.append(Span(stage, start, self.clock.mark()))
 
     def end_exchange(self) -> StepRecord:
-        """End the current record, begin the next, and return the ended one."""
+        """End and return the current record, and begin the next."""
         record, self.current = self.current, StepRecord(*self._sizes)
         record.end = self.clock.mark()
         if record.backward_end is not None:
@@ -386,9 +386,9 @@ class Recorder:
         self.samples = self.last_samples = None
 
     def ask_for_samples(self) -> None:
-        """Collect :attr:`last_samples` of exchanges until :meth:`stop_sampling`. Ranks may differ in this.
+        """Collect :attr:`last_samples` until :meth:`stop_sampling`, by a further pass over gradients and residuals.
 
-        Norms need one more pass over gradients and residuals.
+        Each rank may choose.
         """
         self.samples = ParameterSamples()
 

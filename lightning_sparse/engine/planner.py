@@ -17,8 +17,8 @@ from lightning_sparse.schedule import Merged, plan_buckets
 from lightning_sparse.schedule.costs import BucketCosts, BucketSample, BucketShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 
-_STAGES = 4  # stages of a warm-up; Deep Gradient Compression has one per epoch
-_UNKNOWN_STEPS = 1_000_000  # length of a training before its loop has set it
+_STAGES = 4  # stages of a warm-up; Deep Gradient Compression has a stage per epoch
+_UNKNOWN_STEPS = 1_000_000  # length of a training before the loop has set the length
 _FEW = 64  # cached densities of parameters
 _STAIR = 1.25  # factor between two stairs of Adam's falling density, constant in between so that plans can be timed
 
@@ -26,11 +26,11 @@ _STAIR = 1.25  # factor between two stairs of Adam's falling density, constant i
 class Densities:
     """The density of each parameter in the next step.
 
-    1. The user sets one: ``density=`` of the model, or of a parameter by its compressor (``LAGS(densities=...)``).
-    2. Warm-ups raise it: over ``warmup_steps``, and after the dense steps of a corrected Adam.
-    3. Rules (:class:`~lightning_sparse.callbacks.AdaptiveDensity`) raise a parameter's to ``ruled``, up to ``ceiling``.
-    4. A plan raises it to ``planned``, if the extra elements cost no time.
-    5. While ``sends_all``, before ``sparse_auto`` sends dense gradients, all are 1, which empties the residuals.
+    1. The user sets the density: ``density=`` of the model, or per parameter (``LAGS(densities=...)``).
+    2. Warm-ups raise the density: over ``warmup_steps``, and after the dense steps of a corrected Adam.
+    3. Rules (:class:`~lightning_sparse.callbacks.AdaptiveDensity`) raise the density to ``ruled``, up to ``ceiling``.
+    4. A plan raises the density to ``planned``, if the extra elements cost no time.
+    5. With ``sends_all``, before ``sparse_auto`` sends dense gradients, the density is 1, which empties the residuals.
     """
 
     def __init__(self, compressor: Compressor, density: float, warmup_steps: Union[int, float] = 0) -> None:
@@ -47,7 +47,7 @@ class Densities:
         self.begin_step()
 
     def begin_step(self, progress: float = 1.0) -> None:
-        """Set the stage of the warm-up; ``progress`` is that of Adam's warm-up, from 0 to 1."""
+        """Set the stage of the warm-up. ``progress`` of Adam's warm-up is from 0 to 1."""
         made, length = max(self._steps.values(), default=0), self._warmup_length
         self._stage = _STAGES if made >= length else _STAGES * made // length
         self._progress = progress
@@ -71,10 +71,7 @@ class Densities:
         return self._compressor.density_of(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Set the length of the training; the length in a checkpoint takes precedence.
-
-        A search for a learning rate has set its own length before.
-        """
+        """Set the length of the training, after that of a search for a learning rate. A checkpoint's length remains."""
         if not self._is_resumed:
             self._total_steps = total_steps
 
@@ -90,7 +87,7 @@ class Densities:
         return math.ceil(round(self._warmup_steps * (self._total_steps or _UNKNOWN_STEPS), 6))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of the warm-up; empty without one."""
+        """Return the progress of the warm-up, or an empty dictionary without a warm-up."""
         return {"steps": dict(self._steps), "total_steps": self._total_steps} if self._warmup_steps else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -102,13 +99,13 @@ class Densities:
 
 
 def _raised(target: float, stage: int, progress: float) -> float:
-    """Return a density in warm-ups: it falls geometrically by stages, as in Deep Gradient Compression's code."""
+    # The density falls geometrically by stages, as in the code of Deep Gradient Compression.
     least = falling_density(target, progress)
     return least if stage >= _STAGES else max(least, same_everywhere(target ** ((stage + 1) / (_STAGES + 1))))
 
 
 def falling_density(target: float, progress: float) -> float:
-    """Return a density that falls from 1 to its target in geometric stairs.
+    """Return a density that falls from 1 to the target in geometric stairs.
 
     Args:
         target: density at the end of the fall.
@@ -128,7 +125,7 @@ _STEPS = 3  # steps per turn
 
 
 class StepSample(NamedTuple):
-    """Sizes and times of one step. Sizes are equal on all ranks, times are not."""
+    """Sizes and times of a step. Sizes are equal on all ranks, times are not."""
 
     ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of readiness
     buckets: tuple[BucketSample, ...]  # in the order of exchange
@@ -141,7 +138,7 @@ Course = Generator[None, StepRecord, None]
 
 
 class Planner:
-    """A planner without a plan, for schedules that need none."""
+    """A planner without a plan, for schedules that need no plan."""
 
     plan: Optional[Plan] = None
 
@@ -150,7 +147,7 @@ class Planner:
 
 
 class StepPlanner(Planner):
-    """Time several plans in the first steps, and follow the fastest. Another order of gradients starts this again.
+    """Time several plans in the first steps, and follow the fastest. Another order of gradients restarts the trials.
 
     With ``adaptive_density`` the plan raises the density of buckets that are exchanged during backward.
     """
@@ -190,13 +187,13 @@ class StepPlanner(Planner):
             next(self._course)
 
     def _run(self) -> Course:
-        """Plan for one order of gradients. Each ``yield`` is one step."""
+        """Plan for an order of gradients. Each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
         seen = yield from self._time([(len(elements),)] if self._holds_plan() else equal_plans(elements))
         costs, ready = _learned(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
-            # Earlier samples count, too. Otherwise a plan that was fast by chance would meet only one other plan.
+            # Earlier samples count, too. Otherwise a plan that was fast by chance would meet only a single rival.
             seen |= {stops: [*seen.get(stops, ()), *steps] for stops, steps in contest.items()}
         best = _fastest(seen)
         densities = self._hidden_densities(best, costs, ready) if self._adapts_density and costs is not None else ()
@@ -205,7 +202,7 @@ class StepPlanner(Planner):
             yield
 
     def _time(self, plans: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
-        """Time steps of some plans, each turn after one more step in which buffers get their new sizes."""
+        """Time steps of some plans. Each turn begins with an untimed step, in which buffers get new sizes."""
         seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in plans}
         self._recorder.watches_gradients = True
         for stops, steps in list(seen.items()) * _ROUNDS:
@@ -263,7 +260,7 @@ def _fastest(seen: Samples) -> Stops:
 
 
 def _learned(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]:
-    """Return costs of buckets, and times of gradients. Both are equal on all ranks, because the samples are."""
+    """Return costs of buckets, and times of gradients, equal on all ranks like the samples."""
     samples = list(chain.from_iterable(seen.values()))
     ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)
     return costs_of([bucket for sample in samples for bucket in sample.buckets]), list(ready)[1:]
@@ -285,7 +282,7 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan
 
 
 def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
-    """Return the times of ready gradients, empty if not recorded, and the other times of a sample."""
+    """Return the times of ready gradients, empty if not recorded, and the rest of a sample's times."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
     # Without a Trainer, no hook may record the start of backward.

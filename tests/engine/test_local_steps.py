@@ -411,7 +411,7 @@ def step_apart(rank, where):
 @pytest.mark.parametrize("where", ["the end", "another round"])
 def test_ranks_with_different_numbers_of_steps_are_refused(pair, where):
     for told in pair.run(refuse, step_apart, where):
-        assert "rank 0 has made 2 optimizer steps and has come to a validation or to its end, but rank 1" in told
+        assert "rank 0 has made 2 optimizer steps and has reached a validation or the end, but rank 1" in told
         assert f"rank 1 has made {3 if where == 'the end' else 4}" in told
 
 

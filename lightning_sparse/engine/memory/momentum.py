@@ -1,7 +1,7 @@
-"""Momentum correction: momentum is accumulated before selection instead of after it.
+"""Momentum correction: momentum is accumulated before selection instead of after.
 
 Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. With momentum in the optimizer, an
-element sent after many steps lacks the momentum of these steps. Here the residual has the updates of dense training.
+element sent after many steps lacks the momentum of the steps. Here the residual has the updates of dense training.
 """
 
 from collections import defaultdict
@@ -30,8 +30,8 @@ class MomentumMemory(ResidualMemory):
 
     This takes 12 bytes per element, or 4 without momentum. With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With
     ``masks_momentum`` the ``u`` of a sent element is reset to zero (momentum factor masking), except for a parameter
-    sent densely: that is dense momentum SGD. If a step has several exchanges, the first accepted one decays ``u``.
-    ``rescale_on_lr_change`` rescales only the residual, as SGD would.
+    sent densely (dense momentum SGD). The first accepted exchange of a step decays ``u``. ``rescale_on_lr_change``
+    rescales only the residual, as SGD would.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MomentumMemory(ResidualMemory):
         decayed: list[tuple[Tensor, Tensor]] = []
         for place, (name, momentum) in enumerate(zip(some, momenta)):
             if settings[name].continues_step:
-                # This part is already decayed and in the residual: exclude the part here, and add the part again below.
+                # This part is decayed and in the residual already: exclude the part here, and add the part again below.
                 if name not in self._decayed:
                     self._decayed[name] = torch.ones_like(momentum[:1], dtype=torch.bool)
                 before = momentum * self._decayed[name]
@@ -117,7 +117,7 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return also ``momentum_norm``, of all momenta, and ``masked_fraction``, of their elements."""
+        """Return also ``momentum_norm``, the norm of all momenta, and ``masked_fraction`` of the elements."""
         momenta = list(self._momenta.values())
         if not momenta:
             return super().statistics()
@@ -137,11 +137,11 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed, self._in_flight = {}, {}  # tensors of other shapes may have had these names
+        self._decayed, self._in_flight = {}, {}  # shapes may have changed
 
 
 class _Row(NamedTuple):
-    """Tensors of one parameter."""
+    """Tensors of a parameter."""
 
     momentum: Tensor
     velocity: Tensor  # output: the momentum after this step
@@ -159,7 +159,7 @@ class _Row(NamedTuple):
 
 
 def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Accumulate on a CPU, with one read and one write of memory."""
+    """Accumulate on a CPU, with a single pass over memory."""
     for row in rows:
         for momentum, velocity, gradient, residual, factor in row.blocks():
             if is_nesterov:

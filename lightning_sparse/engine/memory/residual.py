@@ -19,7 +19,7 @@ from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
-# State kinds with a few numbers per parameter, and how many.
+# State kinds with a few numbers per parameter, and the numbers' count.
 NUMBERS = {
     RATES: 2,
     "refresh_due": 1,
@@ -49,7 +49,7 @@ def rename_in(holder: object, names: Renaming) -> None:
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds with pending updates (residual, momentum). All others only make a resume bitwise identical."""
+    """Return the kinds with pending updates (residual, momentum). The rest makes a resume bitwise identical."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
@@ -64,7 +64,7 @@ class Hyperparameters(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """Gradient clipping of some parameters. The norm is that of all these parameters together."""
+    """Gradient clipping of some parameters by the norm of all named parameters together."""
 
     clipping: Clipping
     names: frozenset[str]
@@ -81,7 +81,7 @@ class Averages(Protocol):
 
 
 class Memory:
-    """Add stored values to the gradient before selection, and store unsent values afterwards. This base stores none."""
+    """Add stored values to the gradient before selection, and store unsent values afterwards (none in this base)."""
 
     corrects_adam: bool = False  # whether the residual has updates of Adam or AdamW
     clips_gradients: bool = False  # whether gradient norms are necessary before the first bucket
@@ -108,7 +108,7 @@ class Memory:
             accumulated: results of :meth:`compensate`; may be changed.
             kept: unsent part of each selection.
             accepted: bool ``[len(names)]``, or ``[]`` for all; if false, the state of a parameter does not change.
-            replaceable: whether the memory may store a tensor of the list itself, and replace it by an undefined one.
+            replaceable: whether the memory may store a tensor of the list, and put an undefined tensor there.
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -116,7 +116,7 @@ class Memory:
         scatter(gradients, means)
 
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
-        """Run the requested averages before a step with these settings compensates its first gradient."""
+        """Run the requested averages, before a step with the settings compensates the first gradient."""
 
     def on_finite(self, finite: Tensor) -> None:
         """Receive whether all messages of a step are finite, bool ``[]``, before the memory stores anything."""
@@ -125,10 +125,10 @@ class Memory:
         """Receive the names of parameters without a mean, because no rank used them."""
 
     def clip_to(self, clips: Sequence[Clip]) -> None:
-        """Change the clipping of the gradients of updates from the next step on. All ranks must call."""
+        """Change the clipping of the gradients of updates from the next step on. All ranks must call this."""
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return lists of gradients of a step, one for each norm that clipping needs."""
+        """Return a list of gradients of a step for each norm that clipping needs."""
         return [list(names)]
 
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
@@ -151,7 +151,7 @@ class Memory:
         self.rename(dict.fromkeys(names))
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return statistics of the last step, if watched, as tensors of one element."""
+        """Return statistics of the last step, if watched, as scalar tensors."""
         return {}
 
     def update_norms(self) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ class Memory:
         if state:
             raise ValueError(
                 f"a state with {' and '.join(state)} does not fit an exchange without residual; load the state into"
-                " the compressor and wire that saved it"
+                " the compressor and wire that saved the state"
             )
 
 
@@ -175,9 +175,9 @@ class ResidualMemory(Memory):
     """Error feedback: add the unsent residual, multiplied by ``decay`` (SparseLoCo), to the next gradient.
 
     This takes 4 bytes per element after a parameter's first gradient. ``local_clip_norm`` is the largest norm of this
-    rank's whole gradient. With ``rescale_on_lr_change`` the residual acts with the learning rate of its time: the
-    factor is the last rate over the present rate, each at least a tenth of the largest rate so far. A step with a rate
-    of zero does not change the residual.
+    rank's whole gradient. With ``rescale_on_lr_change`` the residual acts with the earlier learning rate: the factor is
+    the last rate over the present rate, each at least a tenth of the largest rate so far. A step with a rate of zero
+    does not change the residual.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class ResidualMemory(Memory):
         accepted = self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
-            # A read of the decision would synchronize with the GPU. Both outcomes cost one pass, chosen on the device.
+            # A read of the decision would synchronize with the GPU. Both outcomes cost a pass, chosen on the device.
             overwrite(accumulated, kept)
             overwrite_accepted(residuals, accumulated, accepted)
         elif not isinstance(kept, FlatSelection):
@@ -264,7 +264,7 @@ class ResidualMemory(Memory):
                 torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
-        """Return which residuals change: only those of parameters with a positive learning rate."""
+        """Return whether each residual changes: only with a positive learning rate of the parameter."""
         if not self._new_rates:
             return accepted
         present = torch.stack([self._new_rates[name] for name in names])
@@ -290,7 +290,7 @@ class ResidualMemory(Memory):
 
 
 def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
-    """Return numbers, or tensors of one element, as one tensor with the dtype and device of ``like``."""
+    """Return numbers or scalar tensors as a single tensor with the dtype and device of ``like``."""
     if not any(isinstance(number, Tensor) for number in numbers):
         return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
     each = (number if isinstance(number, Tensor) else torch.tensor(number) for number in numbers)
@@ -303,13 +303,13 @@ def _unit_rates(rates: Tensor) -> Tensor:
 
 
 def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
-    """Return factors that scale gradients with these norms down to their limits."""
+    """Return factors that scale gradients with ``norms`` down to ``limits``."""
     # A non-finite gradient has a non-finite norm, and a factor of zero or NaN; the product stays non-finite.
     return (limits / norms).clamp(max=1.0)
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return stored tensors by name, and create zeros for new names, in one allocation.
+    """Return stored tensors by name, and create zeros for new names, in a single allocation.
 
     Large tensors on a CPU get a separate allocation, so that a gradient can be swapped in.
     """
@@ -326,7 +326,7 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 
 def _can_trade(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have one dtype, and each all of its memory, so that a swap frees no less memory."""
+    # Tensors that own all of a storage: a swap then frees no less memory.
     is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
     return tensor.dtype is other.dtype and all(is_all)
 
@@ -362,7 +362,7 @@ def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
     if len(narrow) < len(gradients) or len({gradient.dtype for gradient in narrow}) > 1:
         return [gradient.to(widened(gradient.dtype)) for gradient in gradients]
     numels = [gradient.numel() for gradient in narrow]
-    # One allocation and one call for all.
+    # A single allocation and a single call are faster than many.
     wide = list(narrow[0].new_empty(sum(numels), dtype=widened(narrow[0].dtype)).split(numels)) if narrow else []
     torch._foreach_copy_(wide, narrow)
     return wide

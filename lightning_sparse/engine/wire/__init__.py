@@ -70,9 +70,9 @@ class Wires(NamedTuple):
 
     sparse: WireFormat  # selections with indices
     dense: WireFormat  # selections without indices, for every element; may be the same object
-    refresh: WireFormat  # dense gradients for Adam's second moment, never in few bits
+    refresh: WireFormat  # dense gradients for Adam's second moment, never quantized
     owners: Optional[OwnersFormat] = None  # alternative for selections with indices
-    chooses: bool = False  # whether a tensor uses another format than ``sparse`` only to halve its bytes
+    chooses: bool = False  # whether a tensor uses another format than ``sparse`` only for half the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
@@ -86,7 +86,7 @@ class Wires(NamedTuple):
         return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
     def format_for(self, numel: int, count: int) -> WireFormat:
-        """Return the format for ``count`` selected elements of ``numel``, or ``dense`` if that sends much less."""
+        """Return the format for ``count`` selected elements of ``numel``, or ``dense`` if much less is sent."""
         if self.owners is None or numel < self.owners.world_size:  # some rank would own no element
             return self.sparse
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))

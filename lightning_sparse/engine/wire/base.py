@@ -12,7 +12,7 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize, who
 
 
 class Payload(NamedTuple):
-    """Input of one collective: its name, this rank's tensor, and memory for the result."""
+    """Input of a collective: name, this rank's tensor, and memory for the result."""
 
     collective: str
     tensor: Tensor
@@ -20,7 +20,7 @@ class Payload(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Bytes that one rank passes to one collective."""
+    """Bytes that a rank passes to a collective."""
 
     collective: str
     nbytes: int
@@ -30,9 +30,9 @@ class ExchangeResult(NamedTuple):
     """Result of an exchange. Values are divided by the world size before the sum, so that sums stay finite."""
 
     finite: Tensor  # bool []: whether all messages of all ranks are finite
-    used: Optional[Tensor]  # bool: which parameters of the step any rank used; None without flags in the message
+    used: Optional[Tensor]  # bool: whether any rank used each parameter of the step; None without flags
     means: Sequence[Selection]  # received elements of each tensor; the sum of the rows is the mean over ranks
-    kept: Sequence[Selection]  # unsent part at the selected indices; all other elements are unsent
+    kept: Sequence[Selection]  # unsent part at the selected indices; the rest is unsent
 
 
 Phases = Generator[Payload, Tensor, ExchangeResult]
@@ -51,13 +51,12 @@ class WireFormat(ABC):
 
     @abstractmethod
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        """Exchange :func:`grouped` selections. Each ``yield`` is one collective, and returns its result. Pure.
+        """Exchange :func:`grouped` selections. Each ``yield`` is a collective, and returns the result. Pure.
 
         Args:
             selection: the selection of each tensor.
             accumulated: the tensors of the selections, for formats that send at indices selected by other ranks.
-            used: uint8, which parameters of the step this rank used, with the last message of a step; otherwise
-                ``None``.
+            used: uint8, whether this rank used each parameter, with the last message of a step; otherwise ``None``.
         """
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""All-gather: every rank receives every rank's selection, in one payload per bucket."""
+"""All-gather: every rank receives every rank's selection, in a payload per bucket."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -21,7 +21,7 @@ from lightning_sparse.functional.elements import aligned, all_finite, index_code
 
 
 class GatherFormat(WireFormat):
-    """Values and indices of a bucket in one payload. One codec writes the indices into the flattened bucket.
+    """Values and indices of a bucket in a single payload. A codec writes the indices into the flattened bucket.
 
     All sizes follow from the number of selected elements, equal on all ranks::
 
@@ -65,7 +65,7 @@ class GatherFormat(WireFormat):
     def _read(self, written: Tensor, counts: Sequence[int]) -> Tensor:
         """Read values of several ranks, uint8 ``[world_size, nbytes]``, as ``[world_size, sum(counts)]``."""
         if self._bits is None:
-            return written.view(self.dtype)  # the values are aligned, because each row starts with them
+            return written.view(self.dtype)  # each row starts with the values, which are thus aligned
         packed = packed_nbytes(sum(counts), self._bits)
         means = read_as(written[:, : written.shape[1] - packed], BIN_MEANS)
         room = packed * 8 // self._bits

@@ -41,12 +41,12 @@ _PROPOSED = torch.bfloat16  # proposals only rank the sums, so 16 bits are enoug
 class Owners:
     """Exchange through owners: ranks propose elements, owners select among them, and all ranks send there.
 
-    A gather sends every selection to every rank. Here each rank receives the proposals for its share, and then the
-    values at all selected indices: about ten bytes per selected element, for any number of ranks.
+    A gather sends every selection to every rank. Here each rank receives the proposals for a share, and then the values
+    at all selected indices: about ten bytes per selected element, for any number of ranks.
 
     Args:
-        keep: number of elements that a step applies, as a multiple of one rank's selection. Fewer elements make
-            smaller messages.
+        keep: number of elements that a step applies, as a multiple of a rank's selection. Fewer elements make smaller
+            messages.
 
     Raises:
         ValueError: for a ``keep`` below 1.
@@ -58,7 +58,7 @@ class Owners:
         """Check the arguments."""
         if not self.keep >= 1:
             raise ValueError(
-                f"keep={self.keep} must be at least 1: the number of elements that a step applies, as a multiple of one"
+                f"keep={self.keep} must be at least 1: the number of elements that a step applies, as a multiple of a"
                 " rank's selection"
             )
 
@@ -66,15 +66,15 @@ class Owners:
 class OwnersFormat(WireFormat):
     """The mean over all ranks at the elements with the largest sums of all selections, in four phases.
 
-    1. Each rank proposes its selection to the elements' owners, by a fixed map (all-to-all): 16-bit values and block
+    1. Each rank proposes a selection to the elements' owners, by a fixed map (all-to-all): 16-bit values and block
        numbers, with room for a little more than an owner's average share of each tensor.
     2. The owner adds up the proposals rank by rank, and sends the block numbers of the largest sums (all-gather).
     3. The values of all ranks there, proposed or not, are averaged (all-to-all and all-gather).
 
-    Owners are those of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
-    2022, arXiv 2201.07598), with these differences. Shares are fixed. Thresholds are exact, per tensor. Sizes follow
-    from the number of selected elements. All ranks send at the selected elements: otherwise vain proposals pile up with
-    the number of ranks (measured: see ``examples/benchmarks/README.md``).
+    Owners come from Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
+    arXiv 2201.07598), with differences. Shares are fixed. Thresholds are exact, per tensor. Sizes follow from the
+    number of selected elements. All ranks send at the selected elements: otherwise vain proposals pile up with the
+    number of ranks (measured: see ``examples/benchmarks/README.md``).
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -120,17 +120,17 @@ class OwnersFormat(WireFormat):
 class _Shares(NamedTuple):
     """Shares of a bucket's tensors among ranks, and the room of messages.
 
-    Each block has ``world_size`` consecutive elements, one per rank. The place of an element is its block number.
+    Each block has ``world_size`` consecutive elements, one per rank. The place of an element is the block number.
     """
 
     world_size: int
     numels: tuple[int, ...]
     counts: tuple[int, ...]
     blocks: tuple[int, ...]
-    rooms: tuple[int, ...]  # elements of each tensor that fit in a message for one owner
+    rooms: tuple[int, ...]  # elements of each tensor that fit in a message for an owner
     finals: tuple[int, ...]  # sums of each tensor that an owner sends to all ranks
     extent: int  # number of places
-    room: int  # elements in a message for one owner
+    room: int  # elements in a message for an owner
     universe: int  # number of places in a message, with places beyond the last block that mark empty room
     final: int  # sums that an owner sends
 
@@ -145,7 +145,7 @@ class _Shares(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int, keep: float) -> _Shares:
-    """Share a bucket's tensors. The share of a tensor does not depend on other tensors."""
+    """Divide a bucket's tensors among ranks. The share of a tensor does not depend on the rest of the bucket."""
     blocks = tuple(-(-numel // world_size) for numel in numels)
     rooms, finals = [], []
     for numel, count in zip(numels, counts):
@@ -180,7 +180,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
-    """Return which elements fit: the largest of each tensor and owner."""
+    """Return whether each element fits: the largest of each tensor and owner."""
     tensors = len(shares.numels)
     message = repeat_interleave(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
     rooms = copied_to(shares.rooms, owner.device).repeat(shares.world_size)

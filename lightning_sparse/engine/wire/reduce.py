@@ -34,17 +34,17 @@ _WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, the time
 class ReduceFormat(WireFormat):
     """A dense mean in two phases, of the same volume as a ring all-reduce.
 
-    1. Every rank owns one shard of every tensor, and receives that shard of all ranks (all-to-all).
-    2. The owner averages them rank by rank, in the residual's dtype, and all ranks receive the means (all-gather).
+    1. Every rank owns a shard of every tensor, and receives the shard from all ranks (all-to-all).
+    2. The owner averages rank by rank, in the residual's dtype, and all ranks receive the means (all-gather).
 
     The sum has a fixed order, so the result does not depend on a tensor's position in the bucket. A narrow wire rounds
     twice instead of at every hop: the sender stores the first error, the owner the second (the "server error" of 1-bit
     Adam, arXiv 2102.02888). With ``bits``, values are sent as codes in blocks with a shared scale
-    (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Usage flags are sent like one more tensor,
-    or, if values are codes, in a third, small phase.
+    (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Usage flags are sent like a tensor, or, if
+    values are codes, in a third, small phase.
 
     With ``gathers_short``, all ranks receive a whole short message (all-gather) and compute the owners' means. The
-    result is bitwise identical and takes one round trip, for more bytes.
+    result is bitwise identical and takes a single round trip, for more bytes.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -55,14 +55,14 @@ class ReduceFormat(WireFormat):
         super().__init__(dtype, rank, world_size, bits)
         self._gathers_short = gathers_short
         self._multiple = 1 if bits is None else BLOCK
-        # A freed large block returns to the system, and a new one for every bucket costs more than the copy into it.
+        # A freed large block returns to the system, and a new allocation for every bucket costs more than a copy.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         self._is_in_use = True
-        # Usage flags are sent like one more tensor, unless quantization would round small flags to zero.
+        # Usage flags are sent like a tensor, unless quantization would round small flags to zero.
         flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
         values = self._cut([*(each.values for each in selection), *flags])
         written, sent = self._write(values)
@@ -140,7 +140,7 @@ class ReduceFormat(WireFormat):
         return message_of([quantized]), dequantize(quantized, self._bits)
 
     def _read(self, received: Tensor, values: Tensor) -> Tensor:
-        """Read the values of each rank. ``values`` has their shape."""
+        """Read the values of each rank, in the shape of ``values``."""
         if self._bits is None:
             return received
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)

@@ -18,13 +18,13 @@ _COUNT_BYTES = 8
 class UnionFormat(WireFormat):
     """The mean over all ranks of the elements that any rank selected, in three phases.
 
-    1. The number of elements that each rank selected in the bucket, 8 bytes, and with the last message of a step one
+    1. The number of elements that each rank selected in the bucket, 8 bytes, and with the last message of a step a
        usage flag per parameter (all-gather).
     2. Indices into the flattened bucket (see :mod:`lightning_sparse.functional.elements`; all-gather), padded to the
        largest count with indices beyond the last element.
     3. The values of all ranks there, by :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
 
-    Ranks may select different numbers of elements, and the same elements. If no rank selects any, only phase 1 runs.
+    Ranks may select different numbers of elements, and the same elements. Without selections, only phase 1 runs.
     """
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
