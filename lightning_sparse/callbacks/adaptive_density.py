@@ -65,7 +65,7 @@ class AdaptiveDensity(StepObserver):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._asked, self._logged = dict[str, float](), dict[str, float]()
+            self._targets, self._logged = dict[str, float](), dict[str, float]()
             self._decided_at = (-1, -1)  # last decision: step and epoch
             self._has_measured = False
             self._deciders: set[str] = set()
@@ -74,7 +74,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._look(trainer)  # an earlier callback may save before this callback has processed the step
+        self._finish_step(trainer)  # an earlier callback may save before this callback has processed the step
         checkpoint[_KEY] = [{"rule": type(rule).__name__, "state": rule.state_dict()} for rule in self.rules]
 
     @override
@@ -88,8 +88,8 @@ class AdaptiveDensity(StepObserver):
             log_line(self, f"the checkpoint has the state of the rules {names}; the rules here start without state.")
 
     @override
-    def looks_at(self, trainer: Trainer, step: int) -> bool:
-        return any(rule.measures for rule in self.rules) and super().looks_at(trainer, step)
+    def observes(self, trainer: Trainer, step: int) -> bool:
+        return any(rule.measures for rule in self.rules) and super().observes(trainer, step)
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
@@ -103,7 +103,7 @@ class AdaptiveDensity(StepObserver):
         if engine is None or now == self._decided_at:
             return
         # A frozen parameter may be unfrozen later, and rules still have its state.
-        self._asked = {**self._asked, **engine.target_densities()}
+        self._targets = {**self._targets, **engine.target_densities()}
         is_due = self._has_measured or now[0] % self.every_n_steps == 0  # a plan may have changed
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, engine)
@@ -124,17 +124,17 @@ class AdaptiveDensity(StepObserver):
 
     def _context(self, trainer: Trainer, engine: Engine) -> RuleContext:
         present = engine.present_densities()
-        return RuleContext(step_of(trainer), trainer.current_epoch, self._asked, present, self.max_density)
+        return RuleContext(step_of(trainer), trainer.current_epoch, self._targets, present, self.max_density)
 
     def _decide(self, trainer: Trainer, engine: Engine) -> None:
         context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, DensityRule]()
         for rule in self.rules:
             for name, density in rule.minimum_densities(context).items():
                 bounded = min(density, self.max_density)
-                if bounded > max(minima.get(name, 0.0), self._asked[name]):
+                if bounded > max(minima.get(name, 0.0), self._targets[name]):
                     minima[name], winners[name] = bounded, rule
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
-        present, logged = engine.present_densities(), {**self._asked, **self._logged}
+        present, logged = engine.present_densities(), {**self._targets, **self._logged}
         if not all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
             # The strategy's warm-up or plan may exceed the rules.
             deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
@@ -146,7 +146,7 @@ class AdaptiveDensity(StepObserver):
         self._logged = present
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
             log_scalars(trainer, {parameter_tag("density", name): value for name, value in present.items()}, step)
-        raised = {name for name, density in present.items() if density > _CHANGE * self._asked[name]}
+        raised = {name for name, density in present.items() if density > _CHANGE * self._targets[name]}
         reasons = {name: "the strategy's warm-up or plan" if name in raised else "as asked for" for name in present}
         reasons |= {name: f"{type(rule).__name__}: {rule.reason(name)}" for name, rule in winners.items()}
         rows = [(name, f"{density:.4g}", reasons[name]) for name, density in present.items()]

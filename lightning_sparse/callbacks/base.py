@@ -20,10 +20,10 @@ class StepObserver(Callback):
 
     every_n_steps: Optional[int] = None  # steps between observations; ``None`` for the Trainer's ``log_every_n_steps``
     works_on_shards = False  # whether sharded models are supported
-    _looks = False
+    _is_observed = False
     _steps_before = 0
 
-    def looks_at(self, trainer: Trainer, step: int) -> bool:
+    def observes(self, trainer: Trainer, step: int) -> bool:
         """Return whether to observe a step, equal on all ranks."""
         every: int = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
         return every > 0 and (step + 1) % every == 0
@@ -58,7 +58,7 @@ class StepObserver(Callback):
             settings: Any = getattr(trainer.strategy, "settings", None)
             for feature in FEATURES.keys() & {kind.__name__ for kind in type(self).__mro__}:
                 refuse(missing_capabilities(feature, settings))
-        self._looks = False
+        self._is_observed = False
 
     def _refuse(self, message: str) -> None:
         raise TypeError(message)
@@ -66,11 +66,11 @@ class StepObserver(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # A step of several batches needs only a single request.
-        if not self._looks:
+        if not self._is_observed:
             self._steps_before = trainer.global_step
-            self._looks = self.looks_at(trainer, step_of(trainer))
+            self._is_observed = self.observes(trainer, step_of(trainer))
             engine = engine_of(trainer)
-            if self._looks and engine is not None:
+            if self._is_observed and engine is not None:
                 engine.worker.drain()  # otherwise a slow rank would still apply the request to the previous step
                 self.before_step(trainer, engine)
 
@@ -78,11 +78,11 @@ class StepObserver(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._look(trainer)
+        self._finish_step(trainer)
 
-    def _look(self, trainer: Trainer) -> None:
-        if self._looks and trainer.global_step > self._steps_before:
-            self._looks = False
+    def _finish_step(self, trainer: Trainer) -> None:
+        if self._is_observed and trainer.global_step > self._steps_before:
+            self._is_observed = False
             engine = engine_of(trainer)
             if engine is not None:
                 engine.worker.drain()

@@ -54,7 +54,7 @@ class OverlapTimeline(StepObserver):
         self._has_recorded = False
 
     @override
-    def looks_at(self, trainer: Trainer, step: int) -> bool:
+    def observes(self, trainer: Trainer, step: int) -> bool:
         return step in self.steps
 
     @override

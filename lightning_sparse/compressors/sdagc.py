@@ -86,7 +86,7 @@ class SDAGC(TopK):
     def begin(self, layout: ModelLayout) -> None:
         self._positions = layout.positions()
         unset = math.nan if self.alpha is None else self.alpha
-        self._resting: dict[str, Tensor] = {}  # alphas of frozen parameters
+        self._inactive: dict[str, Tensor] = {}  # alphas of frozen parameters
         self._alphas = torch.full((len(layout.names),), unset, dtype=torch.float32, device=layout.device)
         self._proposals.clear()
 
@@ -120,12 +120,12 @@ class SDAGC(TopK):
     @override
     def state_dict(self) -> dict[str, Any]:
         present = {name: self._alphas[position] for name, position in self._positions.items()}
-        return {"alpha": {**self._resting, **present}}
+        return {"alpha": {**self._inactive, **present}}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         known = state["alpha"]
-        self._resting = {name: alpha.clone() for name, alpha in known.items() if name not in self._positions}
+        self._inactive = {name: alpha.clone() for name, alpha in known.items() if name not in self._positions}
         for name in known.keys() & self._positions.keys():
             self._alphas[self._positions[name]] = known[name]
 

@@ -138,13 +138,13 @@ class LocalStepsController(Replicas):
         """Return names that are inactive on all ranks, and whether any rank's model differs from the shared model."""
         inactive = self.shared.inactive()
         has_moved = self._is_stale or self.shared.has_moved()
-        told = (self._step, ends, has_moved, crc32(repr(sorted(inactive)).encode()))
-        everywhere = self._worker.run(partial(self._communicator.gather_numbers, told)).tolist()
-        places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in everywhere]
+        mine = (self._step, ends, has_moved, crc32(repr(sorted(inactive)).encode()))
+        gathered = self._worker.run(partial(self._communicator.gather_numbers, mine)).tolist()
+        places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in gathered]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
-        rests_alike = len({told for *_, told in everywhere}) == 1  # A tensor may be inactive on some ranks only.
-        return inactive if rests_alike else frozenset(), any(moved for _, _, moved, _ in everywhere)
+        rests_alike = len({names for *_, names in gathered}) == 1  # A tensor may be inactive on some ranks only.
+        return inactive if rests_alike else frozenset(), any(moved for _, _, moved, _ in gathered)
 
     def _exchange(self, inactive: frozenset[str]) -> None:
         steps, self._begun, self._is_stale = self._step - self._begun, self._step, False

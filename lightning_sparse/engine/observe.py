@@ -366,10 +366,10 @@ class Recorder:
         record.end = self.clock.mark()
         if record.backward_end is not None:
             record.exposed.append((record.backward_end, record.end))
-        self._keep(record)
+        self._append(record)
         return record
 
-    def _keep(self, record: StepRecord) -> None:
+    def _append(self, record: StepRecord) -> None:
         self.totals.add(record)
         record.step = self.totals.steps + self.begun_steps
         self.records.append(record)
@@ -382,7 +382,7 @@ class Recorder:
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
         """Record a step that plain DDP exchanges, with ``numel`` gradient elements of ``nbytes``."""
-        self._keep(StepRecord.of_dense(numel, nbytes, *self._sizes))
+        self._append(StepRecord.of_dense(numel, nbytes, *self._sizes))
         self.samples = self.last_samples = None
 
     def ask_for_samples(self) -> None:

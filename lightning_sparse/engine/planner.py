@@ -190,7 +190,7 @@ class StepPlanner(Planner):
         """Plan for an order of gradients. Each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
         seen = yield from self._time([(len(elements),)] if self._holds_plan() else equal_plans(elements))
-        costs, ready = _learned(seen)
+        costs, ready = _costs_and_times(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
             # Earlier samples count, too. Otherwise a plan that was fast by chance would meet only a single rival.
@@ -259,7 +259,7 @@ def _fastest(seen: Samples) -> Stops:
     return best_of({stops: _seconds(steps) for stops, steps in seen.items()})
 
 
-def _learned(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]:
+def _costs_and_times(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]:
     """Return costs of buckets, and times of gradients, equal on all ranks like the samples."""
     samples = list(chain.from_iterable(seen.values()))
     ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)

@@ -267,7 +267,7 @@ class Sluggish(ExchangeWorker):
         super().submit(run_late, *others, **named)
 
 
-def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observed: bool) -> list[Tensors]:
+def train_with_delays(rank: int, settings: dict[str, Any], steps: int, is_observed: bool) -> list[Tensors]:
     """Train with delays in hooks and exchanges, and return the parameters after every step."""
     torch.manual_seed(0)
     chance = random.Random(time.perf_counter_ns())
@@ -300,7 +300,7 @@ def outcomes_of(
     pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
 ) -> list[list[list[Tensors]]]:
     """Train with each schedule. Return all ranks' parameters after every step, asserted equal with ``one_model``."""
-    outcomes = [pool.run(train_sluggishly, {**settings, "schedule": each}, steps, False) for each in schedules]
+    outcomes = [pool.run(train_with_delays, {**settings, "schedule": each}, steps, False) for each in schedules]
     for first, *others in outcomes if one_model else ():
         for history in others:
             assert_same(history, first)
@@ -311,7 +311,7 @@ def outcomes_of(
 def observer_changes_nothing(pool: Pool, compressor: Subject, schedule: str) -> None:
     """Reading statistics after each step does not change results."""
     settings = settings_of(compressor, schedule=schedule)
-    runs = [pool.run(train_sluggishly, settings, 3, is_observed) for is_observed in (True, False)]
+    runs = [pool.run(train_with_delays, settings, 3, is_observed) for is_observed in (True, False)]
     for observed, unobserved in zip(*runs):
         assert_same(observed[-1], unobserved[-1])
 

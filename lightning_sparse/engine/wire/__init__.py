@@ -109,7 +109,7 @@ class Wires(NamedTuple):
             ways[wire].append(SelectionSize(size.numel, size.numel, is_dense=True) if is_sent_dense else size)
         parts = [(wire, part) for wire, part in ways.items() if part]
         flags_of = [0] * (len(parts) - 1) + [flags]
-        return [transfer for (wire, part), told in zip(parts, flags_of) for transfer in wire.transfers(part, told)]
+        return [transfer for (wire, part), count in zip(parts, flags_of) for transfer in wire.transfers(part, count)]
 
     def _received(self, wire: WireFormat, size: SelectionSize) -> float:
         """Return the bytes received from each other rank for a tensor that is sent alone."""

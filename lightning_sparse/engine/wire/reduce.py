@@ -80,13 +80,13 @@ class ReduceFormat(WireFormat):
             returned = read_back.squeeze(0)
         numels = [*(each.numel for each in selection), *map(Tensor.numel, flags)]
         arrived = self._split(received, numels)
-        left = self._split(self._left_here(values, sent, mean, returned), numels, are_zero=sent is values)
+        unsent = self._split(self._unsent(values, sent, mean, returned), numels, are_zero=sent is values)
         if flags and used is not None:
-            by_any, arrived, left = arrived[-1], arrived.head(len(selection)), left.head(len(selection))
+            by_any, arrived, unsent = arrived[-1], arrived.head(len(selection)), unsent.head(len(selection))
             used = by_any.values.reshape(-1)[: len(used)] > 0
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
-        return ExchangeResult(all_finite(received), used, means=arrived, kept=left)
+        return ExchangeResult(all_finite(received), used, means=arrived, kept=unsent)
 
     @override
     def release(self) -> None:
@@ -123,8 +123,8 @@ class ReduceFormat(WireFormat):
         is_exact = chosen.values.dtype is self.dtype
         pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(counts) if each.numel()]
         result = yield from self.exchange(whole(pieces), pieces, None)
-        means = chosen.replaced(_laid(result.means)[None], indices[None])
-        return result._replace(means=means, kept=chosen.replaced(_laid(result.kept), indices))
+        means = chosen.replaced(_concatenated(result.means)[None], indices[None])
+        return result._replace(means=means, kept=chosen.replaced(_concatenated(result.kept), indices))
 
     def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
         """Return the transfers of :meth:`average_at` for fp32 gradients, ``counts[i]`` elements of tensor ``i``."""
@@ -170,15 +170,15 @@ class ReduceFormat(WireFormat):
     def _split(self, shards: Tensor, numels: Sequence[int], are_zero: bool = False) -> CutSelection:
         return CutSelection(shards, tuple(map(self._shard_numel, numels)), tuple(numels), are_zero)
 
-    def _left_here(self, values: Tensor, sent: Tensor, mean: Tensor, returned: Tensor) -> Tensor:
+    def _unsent(self, values: Tensor, sent: Tensor, mean: Tensor, returned: Tensor) -> Tensor:
         if sent is values:
             return values.new_zeros(()).expand_as(values)
-        left = values - sent.to(values.dtype)
-        left[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.world_size)
-        return left
+        unsent = values - sent.to(values.dtype)
+        unsent[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.world_size)
+        return unsent
 
 
-def _laid(received: Sequence[Selection]) -> Tensor:
+def _concatenated(received: Sequence[Selection]) -> Tensor:
     """Concatenate shards of several tensors, without padding."""
     numels = [each.numel for each in received]
     laid = received[0].values.new_empty(sum(numels))
