@@ -31,7 +31,7 @@ _ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class _OddModel(LightningModule):
-    """Prime sizes, a tied weight, an embedding, a bf16 layer, and two layers that no rank uses both."""
+    """Prime sizes, a tied weight, an embedding, a bf16 layer, a layer for the last rank and another for the rest."""
 
     def __init__(self, optimizer: Callable[..., Any], coarse: torch.dtype = torch.bfloat16) -> None:
         super().__init__()

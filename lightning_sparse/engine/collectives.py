@@ -173,7 +173,7 @@ def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelt
 
 def post_error(error: Optional[BaseException]) -> None:
     """Store this rank's error, or ``None``, for the ranks that wait for this rank."""
-    if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError has another cause.
+    if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError names another rank.
         with suppress(Exception):  # A failing store must not hide the error itself.
             line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
             default_store().set(_ERROR_KEY.format(dist.get_rank()), line)

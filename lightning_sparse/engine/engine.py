@@ -158,7 +158,7 @@ class Engine(SharedOnCopy):
         self.reducer.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
-        """Send dense gradients in the next steps, as DDP does, or end this."""
+        """Send dense gradients in the next steps, as DDP does, or compressed gradients again."""
         if self.rounds is None:
             self.reducer.is_dense = is_dense
             if is_dense:  # DDP averages gradients: the memory must not accumulate updates.
@@ -197,7 +197,7 @@ class Engine(SharedOnCopy):
         self.densities.begin_step(context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
-        """Begin a backward that sends dense gradients, in bfloat16 for this wire and ``is_warm_up``."""
+        """Begin a backward that sends dense gradients, in bfloat16 if this is the wire's dtype and ``is_warm_up``."""
         wire = self._settings.wire
         nbytes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
         self.recorder.add_dense_step(self.reducer.numel, nbytes)

@@ -116,10 +116,7 @@ class StepRecord:
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return the record of an all-reduce of dense gradients, ``nbytes`` for ``numel`` elements.
-
-        The ring of the all-reduce crosses the border of each node once.
-        """
+        """Record dense gradients (``numel`` elements, ``nbytes``) on a ring that leaves each node once."""
         wire_bytes = _dense_bytes_each(world_size) * (nbytes / _FP32_BYTES)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
         return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
@@ -386,10 +383,7 @@ class Recorder:
         self.samples = self.last_samples = None
 
     def ask_for_samples(self) -> None:
-        """Collect :attr:`last_samples` until :meth:`stop_sampling`, by a further pass over gradients and residuals.
-
-        Each rank may choose.
-        """
+        """Collect :attr:`last_samples` until :meth:`stop_sampling`, on any rank. This reads gradients and residuals."""
         self.samples = ParameterSamples()
 
     def stop_sampling(self) -> None:

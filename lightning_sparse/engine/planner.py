@@ -71,7 +71,7 @@ class Densities:
         return self._compressor.density_of(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Set the length of the training, after that of a search for a learning rate. A checkpoint's length remains."""
+        """Set the length of the training, unless a checkpoint has. Replaces the length for a learning-rate search."""
         if not self._is_resumed:
             self._total_steps = total_steps
 
@@ -81,7 +81,6 @@ class Densities:
 
     @property
     def _warmup_length(self) -> int:
-        """Optimizer steps of the warm-up."""
         if isinstance(self._warmup_steps, int):
             return self._warmup_steps
         return math.ceil(round(self._warmup_steps * (self._total_steps or _UNKNOWN_STEPS), 6))

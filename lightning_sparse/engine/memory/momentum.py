@@ -141,8 +141,6 @@ class MomentumMemory(ResidualMemory):
 
 
 class _Row(NamedTuple):
-    """Tensors of a parameter."""
-
     momentum: Tensor
     velocity: Tensor  # output: the momentum after this step
     gradient: Tensor  # input and output: the accumulated gradient

@@ -19,7 +19,7 @@ from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
-# State kinds with a few numbers per parameter, and the numbers' count.
+# Numbers per parameter of state kinds with a few numbers.
 NUMBERS = {
     RATES: 2,
     "refresh_due": 1,
@@ -210,7 +210,6 @@ class ResidualMemory(Memory):
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        """Add the residuals to the gradients, in place."""
         if names:
             torch._foreach_add_(gradients, self._waiting(names, gradients, hyperparameters), alpha=self._decay)
 

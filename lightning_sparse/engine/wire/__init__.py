@@ -72,7 +72,7 @@ class Wires(NamedTuple):
     dense: WireFormat  # selections without indices, for every element; may be the same object
     refresh: WireFormat  # dense gradients for Adam's second moment, never quantized
     owners: Optional[OwnersFormat] = None  # alternative for selections with indices
-    chooses: bool = False  # whether a tensor uses another format than ``sparse`` only for half the bytes
+    chooses: bool = False  # whether a format other than ``sparse`` must halve the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:

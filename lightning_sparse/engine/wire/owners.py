@@ -180,7 +180,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
-    """Return whether each element fits: the largest of each tensor and owner."""
+    """Return whether each element fits in the owner's room for the tensor, largest first."""
     tensors = len(shares.numels)
     message = repeat_interleave(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
     rooms = copied_to(shares.rooms, owner.device).repeat(shares.world_size)

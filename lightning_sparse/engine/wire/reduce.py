@@ -179,7 +179,6 @@ class ReduceFormat(WireFormat):
 
 
 def _concatenated(received: Sequence[Selection]) -> Tensor:
-    """Concatenate shards of several tensors, without padding."""
     numels = [each.numel for each in received]
     laid = received[0].values.new_empty(sum(numels))
     overwrite(laid.split(numels), received)
