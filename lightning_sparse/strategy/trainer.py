@@ -1,4 +1,4 @@
-"""The Trainer's strategies: all hooks of Lightning, from the start of a fit to the end."""
+"""The Trainer's strategies: Lightning's hooks from the start of a fit to its end."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,22 +40,22 @@ from lightning_sparse.strategy.lightning import (
 )
 from lightning_sparse.strategy.stop import GracefulStop, remove_callback
 
-_MODEL = "model"  # the name of the one that there is, in checkpoints
+_MODEL = "model"  # name of the only model in a checkpoint
 
 
 class SparseBase:
     """Common base of the strategies of the Trainer and of Fabric."""
 
-    settings: Settings  # what the user chose, checked
+    settings: Settings  # validated settings of the user
     _checkpointer: Checkpointer
-    _given: Mapping[str, Any]  # arguments of DistributedDataParallel, of which a model without it has some
+    _given: Mapping[str, Any]  # arguments of DDPStrategy and DistributedDataParallel
 
     def __repr__(self) -> str:
-        # A Trainer or a Fabric of the other Lightning refuses this object, and shows it in its error.
+        # The other Lightning package rejects this object with an error that contains this text.
         return f"<{type(self).__name__} {HINT}: {describe(self.settings)}>"
 
     def _bare_model(self, module: Module) -> UnwrappedModule:
-        """Return a model in place of a DDP wrapper, with parameters broadcast from rank 0."""
+        """Return a replacement for the DDP wrapper, after a broadcast of the parameters from rank 0."""
         check_rounds(self.settings.local_steps, module)
         if self._given.get("init_sync", True):
             sync_module_states(module)
@@ -69,15 +69,15 @@ class SparseBase:
 class SparseStrategy(SparseBase, ParallelStrategy):
     """Common base of the Trainer's strategies."""
 
-    holds_shards: ClassVar[bool]  # of the model, no rank all of it
+    holds_shards: ClassVar[bool]  # whether each rank holds only a shard of the model
     _loop: Loop
-    _bare: UnwrappedModule  # the model, which nothing wraps
+    _bare: UnwrappedModule  # replacement for the DDP wrapper
     _timeout: Optional[timedelta]
-    _node_ranks = 1  # that average their gradients first, or hold a replica in shards
+    _node_ranks = 1  # number of ranks that average gradients first, or that share one replica
     _has_failed = False
-    _is_in_manual_step = False  # training_step of manual optimization, all of whose backwards are the training's
-    _first: Optional[FirstCallback] = None  # where replicas may be apart, or in shards
-    _replaced: ExitStack  # which gives back what was changed of the Trainer
+    _is_in_manual_step = False  # manual training_step is running: each backward counts
+    _first: Optional[FirstCallback] = None  # set if replicas may diverge or are sharded
+    _replaced: ExitStack  # restores changed attributes of the Trainer
 
     @property
     @override
@@ -87,38 +87,38 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @property
     def engine(self) -> Optional[Engine]:
-        """The engine that exchanges gradients; ``None`` outside of ``fit`` and on one process."""
+        """The engine that exchanges gradients, or ``None`` outside of ``fit`` and on one process."""
         return self._loop.engine
 
     def compression_stats(self) -> dict[str, float]:
-        """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
+        """Return this rank's statistics of the last step's exchange and of the whole ``fit``.
 
-        After training they stay what they were at its end; where Lightning has spawned the ranks, in these alone. On a
-        GPU, asking waits for that step's exchange.
+        The dictionary is empty before the first step. After training the final values remain. If Lightning spawned the
+        ranks, only these processes have the values. On a GPU the call waits for the exchange.
 
         Returns:
-            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank),
-            ``dense_bytes`` (of DDP's all-reduce of fp32 gradients, or HSDP's of this rank's shards),
-            ``compression_ratio`` (the quotient); with two levels ``inter_node_bytes`` (those for other nodes);
+            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (bytes that left this rank),
+            ``dense_bytes`` (bytes of DDP's fp32 all-reduce, or of HSDP's for this rank's shards),
+            ``compression_ratio`` (the quotient), with two levels ``inter_node_bytes`` (bytes for other nodes),
             ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_inter_node_bytes``
-            (of all steps of this ``fit``), ``total_steps`` (of optimizers), ``exposed_share`` (exposed part of the
-            time of all steps but plain DDP's), ``select_seconds`` (residual, selection, encoding), ``exchange_seconds``
-            (collectives), ``exposed_seconds`` (from the end of backward until gradients can be used; seconds are NaN in
-            steps of plain DDP), and where replicas drift apart ``replica_divergence`` (see
-            :class:`~lightning_sparse.compressors.A2SGD`).
+            (sums over this ``fit``), ``total_steps`` (optimizer steps), ``exposed_share`` (exposed fraction of the time
+            of all steps except plain DDP's), ``select_seconds`` (residual, selection, encoding), ``exchange_seconds``
+            (collectives), ``exposed_seconds`` (from the end of backward until gradients are ready), and for diverging
+            replicas ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`). Seconds are NaN in steps
+            of plain DDP.
         """
         return self._loop.compression_stats()
 
     def reset_residuals(self) -> None:
-        """Set residuals, momentum and updates that were not sent to zero, after weights were restored by ``copy_``.
+        """Set residuals, momentum and unsent updates to zero, after weights were restored by ``copy_``.
 
-        All ranks must call, between two steps. Weights and optimizer states that are restored by ``load_state_dict``
-        need no call.
+        All ranks must call, between two steps. Weights and optimizer states restored by ``load_state_dict`` need no
+        call.
         """
         self._loop.reset_residuals()
 
     def exchange_plan(self) -> Optional[Plan]:
-        """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
+        """Return this rank's exchange plan, also after training, or ``None`` if the schedule has made no plan."""
         return self._loop.plan()
 
     @property
@@ -133,7 +133,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.engine is None:  # else users have them set up anew, and the next batch follows them
+        if self.engine is None:  # during a fit the next batch switches to new optimizers
             self._replaced.close()
             self._has_failed = False
             post_error(None)
@@ -144,13 +144,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
                 self._replaced.callback(stop.close, trainer)
 
     def _start(self, trainer: Trainer) -> None:
-        """Start the exchange of the model, unless there is only one process."""
         if self.settings.replicas_diverge:
             check_ranks_apart(trainer)
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
         given = RuntimeOptions(self._timeout, scaler, clipping, self._node_ranks)
-        # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
+        # One process that resumes a compressed training also compresses, so that the model receives the residuals.
         self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
@@ -164,7 +163,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @property
     def rounds(self) -> Optional[LocalStepsController]:
-        """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
+        """Controller of local steps during a fit, or ``None`` if every step exchanges gradients."""
         return None if self.engine is None else self.engine.rounds
 
     def _put_first(self, trainer: Any, callback: FirstCallback) -> None:
@@ -180,14 +179,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
+            # This reads the number of steps late: Lightning loads the data, which users may make in on_fit_start.
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             training.expect_steps(total_steps_of(trainer), makes_rounds, is_trial)
         training.engine.recorder.totals.resume()
 
     @property
     def _has_ended_steps(self) -> bool:
-        """Whether a callback has written averages, in rounds, and lets an epoch pass without a gradient."""
+        """Whether weight averaging (SWA) has written averages during rounds, and skips backward for an epoch."""
         return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
 
     @override
@@ -197,7 +196,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             training.begin_batch(adopts, self.optimizers)
             self._bare.begin_forward()
             if not self._module.automatic_optimization:
-                self._bare.require_forward_param_sync = False  # so Lightning leaves DDP after the first one
+                self._bare.require_forward_param_sync = False  # DDP under Lightning broadcasts only in the first step
                 self._is_in_manual_step = True
                 training.set_inside(True)
         try:
@@ -210,7 +209,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disable the exchange of gradients inside the context; Lightning's own version supports only DDP."""
+        """Disable the exchange of gradients inside the context, because Lightning's version supports only DDP."""
         with self._bare.no_sync():
             yield
 
@@ -218,10 +217,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if (training := self._loop.training) is not None:
             training.begin(self._module.automatic_optimization)
-            if closure_loss.grad_fn is not None:
-                closure_loss.register_hook(
-                    training.engine.reducer.on_backward_start
-                )  # a LightningModule's backward may have several
+            if closure_loss.grad_fn is not None:  # LightningModule.backward may run several backward passes
+                closure_loss.register_hook(training.engine.reducer.on_backward_start)
         super().pre_backward(closure_loss)
 
     @override
@@ -230,14 +227,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if (training := self._loop.training) is not None:
             training.end_backward(self._is_in_manual_step)
             if not self._module.automatic_optimization:
-                training.engine.reducer.on_backward_start()  # the next one may be torch's own, of which nobody tells
+                training.engine.reducer.on_backward_start()  # the next backward may be torch's own
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
         if self._module.automatic_optimization:
-            # training_step comes inside the step, too late for the hooks of another optimizer.
+            # training_step runs inside this step, too late to register hooks on a new optimizer.
             training.restart_if_changed(self.optimizers)
         with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
             return super().optimizer_step(optimizer, *args, **kwargs)
@@ -266,7 +263,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._loop.replicas.reset_shared_model()  # what callbacks have averaged is each rank's own
+        self._loop.replicas.reset_shared_model()  # callbacks may have averaged the weights of each rank alone
         super().on_train_end()
 
     @override
@@ -279,7 +276,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        # Lightning leaves the optimizers out where the user wants the weights only.
+        # Checkpoints of weights only have no optimizer states, and get no compression state.
         state = self._loop.state() if "optimizer_states" in checkpoint else None
         write_file = partial(super().save_checkpoint, storage_options=storage_options)
         self._checkpointer.save({} if state is None else {_MODEL: state}, checkpoint, filepath, write_file)
@@ -303,7 +300,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self.rounds is not None and not (self.rounds.is_shared or self._has_failed):
-            self.rounds.synchronize()  # a resume with nothing left to train has had no end
+            self.rounds.synchronize()  # a resumed fit without further steps has no on_train_end
             self.rounds.reset_shared_model()
         self._replaced.close()
         if self._has_failed and self.engine is not None and self.settings.replicas_diverge:
@@ -314,28 +311,28 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
-    """Data-parallel training that sends only the largest part of each gradient, and keeps the rest for later steps.
+    """Data-parallel training that sends only the largest part of each gradient, and adds the rest to later gradients.
 
-    Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
-    also a stream) and a process group of their own, group after group during backward. What is not sent stays in a
-    residual for each parameter (error feedback) and is added to its next gradient. A ``fit`` without a checkpoint
-    starts with empty residuals. Between two batches layers may be added, replaced and unfrozen, on all ranks.
+    Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients, bucket
+    by bucket during backward, with a process group (and on CUDA a stream) for this purpose. Unsent elements stay in a
+    residual per parameter (error feedback), which is added to the next gradient. A ``fit`` without a checkpoint starts
+    with empty residuals. Layers may be added, replaced and unfrozen between two batches, on all ranks.
 
     Args:
-        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
-        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the compressor's own.
+        compressor: name from :func:`~lightning_sparse.available_compressors`, or an object.
+        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the default density.
         resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty ones.
-        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
-        **given: settings as of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
+        gradient_as_bucket_view: accepted without effect, because DDP's buckets are not used.
+        **given: settings of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
             ``DistributedDataParallel``.
 
     Attributes:
-        settings: what the user chose, checked.
+        settings: the validated settings.
 
     Raises:
-        ValueError: for an unknown name, a density out of range or for a method without one, or an argument of
+        ValueError: for an unknown name, a density out of range or for a method without density, or an argument of
             ``DDPStrategy`` that would be ignored.
-        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
+        TypeError: for an unknown argument.
 
     Example::
 
@@ -368,17 +365,17 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         return self._loop.training is not None and self._loop.training.is_dense
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
+        """Set momentum, masking and clipping before compression for each ``fit`` that follows.
 
         Args:
-            correction: its momentum, masking and clipping are taken over; ``None`` for what the compressor asks for.
+            correction: the new momentum, masking and clipping; ``None`` for the compressor's defaults.
 
         Raises:
-            ValueError: if the compressor, or the schedule, cannot go together with it.
+            ValueError: if the compressor or the schedule does not support the correction.
             RuntimeError: if training has started.
         """
         if correction is not None and self.engine is not None:
-            raise RuntimeError("momentum can only be corrected from the start of fit: call it in a callback's setup")
+            raise RuntimeError("momentum correction must be set before training: call correct_momentum in setup")
         self._loop.settings = self.settings.correcting_momentum(correction)
 
     @override
@@ -405,9 +402,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word. What is done with gradients
-        # depends on the optimizers, which Lightning sets up next.
-        return
+        return  # the exchange depends on the optimizers, which Lightning sets up next
 
     @override
     def on_train_start(self) -> None:
@@ -424,9 +419,9 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     """Return the maximum number of optimizer steps of the training, or ``None`` if Lightning has no estimate."""
     try:
         total = trainer.estimated_stepping_batches
-    except MisconfigurationException:  # batches are accumulated by a schedule
+    except MisconfigurationException:  # the accumulation changes during training
         return None
-    return None if total == float("inf") or total < 0 else int(total)  # of batches without a number it is -1
+    return None if total == float("inf") or total < 0 else int(total)  # -1 stands for a loader without a length
 
 
 def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:
@@ -435,9 +430,8 @@ def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., 
     def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
         with training.view.clipped_before(clipping, optimizer_parameters(optimizer)):
-            if any(
-                parameter.grad is not None for parameter in optimizer_parameters(optimizer)
-            ):  # torch clips no empty list
+            # torch's clipping requires a gradient.
+            if any(parameter.grad is not None for parameter in optimizer_parameters(optimizer)):
                 clip(optimizer, clip_val, *algorithm, **named_algorithm)
 
     return clip_gradients
