@@ -1,4 +1,4 @@
-"""Fabric's strategy: what the plain loop's entry point does for one wrapped model, for each that Fabric sets up."""
+"""Fabric's strategy: a :class:`GradientSparsifier` for each model that Fabric sets up with an optimizer."""
 
 import atexit
 import copy
@@ -32,28 +32,28 @@ from lightning_sparse.strategy.trainer import SparseBase
 
 
 class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
-    """Fabric's data-parallel training that sends only the part of each gradient that matters most.
+    """Fabric's data-parallel training that sends only the largest part of each gradient.
 
-    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
-    has an exchange of its own, as of :func:`~lightning_sparse.sparsify_gradients`. ``fabric.save`` writes what each
-    rank keeps of a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not
-    listed are as of :class:`~lightning_sparse.SparseDDPStrategy`.
+    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model with an optimizer has a separate
+    exchange, like a model of :func:`~lightning_sparse.sparsify_gradients`. ``fabric.save`` also writes the compression
+    state of all ranks for each model that is saved with an optimizer, and ``fabric.load`` restores this state.
 
     Args:
-        compressor: as there, but not one whose replicas diverge.
-        resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
+        compressor: like in :class:`~lightning_sparse.SparseDDPStrategy`, except compressors with diverging replicas.
+        density: like in ``SparseDDPStrategy``.
+        resume_compression: whether ``fabric.load`` restores the compression state.
         total_steps: optimizer steps of the whole training, for Adam's warm-up and a ``warmup_steps`` that is a
             fraction (``"dgc"``, ``"sdagc"``: 0.1 by default); ``None`` if unknown.
-        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
-        **given: settings as of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
+        gradient_as_bucket_view: accepted without effect, because DDP's buckets are not used.
+        **given: settings of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
             ``DistributedDataParallel``.
 
     Attributes:
-        settings: what the user chose, checked; each model has a copy.
+        settings: the validated settings; each model has a copy.
 
     Raises:
-        ValueError: for an unknown name, a value out of range, or something that a loop of one's own has no way for.
-        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
+        ValueError: for an unknown name, a value out of range, or a setting that only the Trainer supports.
+        TypeError: for an unknown argument.
     """
 
     _timeout: Optional[timedelta]
@@ -77,9 +77,9 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
         self._optimizers: list[Optimizer] = []
-        self._waiting: dict[Module, Any] = {}  # models without an optimizer so far, and what tells of their use
+        self._waiting: dict[Module, Any] = {}  # forward hook by model without an optimizer
         self._handles: dict[Module, GradientSparsifier] = {}
-        self._are_closed = False  # those that there are
+        self._are_closed = False  # whether the exchanges in _handles have ended
         self._told: set[str] = set()
         self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
@@ -97,7 +97,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         return model
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Have gradients of a model stay this rank's own inside, if ``enabled``."""
+        """Return a context that disables the exchange of a model's gradients, if ``enabled``."""
         assert isinstance(module, UnwrappedModule)
         return module.no_sync() if enabled else nullcontext()
 
@@ -111,16 +111,16 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         super().load_module_state_dict(inside, state_dict, strict)
 
     def handle(self, model: Optional[Module] = None) -> Optional[GradientSparsifier]:
-        """Return the :class:`~lightning_sparse.GradientSparsifier` of a model; ``None`` before it is trained.
+        """Return the :class:`~lightning_sparse.GradientSparsifier` of a model, or ``None`` before training.
 
         Args:
-            model: that ``fabric.setup`` was given or has returned; needed where several are trained.
+            model: argument or result of ``fabric.setup``. Required if several models are trained.
 
         Raises:
-            ValueError: if it is not known which.
+            ValueError: if the model is not trained here, or ``None`` is ambiguous.
         """
         if model is None and len(self._handles) > 1:
-            raise ValueError(f"model=None is one of {len(self._handles)}: say which model is meant")
+            raise ValueError(f"model=None is ambiguous for {len(self._handles)} trained models: give the model")
         if model is None or not self._handles:
             return next(iter(self._handles.values()), None)
         inside = getattr(model, "module", None)
@@ -128,43 +128,40 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             if any(each is wrapped or each is handle.module for each in (model, inside)):
                 return handle
         raise ValueError(
-            f"model={type(model).__name__} is not trained by this strategy: give one that fabric.setup was given"
-            " together with an optimizer"
+            f"model={type(model).__name__} is not trained by this strategy: give a model that fabric.setup"
+            " received together with an optimizer"
         )
 
     def compression_stats(self, model: Optional[Module] = None) -> dict[str, float]:
-        """Return what the last step's exchange did on this rank; empty before the first, and on one process.
+        """Return a model's exchange statistics on this rank, named as in :class:`~lightning_sparse.SparseDDPStrategy`.
 
-        The model is that of :meth:`handle`, names are as of :class:`~lightning_sparse.SparseDDPStrategy`.
+        The dictionary is empty before the first step, and on one process. See :meth:`handle` for ``model``.
         """
         handle = self.handle(model)
         return {} if handle is None else handle.compression_stats()
 
     def exchange_plan(self, model: Optional[Module] = None) -> Optional[Plan]:
-        """Return what the schedule follows for a model on this rank; ``None`` if it follows no plan, or none yet."""
+        """Return the exchange plan of a model on this rank, or ``None`` if the schedule has made no plan."""
         handle = self.handle(model)
         return None if handle is None else handle.plan()
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Swap in the shared model of each trained model inside, as ``GradientSparsifier.shared_model`` does.
-
-        ``fabric.save`` does so by itself.
-        """
+        """Swap in the shared model of each trained model inside the context, as ``fabric.save`` does."""
         with ExitStack() as shared:
             for handle in self._handles.values():
                 shared.enter_context(handle.shared_model())
             yield
 
     def synchronize(self) -> None:
-        """End the rounds of local steps of all models early, as :meth:`close` does; all ranks must call."""
+        """End the rounds of local steps of all models early. All ranks must call."""
         for handle in self._handles.values():
             handle.synchronize()
 
     def close(self) -> None:
-        """End the exchanges; safe to call twice. To train on, set the models up anew.
+        """End the exchanges. To continue training, set the models up again. Safe to call twice.
 
-        With local steps it ends the rounds: all ranks must call. The process's end ends exchanges without.
+        With local steps all ranks must call, because this ends the rounds. The end of the process ends no round.
         """
         self._close(has_failed=False)
 
@@ -181,13 +178,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._checkpointer.close()
 
     def _exit(self) -> None:
-        # Other ranks may never come to where this one would wait for them; what was saved is a shared model.
+        # Ending a round here could wait forever for other ranks. Saved files already hold the shared model.
         are_apart = self.settings.local_steps is not None
         self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 
     def _expect(self, model: Module) -> None:
-        """Begin the exchange of a model in the first forward that trains, where no optimizer comes with it."""
-
         def begin(*forward: Any) -> None:
             if model.training and torch.is_grad_enabled():
                 self._start(model)
@@ -199,8 +194,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         parameters = set(optimizer_parameters(optimizer))
         if any(not parameters.isdisjoint(model.parameters()) for model in self._handles):
             raise RuntimeError(
-                f"{type(optimizer).__name__} trains a model whose exchange has begun without it: set all optimizers of"
-                " a model up before its first forward, with the model or after it"
+                f"the model of {type(optimizer).__name__} has begun training without this optimizer: set all optimizers"
+                " of a model up before its first forward, with the model or after it"
             )
         self._optimizers.append(optimizer)
         return optimizer
@@ -212,13 +207,12 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         return done
 
     def _start(self, model: Module, given: Sequence[Optimizer] = ()) -> None:
-        """Begin the exchange of a model, whose optimizers are known."""
         optimizers = [*given, *(each for each in self._optimizers_of(model) if each not in given)]
         if not optimizers:
             raise RuntimeError(
-                f"{type(getattr(model, 'module', model)).__name__} is trained, and no optimizer of it has been set up:"
-                " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward;"
-                " or, where it is not trained, model.eval() or torch.no_grad()"
+                f"{type(getattr(model, 'module', model)).__name__} is trained, but no optimizer of it has been set up:"
+                " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
+                " If the model is not trained, use model.eval() or torch.no_grad()"
             )
         check_total_steps(self.settings, self._total_steps)
         facts = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None), node=self.node_rank)
@@ -236,7 +230,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         return [each for each in self._optimizers if not parameters.isdisjoint(optimizer_parameters(each))]
 
     def _clipping(self, module: Module, optimizer: Optimizer) -> Optional[GradientSparsifier]:
-        """Return what hides all updates of an optimizer: the exchange of the module, or of another that it trains."""
+        """Return the exchange of the module, or else of another model that the optimizer trains."""
         others = (each for each in self._handles.values() if any(one is optimizer for one in each.optimizers))
         return self._handles.get(module) or next(others, None)
 
@@ -255,7 +249,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             return clip()
         if norm_type != 2:
             raise ValueError(
-                f"norm_type={norm_type} cannot be taken where Adam's updates are made before selection: use 2, or"
+                f"norm_type={norm_type} is not supported if Adam's updates are made before selection: use 2, or"
                 " optimizer_correction=None"
             )
         gradients = [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
@@ -269,7 +263,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         handle = self._clipping(module, optimizer)
         clipping, trained = Clipping(value=float(clip_val)), optimizer_parameters(optimizer)
         with nullcontext() if handle is None else handle.clipped_before(clipping, trained):
-            if any(each.grad is not None for each in trained):  # torch clips no list without a member
+            if any(each.grad is not None for each in trained):  # torch's clipping requires a gradient
                 super().clip_gradients_value(module, optimizer, clip_val)
 
     @override
@@ -292,7 +286,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._tell_of_others(handles, state, "saved")
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
-        """Return, by key, the exchanges of models that come with an optimizer."""
+        """Return the exchanges, by key, of the models in a state that also holds an optimizer of the model."""
         models = {key: each for key, each in state.items() if isinstance(each, Module)}
         for model in models.values():
             if model in self._waiting and self._optimizers_of(model):
@@ -318,18 +312,17 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             rest.pop(KEY, None)
             for key, handle in handles.items():
                 if handle.engine is None:
-                    self._log(f"the state of {key!r} is not used, as one process exchanges nothing.")
+                    self._log(f"the compression state of {key!r} is not used, because one process exchanges nothing.")
                 else:
                     self._checkpointer.restore(key, handle.engine, handle.load)
         return rest
 
     def _tell_of_others(self, handles: Mapping[str, GradientSparsifier], state: Mapping[str, Any], done: str) -> None:
-        """Tell once of models of which only the weights are saved, or restored, though they are trained."""
         models = {key: each for key, each in state.items() if isinstance(each, Module) and key not in handles}
         others = [key for key, each in models.items() if each in self._handles]
         if others and done not in self._told:
             self._told.add(done)
             self._log(
-                f"what ranks keep of {', '.join(map(repr, others))} for later steps is not {done}, as no optimizer of"
-                " it is at the top level of the state: to go on with training, give the optimizer beside the model."
+                f"the compression state of {', '.join(map(repr, others))} is not {done}, because the top level of the"
+                " saved state holds no optimizer of the model: to resume exactly, put the optimizer beside the model."
             )

@@ -226,7 +226,7 @@ def test_mistakes_are_refused_with_their_cure(pair):
             "trains no parameter",
             "before its first forward",
             "is not trained by this strategy",
-            "say which model is meant",
+            "model=None is ambiguous",
             "AdamW works on the gradients themselves",
         )
         for part, message in zip(expected, said, strict=True):
