@@ -1,4 +1,4 @@
-"""The plain loop's entry point: a model, wrapped or not, whose gradients are exchanged by the engine."""
+"""The entry point for loops without a Trainer: :func:`sparsify_gradients`, and the handle of a model."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,39 +66,37 @@ def sparsify_gradients(
     timeout: Optional[timedelta] = None,
     **given: Unpack[Compression],
 ) -> "GradientSparsifier":
-    """Have a model send only the part of each gradient that matters most, in a training loop of your own.
+    """Exchange only the largest part of each gradient of a model, in a custom training loop.
 
-    Call it on all ranks, once, before the first backward. Parameters and buffers are copied from rank 0. Gradients are
-    taken as backward makes them, and are means when it ends. On one process it makes the same checks, and does nothing.
+    Call the function once on all ranks, before the first backward. Parameters and buffers are broadcast from rank 0.
+    Gradients are exchanged during backward, and are means when backward ends. One process only checks the arguments.
 
     Args:
-        model: a module as it is, which is called as ever; its buffers are rank 0's before the first forward of a step
-            that trains, as with DDP. Or a ``DistributedDataParallel`` of all processes, which then exchanges nothing
-            itself.
-        optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
-        compressor: any that does not let replicas drift apart.
-        density: fraction of elements sent; ``None`` for the compressor's own.
-        scaler: the gradient scaler, if there is one: residuals are kept without its scale.
+        model: a module without a wrapper, which is called as before. Buffers are broadcast from rank 0 before the first
+            training forward of a step, as with DDP. A ``DistributedDataParallel`` of all processes is accepted, too,
+            and then reduces no gradient.
+        optimizer: one or several optimizers of the model. Wrappers of libraries, such as Accelerate, are removed.
+        compressor: a compressor without diverging replicas.
+        density: fraction of elements sent; ``None`` for the default density.
+        scaler: the gradient scaler, if any. Residuals are stored unscaled.
         total_steps: optimizer steps of the whole training, for Adam's warm-up and a ``warmup_steps`` that is a
             fraction (``"dgc"``, ``"sdagc"``: 0.1 by default); ``None`` if unknown.
-        timeout: how long an exchange may wait for other ranks; ``None`` for as long as the job's process group.
-        **given: settings as of :class:`~lightning_sparse.Compression`. Nodes, for ``levels``, are identified by
-            torchrun's numbers of them, or by host names. With ``local_steps`` all ranks make equally many steps,
-            evaluate and save the model inside :meth:`GradientSparsifier.shared_model`, and end with
-            :meth:`GradientSparsifier.close`.
+        timeout: maximum time that an exchange waits for other ranks; ``None`` for the timeout of the process group.
+        **given: settings of :class:`~lightning_sparse.Compression`. ``levels`` identifies nodes by torchrun's node
+            numbers, or by host names. With ``local_steps`` all ranks must make equally many steps, evaluate and save
+            inside :meth:`GradientSparsifier.shared_model`, and call :meth:`GradientSparsifier.close` at the end.
 
     Raises:
-        ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
-        TypeError: for an object of the wrong kind.
-            An argument that nobody knows is one, too.
-        RuntimeError: if the model has a communication hook, or the gradients of a part of it are exchanged already.
+        ValueError: for a value out of range, an unknown name, or a setting that only the Trainer supports.
+        TypeError: for an object of the wrong type, or an unknown argument.
+        RuntimeError: if the model has a communication hook, or gradients of the model are already exchanged.
     """
     optimizers = [unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = pop_settings(sparsify_gradients, compressor, density, given)
     refuse(missing_capabilities("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
     check_total_steps(settings, total_steps)
-    wrapped = getattr(model, "_orig_mod", None)  # what torch.compile was given, as Accelerate does
+    wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
     return GradientSparsifier(model, optimizers, settings, RuntimeOptions(timeout, scaler), total_steps, _log)
 
@@ -109,13 +107,13 @@ def _log(line: str) -> None:
 
 
 class GradientSparsifier(Loop):
-    """Exchange the gradients of a model until closed; what :func:`sparsify_gradients` returns.
+    """Handle of :func:`sparsify_gradients` that exchanges the gradients of one model until closed.
 
-    As a context manager it closes itself. It checks the model and its optimizers; ``settings`` are of this model alone.
+    A ``with`` statement closes the handle at its end. ``settings`` belong to this model alone.
 
     Attributes:
-        engine: what exchanges gradients; ``None`` on one process, and once closed.
-        optimizers: that train the model.
+        engine: the engine that exchanges gradients, or ``None`` on one process and after :meth:`close`.
+        optimizers: the optimizers of the model.
     """
 
     def __init__(
@@ -151,13 +149,12 @@ class GradientSparsifier(Loop):
         try:
             self.start(self._model, optimizers, given)
             self._attend(model, given.scaler, total_steps)
-        except BaseException:  # such as a warning that is an error
+        except BaseException:  # a warning may be raised as an error
             self._leave(has_failed=True)
             raise
         _OPEN[self] = None
 
     def _attend(self, model: Module, scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
-        """Take what is trained for this one's; follow it where nobody tells of batches, evaluations and saves."""
         _ATTENDED.update(self._parts)
         for each in self._model.module.modules():
             if (refusal := _REFUSALS.pop(each, None)) is not None:
@@ -173,7 +170,6 @@ class GradientSparsifier(Loop):
         training.turn()
 
     def _leave(self, has_failed: bool) -> None:
-        """Leave model and optimizers to others."""
         _OPEN.pop(self, None)
         _ATTENDED.difference_update(self._parts)
         for handle in self._handles:
@@ -191,7 +187,7 @@ class GradientSparsifier(Loop):
 
     @property
     def module(self) -> Module:
-        """The model, without what it is wrapped in."""
+        """The model without a wrapper."""
         return self._model.module
 
     def clip(
@@ -199,18 +195,17 @@ class GradientSparsifier(Loop):
     ) -> None:
         """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
 
-        Where Adam is corrected, what has arrived are updates, which are not to be clipped: the gradients that they are
-        made of are clipped before that instead, in the next step. With a gradient scaler call its ``unscale_``
-        first, as ever.
+        With corrected Adam, backward ends with updates in ``.grad``, and updates must not be clipped. Instead the
+        gradients of the next step are clipped before updates are made. With a gradient scaler call ``unscale_`` first.
 
         Args:
-            norm: largest norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
-            value: largest magnitude of an element; ``None`` for no limit.
-            optimizer: whose gradients are clipped, together; ``None`` for all of the model together. Where it trains
-                several models and Adam is corrected, each of them is clipped by a norm of its own.
+            norm: maximum norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
+            value: maximum magnitude of an element; ``None`` for no limit.
+            optimizer: optimizer of the gradients to clip by one norm; ``None`` for all gradients of the model. If a
+                corrected Adam trains several models, each model has a separate norm.
 
         Raises:
-            ValueError: for one norm of several optimizers of which some are corrected, and some are not.
+            ValueError: for one norm of several optimizers if only some of the optimizers are corrected.
         """
         parameters = [*self._model.module.parameters()] if optimizer is None else optimizer_parameters(optimizer)
         if norm is not None and self.training is not None:
@@ -224,9 +219,9 @@ class GradientSparsifier(Loop):
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Have gradients exchanged that are clipped inside, and those clipped that the next updates are made of.
+        """Request the clipping of gradients for the next Adam updates, and hide present updates inside the context.
 
-        Those of other models, too, that the optimizer trains as well.
+        The request covers all models with one of the parameters, because an optimizer may train several models.
         """
         clipped = set(parameters)
         with ExitStack() as hidden:
@@ -237,50 +232,49 @@ class GradientSparsifier(Loop):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Have gradients stay this rank's own inside: put it around all batches of a step but the last.
+        """Return a context that disables the exchange of gradients, like DDP's ``no_sync()``.
 
-        The next backward outside exchanges the sum. Forward and backward both belong inside. It is DDP's ``no_sync()``.
+        Use the context for forward and backward of all batches of a step except the last, which exchanges the sum.
         """
         no_sync: AbstractContextManager[None] = self._model.no_sync()
         return no_sync
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Have the model be the one of all ranks inside, to evaluate and save it; then each rank goes on with its own.
+        """Swap in the shared model of all ranks inside the context, for an evaluation or a save.
 
-        Nothing is sent. Where gradients are exchanged in every step the model is that already. The time inside counts
-        for no statistics.
+        Nothing is sent. Without local steps the model is always shared. Statistics exclude the time inside.
         """
         with self._followed.shown():
             yield
 
     def check_replicas(self) -> None:
-        """Check that all ranks have one model, between two steps; all must call. It reads all parameters once.
+        """Check between two steps that all ranks hold the same parameters. All ranks must call.
 
         Raises:
-            ReplicaError: on all ranks, if a parameter differs by a bit.
+            ReplicaError: on all ranks, if any bit of a parameter differs.
         """
         if self.engine is not None:
             with self.shared_model():
                 check_replicas(self.engine, "here")
 
     def synchronize(self) -> None:
-        """End the round of local steps early, and go on from the shared model; all ranks must call."""
+        """End the round of local steps early, and continue from the shared model. All ranks must call."""
         self._followed.take_up()
         self.replicas.synchronize()
 
     def reset_shared_model(self) -> None:
-        """Share the model that there is now, such as one that was loaded in the midst of training; all ranks must call.
+        """Make the present model the shared model, such as after a load mid-training. All ranks must call.
 
-        With local steps, what else changes the model would be taken for a change by training.
+        With local steps, any other change of the model would count as a change by training.
         """
         self._followed.take_up()
         self.replicas.reset_shared_model()
 
     def save_state(self, folder: Union[str, Path]) -> None:
-        """Write what each rank has between two optimizer steps into a folder of its own; all ranks must call.
+        """Write the compression state of each rank into a folder, between two optimizer steps. All ranks must call.
 
-        Save model and optimizers as ever, on one rank. Give each save a new folder. On one process nothing is written.
+        Save model and optimizers as usual, on one rank. Use a new folder for each save. One process writes nothing.
         """
         self._check_open()
         self._followed.take_up()
@@ -288,9 +282,9 @@ class GradientSparsifier(Loop):
             save_state({**state, "shared model": self._followed.prints()}, str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:
-        """Continue from what :meth:`save_state` wrote; all ranks must call, in any order with model and optimizers.
+        """Continue from a folder of :meth:`save_state`. All ranks must call, before or after model and optimizers load.
 
-        On as many ranks training continues bitwise identically; on others the mean of the residuals continues.
+        The same number of ranks continues bitwise identically. Another number continues from the mean residual.
 
         Raises:
             CheckpointError: for files that are missing, damaged, or of another format.
@@ -299,14 +293,14 @@ class GradientSparsifier(Loop):
         self._check_open()
         if (training := self.training) is None:
             if exists(str(folder)):
-                raise ValueError(f"one process has no residuals, which {folder} holds: start several, or leave it out")
+                raise ValueError(f"one process has no residuals, but {folder} has: start several, or skip load_state")
             return
         state = load_state(str(folder), training.engine)
         _, unused = act_together(partial(match_state, state, training.engine), f"{folder} does not fit")
         if unused:
             raise ValueError(
-                f"{folder} holds what is of no use here, {'; '.join(unused)}: build the same model, optimizers and"
-                " compressor, or leave it out to start with empty residuals"
+                f"{folder} has unused parts ({'; '.join(unused)}): build the same model, optimizers and compressor, or"
+                " skip load_state to start with empty residuals"
             )
         self._followed.waiting = state
         if training.engine.rounds is None:
@@ -323,15 +317,15 @@ class GradientSparsifier(Loop):
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a state; return in words what of it is of no use here."""
+        """Continue from a state, and return descriptions of unused parts."""
         return self._followed.load(state)
 
     def close(self, has_failed: bool = False) -> None:
-        """End the exchange, and leave the optimizers alone; safe to call twice.
+        """End the exchange, and remove all hooks. Safe to call twice.
 
-        With local steps it ends the round: all ranks must call. Train on by giving the model to
-        :func:`sparsify_gradients` anew, in a new wrapper if it was in one, or in any ``DistributedDataParallel``.
-        ``has_failed`` says that training ends by an error of this rank, for which others may wait.
+        With local steps all ranks must call, because this ends the round. To continue training, give the model to
+        :func:`sparsify_gradients` again, in a new wrapper if there was one, or to any ``DistributedDataParallel``.
+        Set ``has_failed`` after an error on this rank, so that the call waits for no other rank.
         """
         engine, self._followed.is_closed = self.engine, True
         try:
@@ -347,37 +341,37 @@ class GradientSparsifier(Loop):
 
 
 class FollowedModel:
-    """Follow a model where nobody tells of batches, evaluations and saves, and know in rounds whose model it is."""
+    """Hooks that detect batches, evaluations and saves of a model in a loop without a Trainer."""
 
     def __init__(self, model: Wrapper) -> None:
-        self.training: Optional[Training] = None  # with which it is followed
-        self.waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
+        self.training: Optional[Training] = None  # the running training
+        self.waiting: Optional[dict[str, Any]] = None  # a state to apply after model and optimizers load
         self.is_closed = False
         self._model = model
-        self._is_shown = False  # inside of shared_model
+        self._is_shown = False  # whether shared_model() is active
         self._broadcasts = True
 
     def follow(self, training: Training, model: Module) -> list[Any]:
-        """Hear of the calls of a model, as the user calls it, from now on; return hooks that are removed at the end."""
+        """Register hooks on a model, as the user calls it, and return the hooks."""
         self.training, rounds, module = training, training.engine.rounds, self._model.module
-        self._broadcasts = model is not self._model  # which broadcasts buffers itself where it is called
+        self._broadcasts = model is not self._model  # a DDP wrapper broadcasts buffers when called
         listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.reducer)))
         hooks: list[Any] = [model.register_forward_hook(listen)]
-        for called in {model} if rounds is None else {model, module}:  # a rank may evaluate what is inside of DDP alone
+        for called in {model} if rounds is None else {model, module}:  # a rank may evaluate DDP's inner module
             forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
             hooks.append(called.register_forward_pre_hook(forward, prepend=True))
         if rounds is not None:
             hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
             training.before_step = partial(self._begin_rounds, training)
             training.after_step = partial(self._end_step, training)
-            # An optimizer may look into its own state before it calls the closure that goes forward, as LBFGS does.
+            # LBFGS reads optimizer state before the closure runs forward, so a loaded state is applied before the step.
             look = before_step_of_training(lambda *step: self.take_up())
             hooks += [each.register_step_pre_hook(look) for each in training.optimizers]
         return hooks
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Have the model be the one of all ranks inside."""
+        """Swap in the shared model inside the context."""
         self.take_up()
         before, training = self._is_shown, self.training
         recorder = None if training is None or before else training.engine.recorder
@@ -390,25 +384,25 @@ class FollowedModel:
             finally:
                 self._is_shown = before
                 if recorder is not None:
-                    recorder.totals.resume()  # those of a state that was loaded inside are others
+                    recorder.totals.resume()  # a load inside the context replaces totals
 
     def take_up(self) -> None:
-        """Go on from the state that was loaded, if one was; with local steps from the model that there is now."""
+        """Apply a waiting state, after a check that the present model belongs to this state."""
         state, self.waiting = self.waiting, None
         if state is None or self.training is None:
             return
         if state["shared model"] != self.prints():
             raise ValueError(
-                "this state is of another model than there is now: before the first step, load the one that was saved"
-                " with it, inside `with handle.shared_model():`"
+                "the loaded state belongs to another model than the present one: before the first step, load the model"
+                " that was saved with the state, inside `with handle.shared_model():`"
             )
         self.load(state)
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a state; return in words what of it is of no use here."""
+        """Continue from a state, and return descriptions of unused parts."""
         assert self.training is not None
         engine = self.training.engine
-        if engine.rounds is not None:  # also where the shared model is shown
+        if engine.rounds is not None:  # valid inside shared_model(), too
             engine.rounds.leave()
         unused = self.training.load(state)
         if engine.rounds is not None:
@@ -417,19 +411,19 @@ class FollowedModel:
         return unused
 
     def prints(self) -> Optional[list[int]]:
-        """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
+        """Return fingerprints of the trained shared parameters, or ``None`` without local steps."""
         if self.training is None or self.training.settings.local_steps is None:
             return None
-        # What no optimizer has, such as a moving average, each rank may have written by itself.
+        # Parameters without an optimizer, such as a moving average, may differ between ranks.
         trained = set(all_optimizer_parameters(self.training.optimizers))
         with self.training.replicas.shared_model():
             held = (each for each in self._model.module.parameters() if each in trained)
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:
-        """Begin a batch; none of the gradients of a new layer would tell of it."""
+        """Begin a batch, and detect new layers, which have no gradient hooks yet."""
         is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
-        if has_grad and (is_training or self.waiting is not None) and not is_in_backward():  # by a checkpoint
+        if has_grad and (is_training or self.waiting is not None) and not is_in_backward():  # recomputation is no batch
             if training.engine.rounds is None:
                 training.restart_if_changed()
             else:
@@ -438,11 +432,11 @@ class FollowedModel:
                 training.begin_batch()
             if is_training and self._broadcasts and isinstance(self._model, UnwrappedModule):
                 self._model.begin_forward()
-        elif not (has_grad or is_training):  # any rank may evaluate alone
+        elif not (has_grad or is_training):  # evaluation needs the shared model
             self._check_shared()
 
     def _listen(self, reducer: SparseReducer, inputs: Any, output: Any) -> None:
-        """Hear of a backward when it comes to the model, before it adds to gradients; refuse it once closed."""
+        """Register hooks on the outputs, which detect a backward before any gradient is added."""
 
         def on_backward_start(gradient: Tensor) -> None:
             if self.is_closed:
@@ -453,24 +447,23 @@ class FollowedModel:
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad and (is_training or reducer.allow_implicit_backward):
                 each.register_hook(on_backward_start)
-                # Before it is called in training mode it may be one that is trained by its parts, or without.
+                # A model that was never called in training mode may be trained in evaluation mode, or through parts.
                 reducer.allow_implicit_backward &= not is_training
 
     def _begin_training(self) -> None:
-        """Go on from the state that was loaded, if one was."""
         if self._is_shown:
-            raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
+            raise RuntimeError("training inside shared_model() would be lost: exit the context before")
         self.take_up()
 
     def _begin_rounds(self, training: Training) -> None:
-        """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
+        """Begin rounds before the first local step changes the model."""
         self._begin_training()
-        if training.backwards:  # by a backward of parts of the model, whose forward nobody hears of
+        if training.backwards:  # a forward of parts of the model calls no hook
             training.turn()
         training.begin_steps()
 
     def _end_step(self, training: Training) -> None:
-        """Begin rounds after synchronous steps, though not between the steps of two optimizers by one backward."""
+        """Begin rounds after synchronous steps, when all optimizers have stepped since the last backward."""
         if training.has_stepped:
             training.turn()
 
@@ -478,30 +471,26 @@ class FollowedModel:
         rounds = None if self.training is None else self.training.engine.rounds
         if not (self._is_shown or rounds is None or rounds.is_shared):
             raise RuntimeError(
-                f"in a round of local steps this is the model of rank {dist.get_rank()} alone: evaluate and save inside"
-                " `with handle.shared_model():`, of what sparsify_gradients returned or of fabric.strategy; or"
-                " call synchronize()"
-                " before, on all ranks"
+                f"this model belongs to rank {dist.get_rank()} alone during a round of local steps: evaluate and save"
+                " inside `with handle.shared_model():` (with Fabric: fabric.strategy.shared_model()), or call"
+                " synchronize() on all ranks before"
             )
 
 
 def _refuse_join(**settings: Any) -> Any:
     raise RuntimeError(
-        "torch's Join, or ddp_model.join(), has ranks without a batch follow DDP's own collectives, and here others are"
-        " made: leave it out, and give all ranks equally many batches (DistributedSampler, or as many as the shortest"
-        " has)"
+        "torch's Join and ddp_model.join() are not supported, because they repeat DDP's collectives on ranks without a"
+        " batch: give all ranks equally many batches (DistributedSampler, or the number of the shortest rank)"
     )
 
 
-_ATTENDED: WeakSet[Module] = WeakSet()  # parts of models whose gradients are exchanged
-_OPEN: WeakKeyDictionary["GradientSparsifier", None] = (
-    WeakKeyDictionary()
-)  # those of all models, in one order on all ranks
-_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
+_ATTENDED: WeakSet[Module] = WeakSet()  # modules with exchanged parameters
+_OPEN: WeakKeyDictionary["GradientSparsifier", None] = WeakKeyDictionary()  # open handles, ordered alike on all ranks
+_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks on unwrapped models after close()
 
 
 def _refuse_training_of(model: Module) -> None:
-    """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
+    """Raise in later training forwards of an unwrapped model, or of the wrapper."""
     if isinstance(model, (DistributedDataParallel, UnwrappedModule)):
         model.register_forward_pre_hook(partial(refuse_training, CLOSED))
     else:
@@ -515,19 +504,17 @@ def _refuse_alone(module: Module, inputs: Any) -> None:
 
 
 def _trained_parts(module: Module) -> set[Module]:
-    """Return the modules that hold what is trained."""
+    """Return the modules that directly hold trained parameters."""
     return {each for each in module.modules() if any(one.requires_grad for one in each.parameters(recurse=False))}
 
 
 def _check_unattended(model: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(
-            f"model={type(model).__name__} must be a torch.nn.Module: as it is, or in a DistributedDataParallel"
+            f"model={type(model).__name__} must be a torch.nn.Module, with or without DistributedDataParallel"
         )
     if not _ATTENDED.isdisjoint(_trained_parts(model)):
         raise RuntimeError(
-            f"model={type(model).__name__} holds parameters whose gradients are already exchanged: give all optimizers"
-            " of a model in one call of sparsify_gradients; to begin anew, call close() of what"
-            " sparsify_gradients had returned before, or"
-            " of fabric.strategy"
+            f"model={type(model).__name__} has gradients that are already exchanged: give all optimizers in one call of"
+            " sparsify_gradients. To begin again, call close() of the earlier handle or of fabric.strategy"
         )
