@@ -1,4 +1,4 @@
-"""Hugging Face's entry points: a callback for its Trainer, and saving with Accelerate; no other file imports either."""
+"""Entry points for Hugging Face's Trainer and Accelerate. Only this file imports transformers."""
 
 import math
 from collections.abc import Iterable
@@ -18,22 +18,20 @@ from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradient
 
 
 class SparsifyCallback(TrainerCallback):
-    """Have Hugging Face's Trainer exchange as :func:`~lightning_sparse.sparsify_gradients` does.
+    """Compress gradients in Hugging Face's Trainer, like :func:`~lightning_sparse.sparsify_gradients`.
 
-    To ``TrainingArguments(max_grad_norm=...)`` this clips, as updates of AdamW must not be clipped like gradients.
-    With local steps the shared model is evaluated and saved, and there when ``train`` returns. The Trainer's folder of
-    a checkpoint holds the state of all processes, from which a training resumes. On one process nothing is done. Add it
-    after callbacks that ask for evaluations and saves.
+    The callback also clips to ``max_grad_norm``, because AdamW's updates must not be clipped like gradients. With
+    local steps the shared model is evaluated, saved, and in place when ``train`` returns. A checkpoint folder also
+    holds the state of all processes for a resume. Add this callback after callbacks that request evaluations and saves.
 
     Args:
-        trainer: that it is added to.
-        resume_from: folder of the checkpoint that ``train`` is given, where that is not in this training's folder.
-        resume_compression: whether to load the state of the processes; ``False`` starts with empty residuals.
+        trainer: the Trainer that receives the callback.
+        resume_from: checkpoint folder that ``train`` resumes from, if outside of this training's folder.
+        resume_compression: whether to load the state of the processes. ``False`` starts with empty residuals.
         **settings: arguments of :func:`~lightning_sparse.sparsify_gradients`.
 
     Attributes:
-        stats: statistics of the training when it has ended, as of
-            :meth:`~lightning_sparse.GradientSparsifier.compression_stats`.
+        stats: final :meth:`~lightning_sparse.GradientSparsifier.compression_stats` of the training.
 
     Raises:
         CheckpointError: when training resumes from a checkpoint without the state of the processes.
@@ -51,13 +49,13 @@ class SparsifyCallback(TrainerCallback):
         self._resumes = resume_compression
         self._settings = settings
         self._handle: Optional[GradientSparsifier] = None
-        self._accelerator: Any = None  # some of whose methods are ours, until they are given back
+        self._accelerator: Any = None  # the accelerator with replaced methods
         self._shown = ExitStack()
         self.stats: dict[str, float] = {}
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin the exchange, when model and optimizer have been wrapped and loaded."""
+        """Begin the exchange. Model and optimizer are wrapped and loaded by now."""
         self._end_failed()
         ddp = self._trainer.model_wrapped
         if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
@@ -72,16 +70,16 @@ class SparsifyCallback(TrainerCallback):
             folder = self._resume_from or self._folder(state)
             self._handle.load_state(Path(folder) / _NAME)
             if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
-                self._handle.synchronize()  # that evaluation ended a round, maybe after the save
+                self._handle.synchronize()  # the evaluation ended a round, maybe after the save
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Go on with this process's own model."""
+        """Swap this process's local model back in."""
         self._shown.close()
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Show the shared model, which is what will be evaluated or saved; an evaluation ends a round."""
+        """Swap in the shared model for an evaluation or a save. An evaluation ends the round."""
         if self._handle is not None and self._handle.training is not None and control.should_evaluate:
             self._handle.training.end_round()
         if self._handle is not None and (control.should_evaluate or control.should_save):
@@ -97,7 +95,7 @@ class SparsifyCallback(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End the exchange, with the shared model or with the best one, where the Trainer has loaded that."""
+        """End the exchange with the shared model, or with the best model if the Trainer has loaded that."""
         if self._handle is None:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -105,11 +103,10 @@ class SparsifyCallback(TrainerCallback):
         self._shown.close()
         self._handle.close()
         self.stats = self._handle.compression_stats()
-        self._trainer.model_wrapped = self._trainer.model  # for a further training to wrap
+        self._trainer.model_wrapped = self._trainer.model  # the next training wraps the model
         self._give_back()
 
     def _folder(self, state: Any) -> Path:
-        """Return the Trainer's folder of a checkpoint."""
         if state.is_hyper_param_search:
             raise ValueError(
                 "hyperparameter_search() saves each trial in its own folder, which SparsifyCallback does not support."
@@ -118,7 +115,7 @@ class SparsifyCallback(TrainerCallback):
         return Path(self._trainer.args.output_dir) / f"checkpoint-{state.global_step}"
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip in Accelerate's place, and return the norm before, which the Trainer also asks for with no limit."""
+        """Replace Accelerate's clipping, and return the norm, which the Trainer also requests without a limit."""
         assert self._handle is not None
         self._accelerator.unscale_gradients()
         norm = get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
@@ -127,14 +124,14 @@ class SparsifyCallback(TrainerCallback):
         return norm
 
     def _free_memory(self, *objects: Any) -> Any:
-        """Free memory in Accelerate's place, with which a training begins before it wraps the model."""
+        """Replace Accelerate's ``free_memory``, which each training calls before the model is wrapped."""
         accelerator, trainer = self._accelerator, self._trainer
-        self._end_failed()  # the Trainer tells nobody of a training that raised, but by beginning the next
-        trainer.model_wrapped = trainer.model  # the wrapper there was is closed
+        self._end_failed()  # no callback runs when training raises
+        trainer.model_wrapped = trainer.model  # the earlier wrapper is closed
         return accelerator.free_memory(*objects)
 
     def _end_failed(self) -> None:
-        """End a training that raised, if there is one, and leave the model as it is: by now it may have been loaded."""
+        """End a training that raised, without a change of the model, which may have been loaded since."""
         self._give_back()
         if self._handle is None:
             return
@@ -144,23 +141,26 @@ class SparsifyCallback(TrainerCallback):
         self._handle.close(has_failed=True)
 
     def _give_back(self) -> None:
-        """Have Accelerate's own methods again."""
         if self._accelerator is not None:
             for ours in ("clip_grad_norm_", "free_memory"):
                 vars(self._accelerator).pop(ours, None)
             self._accelerator = None
 
 
-_NAME = "lightning_sparse"  # of a folder in that of a checkpoint
-_REGISTERED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many handles an accelerator saves
+_NAME = "lightning_sparse"  # folder name inside a checkpoint folder
+_REGISTERED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of saved handles, by accelerator
 
 
 def save_with(accelerator: Any, handle: GradientSparsifier) -> None:
-    """Have Accelerate's ``save_state`` and ``load_state`` include the state of each process.
+    """Include the state of each process in Accelerate's ``save_state`` and ``load_state``.
 
-    Its ``register_for_checkpointing`` would save that of one process. Call it for each of several models, in the same
-    order when a training is resumed. With local steps save inside
+    Accelerate's ``register_for_checkpointing`` saves the state of one process only. For several models call this
+    function once per model, in the same order in a resumed training. With local steps save inside
     :meth:`~lightning_sparse.GradientSparsifier.shared_model`.
+
+    Args:
+        accelerator: the ``Accelerator`` of the training.
+        handle: handle of a model.
     """
     number = _REGISTERED.get(accelerator, 0)
     _REGISTERED[accelerator] = number + 1
