@@ -17,8 +17,8 @@ SHORTEST_PART = 5  # validations that cut rounds below 1 / SHORTEST_PART cause a
 SAFE_STEPS = 5  # local steps per round, measured to end near DDP's loss in short trainings
 
 RESUMES_ALONE = (
-    "one process continues a compressed training: nothing is sent, and compression goes on, so that the model receives"
-    " the residuals. Each update is delayed as before. To end compression, resume with resume_compression=False."
+    "one process continues a compressed training: nothing is sent, and compression continues so that the model"
+    " receives the residuals. Updates are delayed as before. To end compression, set resume_compression=False."
 )
 TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"

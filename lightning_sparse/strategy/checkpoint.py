@@ -34,7 +34,7 @@ from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricDDPStra
 
 PathLike = Union[str, Path]
 KEY = "lightning_sparse"
-_UNKNOWN = (ValueError, ImportError)  # fsspec raises these for protocols of custom CheckpointIO plugins
+_UNKNOWN = (ValueError, ImportError)  # raised by fsspec for protocols of custom CheckpointIO plugins
 
 
 class Checkpointer:
@@ -46,7 +46,7 @@ class Checkpointer:
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}  # save id by file path
-        self._removed: list[str] = []  # files removed on rank 0; other nodes still have folders
+        self._removed: list[str] = []  # files removed on rank 0, but folders remain on nodes
 
     def save(
         self,
@@ -91,10 +91,9 @@ class Checkpointer:
                 _remove(f"{_folder_of(path)}/{each}")
 
     def remove(self, filepath: PathLike) -> None:
-        """Remove the folder of a file that rank 0 has removed. Other nodes remove their folders at their next save.
+        """Remove the folder of a file that rank 0 has removed. Nodes remove local folders at the next save.
 
-        Only rank 0 decides, because a metric that differs between ranks would make another rank remove another
-        checkpoint.
+        Only rank 0 decides, because ranks with different metrics would remove different checkpoints.
         """
         if self._strategy.is_global_zero:
             self._written.pop(str(filepath), None)
@@ -104,7 +103,7 @@ class Checkpointer:
     def note(self, checkpoint: Mapping[str, Any], filepath: PathLike, goes_back: bool = False) -> None:
         """Record a checkpoint that Lightning has read.
 
-        ``goes_back`` means that a running training returns to a checkpoint of its own.
+        ``goes_back`` means that a running training returns to an earlier checkpoint.
         """
         path, header = _followed(filepath), checkpoint.get(KEY)
         is_wanted = self._resumes or (goes_back and str(filepath) in self._written)
@@ -134,7 +133,7 @@ class Checkpointer:
         path, header = self.loaded
         if header is None or model not in header["models"]:
             reason = "holds no state of a sparse strategy" if self._resumes else "was read without its states"
-            self._log(f"{path} {reason}; residuals start empty.")
+            self._log(f"{path} {reason}, so residuals start empty.")
             return
         folder = f"{_folder_of(path)}/{header['save']}/{header['models'].index(model)}"
         if not any(all_gather_object(exists(_folder_of(path)))):
@@ -194,7 +193,7 @@ def _saves_of(path: PathLike) -> list[str]:
 
 def _remove(folder: str) -> None:
     try:
-        with suppress(FileNotFoundError, *_UNKNOWN):  # on a shared file system another rank may have been faster
+        with suppress(FileNotFoundError, *_UNKNOWN):  # another rank may have been faster on a shared disk
             files, place = url_to_fs(folder)
             files.rm(place, recursive=True)
     except OSError as error:  # raising here would block the other ranks

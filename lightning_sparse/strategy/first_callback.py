@@ -1,4 +1,4 @@
-"""The first callback: with local steps or shards, other callbacks and validation use the same model on all ranks."""
+"""The first callback: with local steps or shards, callbacks and validation use the same model on all ranks."""
 
 from contextlib import ExitStack
 
@@ -10,7 +10,7 @@ from lightning_sparse.strategy.lightning import Callback, LightningModule, Model
 
 
 class FirstCallback(Callback):
-    """End a round of local steps when a validation or the end of training begins, before any other callback runs."""
+    """End a round of local steps when a validation or the end of training begins, before users' callbacks run."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -23,7 +23,7 @@ class FirstCallback(Callback):
         self._shown.enter_context(self._training.replicas.shared_model())
 
     def end_validation(self, module: LightningModule) -> None:
-        """Restore this rank's own model after all other callbacks have handled the end of a validation."""
+        """Restore this rank's local model after all callbacks have handled the end of a validation."""
         reshard(module)
         self._shown.close()
 
@@ -37,12 +37,12 @@ def check_ranks_apart(trainer: Trainer) -> None:
     seconds = getattr(trainer, "_val_check_time_interval", None)
     if seconds is not None:
         raise ValueError(
-            f"val_check_interval is a time ({seconds} s), and each rank has its own clock. A validation averages the"
+            f"val_check_interval is a time ({seconds} s), and clocks differ between ranks. A validation averages the"
             " replicas, so all ranks must validate after the same step. Set a number of batches or a fraction of an"
             " epoch, such as val_check_interval=0.5."
         )
     if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError(
-            "ModelPruning removes small weights of each rank's own model, and here models differ between ranks."
-            " Exchange gradients in every step, such as with strategy='sparse_lags', or prune after training."
+            "ModelPruning removes small weights of each rank's local model, and local models differ here."
+            " Exchange gradients in every step (strategy='sparse_lags'), or prune after training."
         )

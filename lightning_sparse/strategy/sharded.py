@@ -27,11 +27,11 @@ _MESH = ("replicate", "data_parallel", "tensor_parallel")
 
 
 class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
-    """Sharded training (FSDP2) in several replicas, which send each other only the largest elements of each gradient.
+    """Sharded training (FSDP2) in several replicas, which exchange only the largest elements of each gradient.
 
     The rest behaves like :class:`~pytorch_lightning.strategies.ModelParallelStrategy`, and ``configure_model`` needs no
-    change: ``self.device_mesh`` has the usual two dimension names and spans one replica. Inside a replica FSDP averages
-    dense gradients. Then each rank exchanges its shards with the ranks of other replicas that hold the same shards.
+    change: ``self.device_mesh`` has the usual two dimension names and spans a replica. Inside a replica FSDP averages
+    dense gradients. Then each rank exchanges its shards with the ranks of all replicas that hold the same shards.
     Unsent elements stay in a residual on that rank: 4 bytes for each element of the rank's shards.
 
     Args:
@@ -39,8 +39,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             ``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``.
         density: like in ``SparseDDPStrategy``.
         resume_compression: like in ``SparseDDPStrategy``.
-        replicas: number of replicas, each made of consecutive ranks; ``"nodes"`` for one replica on each node.
-        data_parallel_size: number of ranks over which FSDP shards a replica; ``"auto"`` for all of its ranks.
+        replicas: number of replicas, each made of consecutive ranks; ``"nodes"`` for a replica on each node.
+        data_parallel_size: number of ranks over which FSDP shards a replica; ``"auto"`` for all ranks of the replica.
         **given: settings of :class:`~lightning_sparse.Compression`, without ``schedule``, ``overlaps_backward`` and
             ``levels``, and other arguments of ``ModelParallelStrategy``. ``tensor_parallel_size`` must be 1. With local
             steps each replica steps alone, and ``synchronous_steps`` is not supported.
@@ -113,7 +113,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.engine is None and self._checkpointer.has_loaded_save:
-            self._log("one replica: the residuals in the checkpoint, saved by several replicas, are not used.")
+            self._log("a single replica does not use the residuals that several replicas have saved.")
         self._restore()
         self._begin_steps()
 
@@ -128,7 +128,7 @@ class _Sizes(NamedTuple):
     data_parallel_size: Union[str, int]
 
     def set_up(self, strategy: Any) -> DeviceMesh:
-        """Start the process group, set the strategy's mesh of one replica, and return the mesh of all replicas."""
+        """Start the process group, set the strategy's mesh of a replica, and return the mesh of all replicas."""
         strategy._setup_distributed()
         replicas = strategy.num_nodes if self.replicas == NODES else int(self.replicas)
         world, shards = strategy.world_size, self.data_parallel_size

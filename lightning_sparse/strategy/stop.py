@@ -20,8 +20,8 @@ class GracefulStop(Callback):
     """End or requeue all ranks after the same step when one rank receives a signal.
 
     Strategies add this callback during a fit. The signal handler only sets a flag. Every few seconds the ranks compare
-    their flags. Lightning's own handlers save and communicate at any point of a step, and since 2.6 its ranks
-    synchronize in every batch (its issue 21487).
+    flags. Lightning's handlers save and communicate at any point of a step, and since 2.6 all ranks synchronize in
+    every batch (Lightning's issue 21487).
     """
 
     SECONDS = 5.0  # approximate time between two comparisons
@@ -29,7 +29,7 @@ class GracefulStop(Callback):
     def __init__(self) -> None:
         self._received: set[int] = set()
         self._replaced: dict[int, Any] = {}
-        self._before: Any = signal.getsignal(signal.SIGTERM)  # Lightning has not registered its handlers yet
+        self._before: Any = signal.getsignal(signal.SIGTERM)  # Lightning registers handlers later
         self._requeue_signal = 0  # signal number; 0: no requeueing
 
     def _register(self, trainer: Trainer) -> None:
@@ -57,7 +57,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        if (step := trainer.global_step) < self._next_step:  # true between two batches of one step, too
+        if (step := trainer.global_step) < self._next_step:  # true between two accumulated batches
             return
         seconds = (perf_counter() - self._began) / (step - self._step)
         ends, requeues, seconds = self._compare(trainer, seconds)
