@@ -321,7 +321,7 @@ class GradientSparsifier(Loop):
         return self._followed.load(state)
 
     def close(self, has_failed: bool = False) -> None:
-        """End the exchange, and remove all hooks. Safe to call twice.
+        """End the exchange, and release the optimizers. Later training forwards raise an error. Safe to call twice.
 
         With local steps all ranks must call, because this ends the round. To continue training, give the model to
         :func:`sparsify_gradients` again, in a new wrapper if there was one, or to any ``DistributedDataParallel``.

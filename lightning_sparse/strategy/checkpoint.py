@@ -46,7 +46,7 @@ class Checkpointer:
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}  # save id by file path
-        self._removed: list[str] = []  # files removed on rank 0, but folders remain on nodes
+        self._removed: list[str] = []  # files removed on rank 0, with folders on other nodes
 
     def save(
         self,
@@ -91,7 +91,7 @@ class Checkpointer:
                 _remove(f"{_folder_of(path)}/{each}")
 
     def remove(self, filepath: PathLike) -> None:
-        """Remove the folder of a file that rank 0 has removed. Nodes remove local folders at the next save.
+        """Remove the folder of a file that rank 0 has removed. Other nodes remove local folders at the next save.
 
         Only rank 0 decides, because ranks with different metrics would remove different checkpoints.
         """
