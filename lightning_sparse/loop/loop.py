@@ -350,14 +350,14 @@ class Training:
         if (rounds := self.engine.rounds) is not None and not self.is_dense:
             rounds.begin_steps()
 
-    def begin_batch(self, adopts: bool = False, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Begin a batch, before its forward; rounds go on from the model that there is now if it ``adopts`` that."""
+    def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
+        """Begin a batch, before its forward."""
         self.restart_if_changed(optimizers)
         self.turn()
-        adopts |= self.is_in_round and self._reset_loaded()
+        has_loaded = self.is_in_round and self._reset_loaded()
         if self.replicas.are_apart:
             self.replicas.begin_round()
-        if adopts:
+        if has_loaded:
             self.replicas.reset_shared_model()
         if self.settings.replicas_diverge or self.choice is not None:
             self.steps.see_weights(self.engine.module)

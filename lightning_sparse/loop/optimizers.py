@@ -194,15 +194,14 @@ class CountedSteps:
                     self.handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
 
     @contextmanager
-    def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:
-        """Make an optimizer's step inside, which a scaler may skip, and end it if it ``counts``."""
+    def step_of(self, optimizer: Optimizer) -> Iterator[None]:
+        """Make an optimizer's step inside, which a scaler may skip, and end the step."""
         self._stepping = self
         try:
             yield
         finally:
             self._stepping = None
-        if counts:
-            self._end_step(optimizer)
+        self._end_step(optimizer)
 
     def _before(self, optimizer: Optimizer, *step: Any) -> None:
         self._begin()

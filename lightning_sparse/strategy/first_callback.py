@@ -6,7 +6,13 @@ from typing_extensions import override
 
 from lightning_sparse.engine.step.topology import reshard
 from lightning_sparse.loop.loop import Training
-from lightning_sparse.strategy.lightning import Callback, LightningModule, ModelPruning, Trainer
+from lightning_sparse.strategy.lightning import (
+    Callback,
+    LightningModule,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Trainer,
+)
 
 
 class FirstCallback(Callback):
@@ -41,8 +47,9 @@ def check_ranks_apart(trainer: Trainer) -> None:
             " replicas, so all ranks must validate after the same step. Set a number of batches or a fraction of an"
             " epoch, such as val_check_interval=0.5."
         )
-    if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ValueError(
-            "ModelPruning removes small weights of each rank's local model, and local models differ here."
-            " Exchange gradients in every step (strategy='sparse_lags'), or prune after training."
-        )
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(each, (ModelPruning, StochasticWeightAveraging)):
+            raise ValueError(
+                f"{type(each).__name__} changes weights of each rank's local model, and local models differ"
+                " between ranks. Exchange gradients in every step (strategy='sparse_lags')."
+            )

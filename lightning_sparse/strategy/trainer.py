@@ -184,16 +184,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             training.expect_steps(total_steps_of(trainer), makes_rounds, is_trial)
         training.engine.recorder.totals.resume()
 
-    @property
-    def _has_ended_steps(self) -> bool:
-        """Whether weight averaging (SWA) has written averages during rounds, and skips backward for an epoch."""
-        return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is not None:
-            adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
-            training.begin_batch(adopts, self.optimizers)
+            training.begin_batch(self.optimizers)
             self._bare.begin_forward()
             if not self._module.automatic_optimization:
                 self._bare.require_forward_param_sync = False  # DDP under Lightning broadcasts only in the first step
@@ -236,7 +230,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self._module.automatic_optimization:
             # training_step runs inside this step, too late to register hooks on a new optimizer.
             training.restart_if_changed(self.optimizers)
-        with training.steps.step_of(optimizer, counts=not self._has_ended_steps):
+        with training.steps.step_of(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override

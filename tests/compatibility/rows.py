@@ -97,10 +97,14 @@ ROWS = (
         use=checks.fit_counting_graphs,
     ),
     Feature(
-        "`ModelCheckpoint`, `EarlyStopping`, `StochasticWeightAveraging`",
+        "`ModelCheckpoint`, `EarlyStopping`", checks.kept_and_stopped, checks.keepers, use=checks.fit_and_load_the_best
+    ),
+    Feature(
+        "`StochasticWeightAveraging`",
         checks.averaged,
-        lambda folder: {**checks.averaging(folder), "enable_checkpointing": True},
-        use=checks.fit_and_load_the_best,
+        checks.averaging,
+        use=checks.fit_noting_starts,
+        refusals=dict.fromkeys(("sparse_a2sgd", "sparse_loco"), "changes weights of each rank's local model"),
     ),
     Feature("`self.log(..., sync_dist=True)`", checks.means),
     Feature(

@@ -479,30 +479,11 @@ class Averages(AverageAtValidation):
         pl_module.notes = weights(pl_module)
 
 
-class NotedSWA(StochasticWeightAveraging):
-    def on_fit_start(self, *arguments):
-        warnings.filterwarnings("ignore", message=".*SWA is currently only supported every epoch.*")
-        super().on_fit_start(*arguments)
-
-    def on_train_end(self, trainer, pl_module):
-        super().on_train_end(trainer, pl_module)
-        pl_module.notes = weights(self._average_model)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("kind", "averages", "batches"),
-    [
-        *((kind, averages, 5) for kind in ROUNDS for averages in ("EMA", "SWA", "SWA with BatchNorm")),
-        *(("sparse", averages, 4) for averages in ("EMA", "SWA")),
-    ],
-)
-def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, averages, batches):
-    swa = NotedSWA(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
-    callbacks = [Averages() if averages == "EMA" else swa]
-    module = Numbered if averages == "SWA" else Local
-    more = {"callbacks": callbacks, "limit_train_batches": batches, "limit_val_batches": 2}
-    one, other = fits(pair, module, ROUNDS[kind], **more)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("kind", "batches"), [*((kind, 5) for kind in ROUNDS), ("sparse", 4)])
+def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, batches):
+    more = {"callbacks": [Averages()], "limit_train_batches": batches, "limit_val_batches": 2}
+    one, other = fits(pair, Local, ROUNDS[kind], **more)
     own = ("num_batches_tracked",)
     assert not [name for name in one.end if not name.endswith(own) and not torch.equal(one.end[name], other.end[name])]
     for name in one.notes:
@@ -563,8 +544,9 @@ def test_the_number_of_rounds_is_told_at_the_start(pair, local_steps, module, ar
         (Local, {"val_check_interval": "00:00:00:01"}, "val_check_interval"),
         (Small, {"callbacks": [ReplicaSentinel()]}, "drift"),
         (Small, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning"),
+        (Small, {"callbacks": [StochasticWeightAveraging(0.01)]}, "StochasticWeightAveraging"),
     ],
-    ids=["SyncBatchNorm", "clock", "compared", "pruned"],
+    ids=["SyncBatchNorm", "clock", "compared", "pruned", "averaged"],
 )
 def test_what_would_drive_ranks_apart_is_refused(pair, module, arguments, named):
     for answer in refusals(pair, module, ROUNDS["diloco"], **arguments):
