@@ -126,7 +126,7 @@ def test_the_table_on_the_page_is_that_of_the_rows():
     assert table[2:] == [[row.name, *[word(row, strategy) for strategy in IN_EVERY_ROW]] for row in ROWS]
     for row in ROWS:
         for strategy, message in row.refusals.items():
-            assert f"- {row.name} with `{strategy}` is refused: *... {message} ...*" in page
+            assert f"- {row.name} with `{strategy}` raises an error: *... {message} ...*" in page
 
 
 def word(feature, strategy):

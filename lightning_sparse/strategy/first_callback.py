@@ -40,12 +40,12 @@ class FirstCallback(Callback):
 
 def check_ranks_apart(trainer: Trainer) -> None:
     """Raise if a setting depends on a rank's own clock or weights, because ranks would act differently."""
-    seconds = getattr(trainer, "_val_check_time_interval", None)
-    if seconds is not None:
+    # Lightning sets this attribute unless the interval is a time.
+    if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):
         raise ValueError(
-            f"val_check_interval is a time ({seconds} s), and clocks differ between ranks. A validation averages the"
-            " replicas, so all ranks must validate after the same step. Set a number of batches or a fraction of an"
-            " epoch, such as val_check_interval=0.5."
+            "val_check_interval is a time, and clocks differ between ranks. A validation averages the replicas, so all"
+            " ranks must validate after the same step. Set a number of batches or a fraction of an epoch, such as"
+            " val_check_interval=0.5."
         )
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, (ModelPruning, StochasticWeightAveraging)):

@@ -65,11 +65,13 @@ class GracefulStop(Callback):
         if requeues:
             self._received.discard(self._requeue_signal)
             _save_and_requeue(trainer)
-        _end_if(ends, trainer)
+        if ends:
+            raise SIGTERMException
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _end_if(self._compare(trainer, 0.0)[0], trainer)
+        if self._compare(trainer, 0.0)[0]:
+            raise SIGTERMException
 
     def _compare(self, trainer: Trainer, seconds: float) -> list[float]:
         """Return whether any rank received SIGTERM, the same of the requeue signal, and the maximum of ``seconds``."""
@@ -91,14 +93,10 @@ def remove_callback(trainer: Any, callback: Callback) -> None:
     trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
 
 
-def _end_if(any_received: float, trainer: Trainer) -> None:
-    if any_received:
-        trainer._signal_connector.received_sigterm = True  # users may read this attribute
-        raise SIGTERMException
-
-
 def _save_and_requeue(trainer: Trainer) -> None:
-    path = trainer.strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+    # Lightning's next job resumes from the largest number.
+    name = f"hpc_ckpt_{trainer.global_step}.ckpt"
+    path = trainer.strategy.broadcast(os.path.join(trainer.default_root_dir, name))
     trainer.save_checkpoint(path)
     rank_zero_info(f"saved {path} after step {trainer.global_step}")
     if trainer.strategy.broadcast(trainer.is_global_zero and _requeue()):

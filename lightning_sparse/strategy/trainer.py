@@ -378,12 +378,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().setup_environment()
 
     @override
-    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
-        check_bare(model)
-        self._bare = self._bare_model(model)
-        return model  # no wrapper
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._loop.training is not None:
             self._bare.begin_forward()
@@ -391,12 +385,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
+        # Lightning's version would wrap the model in DDP.
         self._node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
-        super().configure_ddp()
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        return  # the exchange depends on the optimizers, which Lightning sets up next
+        assert self.model is not None
+        check_bare(self.model)
+        self._bare = self._bare_model(self.model)
 
     @override
     def on_train_start(self) -> None:

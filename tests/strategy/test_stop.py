@@ -9,7 +9,6 @@ import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.environments import SLURMEnvironment
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategy.stop import GracefulStop
@@ -67,7 +66,6 @@ def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None
     is_restored &= not any(isinstance(each, GracefulStop) for each in trainer.callbacks)
     is_restored &= "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
     signal.signal(signal.SIGTERM, first)
-    assert trainer.received_sigterm == (ends == [SIGTERMException.__name__])
     return ends, trainer.global_step, len(seen), is_restored, [str(each.message) for each in caught]
 
 
@@ -107,7 +105,7 @@ def test_all_ranks_save_and_requeue_after_the_same_step(signalled, end, pair, tm
     ends = pair.run(fit_signalled, str(tmp_path), signalled, 4, signal.SIGUSR1)
     assert ends == [(["SystemExit"], 5, 0, True, [])] * 2
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
-    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", map_location="cpu", weights_only=True)
+    saved = torch.load(tmp_path / "hpc_ckpt_5.ckpt", map_location="cpu", weights_only=True)
     assert saved["global_step"] == 5
 
 
@@ -124,4 +122,4 @@ def test_a_job_that_is_not_requeued_saves_and_trains_on(end, said, pair, tmp_pat
     first, second = pair.run(fit_signalled, str(tmp_path), (0, 1), 4, signal.SIGUSR1)
     assert first[:4] == second[:4] == ([], STEPS, 0, True)
     assert said in first[4][0]
-    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+    assert (tmp_path / "hpc_ckpt_5.ckpt").exists()
