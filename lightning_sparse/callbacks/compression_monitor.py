@@ -15,6 +15,7 @@ from lightning_sparse.callbacks.tensorboard import log_layout, log_table
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import StepRecord, compressed, mean_of, mean_stats
 from lightning_sparse.engine.samples import ParameterSamples
+from lightning_sparse.loop.summary import describe
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 
@@ -127,10 +128,11 @@ class CompressionMonitor(StepObserver):
 
 
 def _log_plan(trainer: Trainer, engine: Engine, record: StepRecord, step: int) -> None:
-    name, plan = type(engine.pipeline.compressor).__name__, engine.planner.plan
+    strategy: Any = trainer.strategy
     rows = [(len(each.names), f"`{each.names[0]}`", each.elements, each.wire_bytes) for each in record.buckets]
-    note = "buckets are not planned, or their plan is still being measured" if plan is None else plan
-    log_table(trainer, "sparse/plan", [("parameters", "first", "elements", "bytes"), *rows], step, f"{name}: {note}")
+    note = engine.planner.plan or "buckets are not planned, or their plan is still being measured"
+    text = f"{describe(strategy.settings)}; ranks: {trainer.world_size}; {note}"
+    log_table(trainer, "sparse/plan", [("parameters", "first", "elements", "bytes"), *rows], step, text)
 
 
 def _of_parameters(engine: Engine, samples: ParameterSamples) -> dict[str, float]:

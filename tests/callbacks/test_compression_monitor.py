@@ -65,7 +65,7 @@ def test_everything_reaches_any_logger(fitted, tmp_path):
         assert by_name["residual_to_gradient"] == pytest.approx(ratio, rel=1e-4)
 
 
-def test_the_page_opens_sorted_and_says_what_is_planned(fitted, tmp_path):
+def test_the_page_opens_sorted_and_shows_settings_and_plan(fitted, tmp_path):
     fitted(max_epochs=6)
     events = events_of(tmp_path)
     layout = layout_pb2.Layout()
@@ -81,9 +81,10 @@ def test_the_page_opens_sorted_and_says_what_is_planned(fitted, tmp_path):
     assert all(any(re.match(pattern, tag) for tag in tags) for patterns in charts.values() for pattern in patterns)
     first, *later = events.Tensors("sparse/plan/text_summary")
     assert first.step == 3
-    assert "TopK: buckets are not planned" in first.tensor_proto.string_val[0].decode()
+    text = first.tensor_proto.string_val[0].decode()
+    assert all(each in text for each in ("TopK sends 0.01 of", "wire: float32", "ranks: 2; buckets are not planned"))
     text = later[-1].tensor_proto.string_val[0].decode()  # after the trials
-    assert "TopK: gradients are exchanged in" in text
+    assert "ranks: 2; gradients are exchanged in" in text
     assert "backward and exchange take" in text
     assert "`network." in text
 
