@@ -28,13 +28,10 @@ from lightning_sparse.cli.estimate import COUNTS, PASSES, SECONDS, Estimate, rea
 from lightning_sparse.cli.probes import Probes, wait_for_device
 from lightning_sparse.cli.rows import Rows
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
-from lightning_sparse.schedule.network import dense_bytes, sent_bytes
 from lightning_sparse.strategy.lightning import NAME, Callback, DDPStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
-_BACKWARD = 2 / 3  # share of a step that hides exchanges at best
-_DENSITY, _ELEMENT_BYTES = 0.01, 8  # an element is a value and an index
 
 
 def check(args: Sequence[str]) -> None:
@@ -144,22 +141,11 @@ class _Check:
         return ", ".join(f"{1e3 * each:.3g} ms a step with {label}" for label, each in seconds.items())
 
     def _advise(self) -> str:
-        probes, line, elements, compute = (
-            self._probes,
-            self._probes.exchange,
-            self._options.parameters,
-            self._options.compute,
-        )
-        found = Estimate(line(dense_bytes(elements, probes.ranks)), compute, probes.latency)
+        probes, elements = self._probes, self._options.parameters
         own = max(probes.select(elements), PASSES["adamw"] * 4 * elements / probes.memory)
-        sent = sent_bytes("all_gather", _DENSITY * _ELEMENT_BYTES * elements, probes.ranks)
-        exchanges = {"ddp": found.exchange_seconds, "bf16 hook": line(dense_bytes(elements / 2, probes.ranks))}
-        steps = {name: compute + max(0.0, each - _BACKWARD * compute) for name, each in exchanges.items()}
-        steps["sparse_lags"] = compute + own + max(0.0, line(sent) - _BACKWARD * compute)
-        pays = steps["sparse_lags"] < steps["ddp"] or found.strategy == "local steps"
-        words = ", ".join(f"{name} {1e3 * each:.3g} ms" for name, each in steps.items())
-        advice = str(found) if pays else "Take ddp: compression takes more time than it saves."
-        return f"r = {found.r:.3g} as measured; compression adds {1e3 * own:.3g} ms to a step; {words}. {advice}"
+        found = Estimate(elements, probes.ranks, self._options.compute, probes.exchange, own)
+        advice = str(found).replace("\n", ". ")
+        return f"r = {found.r:.3g} as measured; compression adds {1e3 * own:.3g} ms to a step; {advice}"
 
     def _write(self, is_last: bool) -> None:
         rows = self._rows.ended

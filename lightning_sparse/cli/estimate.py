@@ -1,76 +1,85 @@
 """The command ``lightning-sparse estimate``: compute r, and recommend a strategy, without any measurement."""
 
 import argparse
-import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_sparse.loop.summary import in_bytes
+from lightning_sparse.schedule.costs import Line
 from lightning_sparse.schedule.network import dense_bytes
 
-# docs/choose-a-strategy.md explains the thresholds. A test compares its table with these.
-LOCAL_STEPS = "local steps"
-BANDS = (  # upper limit of r, strategy and reason
-    (0.3, "ddp", "there is little to win, and DDP delays no gradient"),
-    (1.0, "sparse_auto", "sparse_auto times DDP and compression, and uses the faster"),
-    (20.0, "sparse_lags", "the network is the bottleneck"),
-    (math.inf, LOCAL_STEPS, "compressed gradients would be exposed, too; see sparse_diloco and sparse_loco"),
-)
-FAR = 0.2  # round trip / step, above which local steps are recommended instead of sparse_lags
+REASONS = {
+    "ddp": "the exchange is short beside the computation",
+    "bf16 hook": "half the bytes are enough; pass torch's bf16_compress_hook to Lightning's DDPStrategy",
+    "sparse_auto": "the faster one depends on the overlap of exchange and backward, so sparse_auto times both",
+    "sparse_lags": "the network is the bottleneck",
+    "local steps": "compressed gradients would delay each step, too; see sparse_diloco and sparse_loco",
+}
 PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over the fp32 model per compressed step, see docs/choose-a-strategy.md
-BACKWARD = 2 / 3  # share of a step's computation, behind which DDP with small buckets hides the exchange
+BACKWARD = 2 / 3  # share of a step's computation, the longest that can hide an exchange
+# Bytes of a selection per parameter: 1 % with values in float32, 5 % with values in bfloat16, both with indices.
+_SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
+_SELECTIONS = 7  # received by a rank at most, because owners replace the gather on many ranks
+_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round, and steps to DDP's loss / DDP's steps
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 class Estimate(NamedTuple):
-    """Estimated seconds of a DDP step: exchange without overlap, computation, and one-way latency of a message.
+    """Estimated seconds per step of ``parameters`` on ``world_size`` ranks.
 
-    ``gpu_seconds`` is the time that compression adds on the GPU.
+    Attributes:
+        compute: seconds of a step without communication.
+        network: seconds of an exchange as a function of the bytes that a rank sends or receives.
+        gpu: seconds per step that compression adds on the GPU.
     """
 
-    exchange_seconds: float
-    compute_seconds: float
-    latency: float = 0.0
-    gpu_seconds: float = 0.0
+    parameters: float
+    world_size: int
+    compute: float
+    network: Line
+    gpu: float = 0.0
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of DDP's exchange without overlap."""
+        return self.network(dense_bytes(self.parameters, self.world_size))
 
     @property
     def r(self) -> float:
-        """Ratio of exchange to computation, which decides the strategy."""
-        return self.exchange_seconds / self.compute_seconds
+        """Ratio of DDP's exchange to the computation."""
+        return self.exchange / self.compute
 
-    @property
-    def saved_seconds(self) -> float:
-        """Exchange time per step that DDP cannot hide behind backward, minus the GPU's time for compression."""
-        exposed = max(0.0, self.exchange_seconds - BACKWARD * self.compute_seconds)
-        return exposed - self.gpu_seconds
+    def steps(self, hidden: float = BACKWARD) -> dict[str, float]:
+        """Return seconds per step of each way to train.
+
+        Args:
+            hidden: share of the computation that hides an exchange.
+        """
+        dense = dense_bytes(self.parameters, self.world_size)
+        received = min(self.world_size - 1, _SELECTIONS) * self.parameters
+        sent = {"ddp": dense, "bf16 hook": dense / 2, "sparse_lags": _SELECTED * received}
+        exposed = {way: max(0.0, self.network(nbytes) - hidden * self.compute) for way, nbytes in sent.items()}
+        steps = {way: self.compute + seconds for way, seconds in exposed.items()}
+        steps["sparse_lags"] += self.gpu
+        rounds = (self.gpu + self.network(_CHANGED * received)) / _LOCAL_STEPS
+        return {**steps, "local steps": _MORE_STEPS * (self.compute + rounds)}
 
     @property
     def strategy(self) -> str:
-        """The strategy, or ``"local steps"``.
+        """The fastest way; ``sparse_auto`` if LAGS-SGD is faster than dense exchanges only without overlap.
 
-        >>> [Estimate(r, 1.0).strategy for r in (0.1, 0.9, 3, 30)]
+        >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1).strategy for r in (0.1, 0.9, 3, 300)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']
-        >>> Estimate(0.9, 1.0, gpu_seconds=0.3).strategy
-        'ddp'
         """
-        if self.saved_seconds < 0:
-            return "ddp"
-        strategy = next(strategy for below, strategy, _ in BANDS if self.r < below)
-        is_far = 2 * self.latency >= FAR * self.compute_seconds
-        return LOCAL_STEPS if strategy == "sparse_lags" and is_far else strategy
-
-    @property
-    def local_steps(self) -> int:
-        """Local steps that limit dense exchanges to 5 % of the time, 500 at most."""
-        return min(500, max(1, math.ceil(self.r / 0.05)))
+        overlapped, exposed = (min(steps, key=steps.__getitem__) for steps in (self.steps(), self.steps(hidden=0.0)))
+        return "sparse_auto" if overlapped in ("ddp", "bf16 hook") and exposed == "sparse_lags" else overlapped
 
     def __str__(self) -> str:
-        reason = next(reason for _, strategy, reason in BANDS if strategy == self.strategy)
-        rounds = f", for dense changes with local_steps={self.local_steps}" if self.strategy == LOCAL_STEPS else ""
-        return f"Take {self.strategy}{rounds}: {reason}."
+        steps = ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in self.steps().items())
+        return f"{steps}\nTake {self.strategy}: {REASONS[self.strategy]}."
 
 
 def estimate(args: Sequence[str]) -> None:
@@ -97,16 +106,15 @@ def _estimated(options: argparse.Namespace) -> str:
     elements = read("parameters", options.parameters, COUNTS, "124M")
     compute = read("compute", options.compute, SECONDS, "120ms")
     rate, latency = read_rate(options.bandwidth), read_seconds(options.latency)
-    exchange = dense_bytes(elements, workers) * 8 / rate + 2 * (workers - 1) * latency
     passes, size = PASSES[options.optimizer], in_bytes(4 * elements)
-    found = Estimate(exchange, compute, latency, passes * 4e-9 * elements / memory)
+    network = Line(2 * (workers - 1) * latency, 8 / rate)
+    found = Estimate(elements, workers, compute, network, passes * 4e-9 * elements / memory)
     return (
         f"r = {found.r:.3g}: seconds of DDP's exchange / seconds of a step without it\n"
-        f"  exchange  {exchange:.3g} s  2 ({workers} - 1) / {workers} x {size} of gradients / {rate / 1e9:.4g} Gbit/s"
-        f" + 2 ({workers} - 1) x {latency * 1e3:.4g} ms\n  compute   {compute:.3g} s\n"
-        f"  GPU       {found.gpu_seconds:.3g} s  that compression adds to a step:"
-        f" {passes:g} passes ({options.optimizer}) x {size} / {memory:g} GB/s of memory\n"
-        f"  saved     {found.saved_seconds:.3g} s  exchange that backward cannot hide, minus GPU\n{found}"
+        f"  exchange  {found.exchange:.3g} s  2 ({workers} - 1) / {workers} x {size} of gradients / {rate / 1e9:.4g}"
+        f" Gbit/s + 2 ({workers} - 1) x {latency * 1e3:.4g} ms\n  compute   {compute:.3g} s\n"
+        f"  GPU       {found.gpu:.3g} s  that compression adds to a step:"
+        f" {passes:g} passes ({options.optimizer}) x {size} / {memory:g} GB/s of memory\n  step      {found}"
     )
 
 

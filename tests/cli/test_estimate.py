@@ -1,11 +1,12 @@
 import re
 import shlex
-from itertools import pairwise
 
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.cli.estimate import BACKWARD, BANDS, FAR, PASSES, Estimate, read_rate, read_seconds
+from lightning_sparse.cli.estimate import PASSES, REASONS, Estimate, read_rate, read_seconds
+from lightning_sparse.schedule.costs import Line
+from lightning_sparse.schedule.network import dense_bytes
 from tests.helpers.commands import refusal
 from tests.helpers.pages import DOCS, ROOT, rows, shown_commands
 
@@ -34,55 +35,77 @@ def test_the_commands_of_the_pages_run(command, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("at", range(len(BANDS) - 1))
-def test_each_threshold_parts_two_strategies(at):
-    threshold = BANDS[at][0]
-    for r, strategy in ((0.999 * threshold, BANDS[at][1]), (1.001 * threshold, BANDS[at + 1][1])):
-        assert Estimate(r, 1.0).strategy == strategy
-        assert f"Take {strategy}" in str(Estimate(r, 1.0))
+def estimated(r, ranks=4, gpu=29 * 4e-12 * 124e6, startup=0.0):
+    """Return the page's example at another r: 124 M parameters, 100 ms, GPU memory of 1000 GB/s."""
+    return Estimate(124e6, ranks, 0.1, Line(startup, (0.1 * r - startup) / dense_bytes(124e6, ranks)), gpu)
+
+
+def test_steps_follow_the_formula_of_the_page():
+    steps = estimated(r=40.0).steps()
+    rate = 0.1 * 40 / (1.5 * 4 * 124e6)
+    exchange = rate * 3 * 0.01 * 5.8 * 124e6
+    changes = rate * 3 * 0.05 * 3.1 * 124e6
+    gpu = 29 * 4e-12 * 124e6
+    assert steps["ddp"] == pytest.approx(0.1 + 4 - 2 / 3 * 0.1)
+    assert steps["bf16 hook"] == pytest.approx(0.1 + 2 - 2 / 3 * 0.1)
+    assert steps["sparse_lags"] == pytest.approx(0.1 + gpu + exchange - 2 / 3 * 0.1)
+    assert steps["local steps"] == pytest.approx(1.5 * (0.1 + (gpu + changes) / 5))
+    assert steps["sparse_lags"] == pytest.approx(estimated(r=40.0).steps(hidden=0.0)["sparse_lags"] - 2 / 3 * 0.1)
+
+
+def test_backward_hides_no_more_than_the_whole_exchange():
+    steps = estimated(r=0.5, gpu=0.02).steps()
+    assert [steps[way] for way in ("ddp", "bf16 hook", "sparse_lags")] == pytest.approx([0.1, 0.1, 0.12])
+
+
+def test_owners_limit_the_bytes_of_many_ranks():
+    assert estimated(50.0, ranks=64).steps()["sparse_lags"] == pytest.approx(
+        estimated(50.0, ranks=1024).steps()["sparse_lags"], rel=0.02
+    )
+    assert estimated(50.0, ranks=8).steps()["sparse_lags"] > 1.5 * estimated(50.0).steps()["sparse_lags"]
 
 
 @pytest.mark.parametrize(
-    ("r", "round_trip", "strategy"),
-    [(4, 0.99, "sparse_lags"), (4, 1.01, "local steps"), (0.9, 1.01, "sparse_auto"), (30, 0.99, "local steps")],
+    ("r", "more", "strategy"),
+    [
+        (3.0, {}, "sparse_lags"),
+        (3.0, {"gpu": 0.1}, "bf16 hook"),
+        (0.6, {"gpu": 0.1}, "ddp"),
+        (5.0, {"gpu": 0.3}, "local steps"),
+        (3.0, {"startup": 0.25}, "local steps"),
+    ],
 )
-def test_a_long_round_trip_asks_for_local_steps_where_compression_pays(r, round_trip, strategy):
-    assert Estimate(r, 1.0, FAR * round_trip / 2).strategy == strategy
+def test_the_costs_of_compression_and_of_messages_decide(r, more, strategy):
+    found = estimated(r, **more)
+    assert found.strategy == strategy
+    assert found.steps()[strategy] == min(found.steps().values())
+    assert f"Take {strategy}: {REASONS[strategy]}" in str(found)
 
 
-def test_ddp_is_recommended_if_compression_costs_more_than_the_exchange_that_backward_cannot_hide():
-    exposed = 0.9 - BACKWARD
-    assert Estimate(0.9, 1.0, gpu_seconds=1.01 * exposed).strategy == "ddp"
-    assert Estimate(0.9, 1.0, gpu_seconds=0.99 * exposed).strategy == "sparse_auto"
+def test_one_process_needs_no_exchange():
+    assert Estimate(124e6, 1, 0.1, Line(), 0.01).strategy == "ddp"
 
 
-def test_local_steps_leave_a_share_of_the_time_to_exchanges():
-    assert [Estimate(r, 1.0).local_steps for r in (0.01, 4.0, 100.0)] == [1, 80, 500]
-    assert "Take local steps, for dense changes with local_steps=440:" in str(Estimate(22.0, 1.0))
+def test_the_page_has_the_thresholds_of_the_formula():
+    table = rows(PAGE, "## By r")
+    edges = [float(limits.split()[0]) for limits, _ in table[1:]]
+    assert table[0][0] == f"below {edges[0]:g}"
+    ways = [way.strip("`") for _, way in table]
+    for edge, below, above in zip(edges, ways, ways[1:]):
+        assert [estimated(r * edge).strategy for r in (0.96, 1.04)] == [below, above]
 
 
-def test_the_page_has_these_thresholds():
-    edges = [f"{below:g}" for below, *_ in BANDS[:-1]]
-    between = [f"{low} to {high}" for low, high in pairwise(edges)]
-    told = rows(PAGE, "## By r")
-    assert [cells[0] for cells in told] == [f"below {edges[0]}", *between, f"{edges[-1]} and more"]
-    assert [cells[1].partition(";")[0].strip("`") for cells in told] == [strategy for _, strategy, _ in BANDS]
-    assert f"{FAR:g} of a step" in told[2][1]
-
-
-def test_the_readme_works_r_out_by_this_formula_and_recommends_by_it():
-    peaks, bandwidths = re.findall(r"RTX 3090 [^.]*", PAGE.read_text())
-    for gpu, *told in rows(ROOT / "README.md", "## When to use it"):
+def test_the_readme_works_r_out_by_this_formula():
+    peaks, _ = re.findall(r"RTX 3090 [^.]*", PAGE.read_text())
+    for gpu, *cells in rows(ROOT / "README.md", "## When to use it"):
         peak = float(re.search(rf"{gpu} (\d+)", peaks)[1]) * 1e12
-        for gbit, cell in zip((1, 10, 25, 100), told):
+        for gbit, cell in zip((1, 10, 25, 100), cells):
             parameters = 124e6  # any number
-            exchange = 1.5 * 32 * parameters / (gbit * 1e9)
-            bandwidth = float(re.search(rf"{gpu} (\d+)", bandwidths)[1]) * 1e9
-            passes = PASSES["adamw"] * 4 * parameters / bandwidth
-            found = Estimate(exchange, 6 * parameters * 8192 / (0.4 * peak), gpu_seconds=passes)
+            compute = 6 * parameters * 8192 / (0.4 * peak)
+            found = Estimate(parameters, 4, compute, Line(0.0, 8e-9 / gbit))
             r, _, strategy = cell.partition(", ")
             assert float(r) == pytest.approx(found.r, rel=0.03), (gpu, gbit)
-            assert strategy.strip("`*") == found.strategy, (gpu, gbit)
+            assert strategy.strip("`*") in REASONS
 
 
 def test_bandwidths_and_latencies_are_read():
