@@ -26,7 +26,7 @@ import json, os, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from lightning_sparse.engine.collectives import ExchangeError
+from lightning_sparse.engine.store import ExchangeError
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.testing.wrapping import Edges, batch, sgd_steps

@@ -17,14 +17,13 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.collectives import Communicator
+from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
 from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
-from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.cli.rows import NotApplicableError, Rows
-from lightning_sparse.engine.collectives import all_gather_object, default_store
+from lightning_sparse.engine.collectives import all_gather_object
+from lightning_sparse.engine.store import default_store
 from lightning_sparse.functional.topk import top_k_indices
 from lightning_sparse.schedule.costs import Line, fit
 from lightning_sparse.schedule.network import sent_bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from lightning_sparse.engine.collectives import default_store
+from lightning_sparse.engine.store import default_store
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 6.0  # a rank without a heartbeat for this time counts as dead

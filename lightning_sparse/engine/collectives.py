@@ -1,33 +1,26 @@
-"""Collective calls of torch.distributed, and errors if a rank fails."""
+"""Collectives of torch.distributed, and the thread that runs them during backward."""
 
-import json
-import re
+import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property, reduce
 from itertools import accumulate, groupby
-from textwrap import shorten
 from typing import Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GroupMember
-from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter, functional
 from typing_extensions import Self
 
 from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.store import default_group, exchange_error, is_of_this_rank
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
 
 _BROADCAST_BYTES = 250 << 20  # bytes per broadcast, as in DDP
-
-
-class ExchangeError(RuntimeError):
-    """A collective failed because another rank died, is too slow, cannot be reached, or has finished."""
 
 
 class SharedOnCopy:
@@ -37,37 +30,16 @@ class SharedOnCopy:
         return self
 
 
-class Watch(SharedOnCopy):
-    """A module hook that calls ``act``, except on copies of the module."""
-
-    def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
-        self._module = module
-        self._act = act
-
-    def __call__(self, module: Module, *arguments: Any) -> None:
-        """Call ``act`` if the hook belongs to this module."""
-        if module is self._module:
-            self._act(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Watch, (None, None)
-
-
 def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) -> str:
     """Return the name of a group's backend for a device, or ``""`` without a backend."""
     by_kind: dict[str, str] = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return by_kind.get(device.type, "")
 
 
-def _default_group() -> dist.ProcessGroup:
-    assert GroupMember.WORLD is not None
-    return GroupMember.WORLD
-
-
 def timeout_of_job(device: torch.device) -> Optional[timedelta]:
     """Return the timeout of the default process group, or ``None`` if the backend hides the timeout."""
     with suppress(RuntimeError, AttributeError):
-        timeout: timedelta = _default_group()._get_backend(device).options._timeout
+        timeout: timedelta = default_group()._get_backend(device).options._timeout
         return timeout
     return None
 
@@ -111,19 +83,9 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
     return {name: each for name, each in module.named_parameters() if name not in ignored}
 
 
-def sync_module_states(module: Module, known: Iterable[str] = ()) -> None:
-    """Copy parameters and buffers from rank 0 in place, except the names in ``known``. Raise if shapes differ."""
-    group, left_out = _default_group(), ddp_ignored_names(module) | set(known)
-    parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
-    if len(set(map(str, all_gather_object([list(each.shape) for each in parameters])))) > 1:
-        raise RuntimeError("the models of ranks differ in parameter number or shape: build the same model on all ranks")
-    buffers = (each for name, each in module.named_buffers() if name not in left_out)
-    broadcast_tensors([*parameters, *buffers], group)
-
-
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
     """Copy buffers from a group's first rank in place, without an error in a backward of an earlier forward."""
-    group, left_out = group or _default_group(), ddp_ignored_names(module)
+    group, left_out = group or default_group(), ddp_ignored_names(module)
     buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: no version changes
     broadcast_tensors(buffers, group)
 
@@ -132,25 +94,6 @@ def all_reduce_sum(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) ->
     """Sum a tensor in place over the ranks of a group (default: all ranks)."""
     dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:
-    """Gather a string from every rank through the job's store, not through a process group.
-
-    Other ranks may still be in a step. A collective on a group in use would pair with a collective of the step.
-    """
-    store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
-    limit = default_pg_timeout if timeout is None else timeout
-    # Each rank counts its calls, so that all ranks use the same key in the same call.
-    place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
-    store.set(f"{place}/{rank}", line)
-    if rank == 0:
-        handed_in = [f"{place}/{each}" for each in range(world_size)]
-        store.wait(handed_in, limit)
-        store.set(place, json.dumps([store.get(each).decode() for each in handed_in]))
-    store.wait([place], limit)
-    gathered: list[str] = json.loads(store.get(place))
-    return gathered
 
 
 @contextmanager
@@ -162,65 +105,27 @@ def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelt
     try:
         yield
     except RuntimeError as error:
-        if _is_of_this_rank(error):
+        if is_of_this_rank(error):
             raise
-        raise ExchangeError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
-            f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
-            f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
-        ) from error
-
-
-def post_error(error: Optional[BaseException]) -> None:
-    """Store this rank's error, or ``None``, for the ranks that wait for this rank."""
-    if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError names another rank.
-        with suppress(Exception):  # A failing store must not hide the error itself.
-            line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
-            default_store().set(_ERROR_KEY.format(dist.get_rank()), line)
-
-
-def _errors_of_others() -> str:
-    found: dict[int, str] = {}
-
-    def read() -> None:
-        with suppress(Exception):
-            for rank in set(range(dist.get_world_size())) - {dist.get_rank()}:
-                if default_store().check([key := _ERROR_KEY.format(rank)]):
-                    found[rank] = default_store().get(key).decode()
-
-    # The store's calls block without a timeout if the rank that hosts the store has stopped.
-    reading = threading.Thread(target=read, daemon=True)
-    reading.start()
-    reading.join(_PATIENCE_WITH_STORE)
-    return " ".join(f"rank {rank} has failed with {line.rstrip('.')}." for rank, line in sorted(found.items()) if line)
-
-
-def _is_of_this_rank(error: RuntimeError) -> bool:
-    return isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)) is not None
-
-
-def default_store() -> Any:
-    """Return the store of the default process group."""
-    return _default_group().get_group_store()
-
-
-_UNKNOWN_CAUSE = (
-    "another rank has died, exceeded the process group's timeout, or has finished, because ranks have different numbers"
-    " of batches. Look for the first error in the output of all ranks; give SparseDDPStrategy a longer timeout=... if"
-    " ranks are only slow."
-)
-_ERROR_KEY = "lightning_sparse/error/{}"
-_MAX_CHARACTERS = 300  # length of a stored error
-_PATIENCE_WITH_STORE = 3.0  # seconds
-_NCCL_OF_THIS_RANK = "ncclUnhandledCudaError|ncclInvalid"
-_ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+        raise exchange_error(error, subject, name, timeout) from error
 
 
 # torch 2.13 renamed the function, and the old name warns.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_CAPTURED = (
+    "gradients are exchanged while a device captures a graph. The graph would repeat the densities and the step count"
+    " of this step. Capture forward and backward of a part of the model (torch.cuda.make_graphed_callables,"
+    " torch.compile(mode='reduce-overhead')), without the exchange and the optimizer step."
+)
+_ONE_HOP = 2  # ranks in a ring that takes a single hop
+_NUMBERS_AT_ONCE = 1 << 20  # numbers of all ranks together, 8 MiB
+_PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}
+
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
+# arguments of submit(); events of the inputs' streams
+_Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]
 
 
 class Communicator(SharedOnCopy):
@@ -392,6 +297,104 @@ class Communicator(SharedOnCopy):
         self.group = None
 
 
-_ONE_HOP = 2  # ranks in a ring that takes a single hop
-_NUMBERS_AT_ONCE = 1 << 20  # numbers of all ranks together, 8 MiB
-_PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}
+class ExchangeWorker:
+    """Run tasks in order on a separate thread and, on a device, a separate stream.
+
+    After an error the remaining tasks are skipped. All collectives start on this thread, because a collective started
+    in a continuation of another one races on gloo.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.error: Optional[BaseException] = None
+        self._device = device
+        self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
+        # High priority, because the many small kernels would otherwise wait behind the kernels of backward.
+        self._stream = self._device_module.Stream(device, priority=-1) if self._device_module else None
+        # Only some devices can capture graphs of kernels.
+        self._is_captured = getattr(self._device_module, "is_current_stream_capturing", lambda: False)
+        self._updated: set[Any] = set()
+        self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
+        # A daemon, because a collective that waits for a dead peer blocks until a timeout, and must not block the
+        # interpreter's exit.
+        self._thread = threading.Thread(target=self._loop, name="lightning_sparse.exchange", daemon=True)
+        self._thread.start()
+
+    def wait_for_caller(self) -> None:
+        """Let the next task also wait for the work queued so far on the calling thread's current stream."""
+        if self._device_module:
+            self._updated.add(self._device_module.current_stream(self._device))
+
+    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None, always: bool = False) -> None:
+        """Queue a task that starts after the work on the caller's current stream.
+
+        Args:
+            run: the task.
+            done: event that is set after the task.
+            always: run the task even after an error of an earlier task.
+        """
+        if self._is_captured():
+            raise RuntimeError(_CAPTURED)
+        self.wait_for_caller()
+        ready = [stream.record_event() for stream in self._updated]
+        self._updated.clear()
+        self._tasks.put((run, done, always, ready))
+
+    def run(self, task: Callable[[], Result]) -> Result:
+        """Run a task after the queued tasks, and return the result, or raise the error of this or an earlier task."""
+        done, results = threading.Event(), list[Result]()
+        self.submit(lambda: results.append(task()), done=done)
+        self.wait(done)
+        return results[0]
+
+    def drain(self) -> None:
+        """Wait for the queued tasks, and raise their error, if any."""
+        self.run(lambda: None)
+
+    def wait(self, done: threading.Event) -> None:
+        """Wait for the task that sets ``done``, also with the calling thread's current stream on a device."""
+        done.wait()
+        self.raise_error()
+        self._sync_caller_stream()
+
+    def raise_error(self) -> None:
+        """Raise the first error of a task, if any."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self, patience: float = 5.0) -> bool:
+        """End the thread after the queued tasks, and return whether this took at most ``patience`` seconds."""
+        self._tasks.put(None)
+        self._thread.join(patience)
+        has_ended = not self._thread.is_alive()
+        if has_ended:
+            # After an interrupted backward no one else waits for the kernels that the thread has queued, although the
+            # residuals are read next and the memory of gradients is reused.
+            self._sync_caller_stream()
+        return has_ended
+
+    def _sync_caller_stream(self) -> None:
+        if self._device_module:
+            self._device_module.current_stream(self._device).wait_stream(self._stream)
+
+    def _loop(self) -> None:
+        if self._device_module:
+            self._device_module.set_device(self._device)  # a new thread starts on the first device
+        with torch.no_grad(), self._device_module.stream(self._stream) if self._device_module else nullcontext():
+            while (task := self._tasks.get()) is not None:
+                self._perform(*task)
+                del task  # a task holds gradients, which must be freed while the thread waits
+
+    def _perform(
+        self, run: Callable[[], None], done: Optional[threading.Event], always: bool, ready: Sequence[Any]
+    ) -> None:
+        try:
+            if self.error is None or always:
+                if self._stream is not None:
+                    for event in ready:
+                        self._stream.wait_event(event)
+                run()
+        except BaseException as error:  # raise_error() raises any error on the user's thread
+            self.error = self.error or error
+        finally:
+            if done is not None:
+                done.set()

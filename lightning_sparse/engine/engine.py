@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
-from lightning_sparse.engine.collectives import Communicator, SharedOnCopy, backend_of, timeout_of_job
+from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, SharedOnCopy, backend_of, timeout_of_job
 from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.memory.residual import Memory, Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
@@ -22,7 +22,6 @@ from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, 
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.backward import ReducerContext
-from lightning_sparse.engine.step.reduced import ReducedGradients
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper
 from lightning_sparse.engine.step.step import EMPTY_CONTEXT, Pipeline, StepContext
 from lightning_sparse.engine.step.topology import (
@@ -33,7 +32,6 @@ from lightning_sparse.engine.step.topology import (
     Topology,
     named_module,
 )
-from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.schedule import Merged
 
@@ -79,7 +77,6 @@ class Engine(SharedOnCopy):
 
         self.levels, self.memory = levels, memory
         self.recorder = levels.inter.recorder
-        self.reduced = ReducedGradients()
         self.densities = settings.densities()
         self._settings = settings
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
@@ -105,7 +102,7 @@ class Engine(SharedOnCopy):
 
     def _reducer_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> SparseReducer:
         settings = self._settings
-        parts = (self.worker, self.reduced, self.levels.same_shard)
+        parts = (self.worker, self.levels.same_shard)
         is_sharded = isinstance(ddp, ShardedModel)
         route = ReducerContext(self.pipeline, settings.schedule, *parts, settings.overlaps_backward, is_sharded, {})
         return SparseReducer(ddp, route, begin, end, is_dense=settings.local_steps is not None)
@@ -162,7 +159,7 @@ class Engine(SharedOnCopy):
         if self.rounds is None:
             self.reducer.is_dense = is_dense
             if is_dense:  # DDP averages gradients: the memory must not accumulate updates.
-                self.reduced.clear()
+                self.reducer.reduced.clear()
                 self.worker.run(self.memory.leave)
         else:
             self.reducer.is_paused = not is_dense

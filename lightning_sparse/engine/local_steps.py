@@ -15,13 +15,12 @@ from zlib import crc32
 
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Communicator
+from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
 from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.step import StepContext
-from lightning_sparse.engine.step.worker import ExchangeWorker
 
 _UNEQUAL = (
     "ranks differ in the number of steps: rank {first} has made {0} optimizer steps{1}, but rank {other} has made"

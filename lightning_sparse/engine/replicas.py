@@ -11,13 +11,30 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Communicator, SharedOnCopy
-from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.collectives import (
+    Communicator,
+    ExchangeWorker,
+    SharedOnCopy,
+    all_gather_object,
+    broadcast_tensors,
+    ddp_ignored_names,
+)
+from lightning_sparse.engine.store import default_group
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 
 _AVERAGED_AT_ONCE = 1 << 24  # elements
+
+
+def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
+    """Copy parameters and buffers from rank 0 in place, except the names in ``known``. Raise if shapes differ."""
+    group, left_out = default_group(), ddp_ignored_names(module) | set(known)
+    parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
+    if len(set(map(str, all_gather_object([list(each.shape) for each in parameters])))) > 1:
+        raise RuntimeError("the models of ranks differ in parameter number or shape: build the same model on all ranks")
+    buffers = (each for name, each in module.named_buffers() if name not in left_out)
+    broadcast_tensors([*parameters, *buffers], group)
 
 
 class Replicas(SharedOnCopy):

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import SGD
 
+from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.memory.residual import Renaming, renamed, widened
 from lightning_sparse.engine.replicas import ReplicaAverager, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
-from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to, runs
 from lightning_sparse.schedule import Schedule

@@ -1,6 +1,6 @@
 """A model that changes between two steps: other parameters are trained, or weights and optimizer states are loaded."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import gt
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.collectives import Watch, all_gather_via_store
+from lightning_sparse.engine.collectives import SharedOnCopy
 from lightning_sparse.engine.memory.residual import Renaming
+from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.optimizers import listed, optimizer_parameters
@@ -105,6 +106,22 @@ ROLLED_BACK = (
     "weights or optimizer states were loaded in mid-training: residuals and momentum of {count} parameters start again"
     " from zero."
 )
+
+
+class Watch(SharedOnCopy):
+    """A module hook that calls ``act``, except on copies of the module."""
+
+    def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
+        self._module = module
+        self._act = act
+
+    def __call__(self, module: Module, *arguments: Any) -> None:
+        """Call ``act`` if the hook belongs to this module."""
+        if module is self._module:
+            self._act(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, (None, None)
 
 
 class LoadedParameters:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Union
 
-from lightning_sparse.engine.collectives import all_gather_via_store
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.loop.optimizers import listed
 
 Node = Union[int, str]

@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import backend_of, ddp_parameters, sync_module_states
-from lightning_sparse.engine.replicas import Replicas
+from lightning_sparse.engine.collectives import backend_of, ddp_parameters
+from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.hooks import after_closure
-from lightning_sparse.engine.step.reducer import Wrapper
+from lightning_sparse.engine.step.reducer import Wrapper, after_closure
 from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
@@ -236,9 +235,9 @@ class Training:
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
         hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
-        self.engine.reduced.optimizer_parameters = partial(all_optimizer_parameters, optimizers)
+        self.engine.reducer.reduced.optimizer_parameters = partial(all_optimizer_parameters, optimizers)
         if self.engine.rounds is not None:
-            self.engine.rounds.shared.optimizer_parameters = self.engine.reduced.optimizer_parameters
+            self.engine.rounds.shared.optimizer_parameters = self.engine.reducer.reduced.optimizer_parameters
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
             self.view.adam.clips.ask(self._given.clipping, parameters.values())
@@ -401,7 +400,7 @@ class Training:
             self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
-        continued = self.engine.reduced.continued
+        continued = self.engine.reducer.reduced.continued
         if not (continued or self.is_dense):
             self.engine.recorder.begun_steps += 1
         if self.is_dense:
@@ -409,7 +408,7 @@ class Training:
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
         if self.settings.local_steps is None:
             self._reset_loaded()
-            context = self.view.next_step(self.is_dense, continued, self.engine.reduced.begun)
+            context = self.view.next_step(self.is_dense, continued, self.engine.reducer.reduced.begun)
             scale = _scale_of(self._given.scaler, self.device)
             self.engine.begin_backward(context._replace(loss_scale=scale))
 
@@ -467,7 +466,7 @@ class Training:
             self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
-        self.engine.reduced.forget(optimizer_parameters(optimizer))
+        self.engine.reducer.reduced.forget(optimizer_parameters(optimizer))
         number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
         if number is None:
             raise RuntimeError(_OTHER_OPTIMIZERS)

@@ -22,14 +22,14 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.collectives import Watch, sync_module_states
+from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import Compression, Settings
-from lightning_sparse.engine.step.hooks import is_in_backward
-from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper
+from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_backward
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import pop_settings, with_settings_signature
+from lightning_sparse.loop.changes import Watch
 from lightning_sparse.loop.checks import (
     check_bare,
     check_facts,

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse.engine.engine as engine_module
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.step.selecting import BucketSelector
-from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import (

@@ -51,7 +51,7 @@ def sparse_ddp(
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
     """Replace the model's gradients by exchanged gradients of ``loss``, and raise the worker's errors."""
     ddp.zero_grad()
-    engine.reduced.forget(ddp.parameters())  # the previous step is over, even without an optimizer's step
+    engine.reducer.reduced.forget(ddp.parameters())  # the previous step is over, even without an optimizer's step
     loss.backward()
     engine.worker.raise_error()
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors.base import trained_in
+from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
 from tests.helpers.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp

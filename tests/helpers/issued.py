@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lightning_sparse.engine.engine as engine_module
-from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.collectives import ExchangeWorker
 
 
 class Issued(NamedTuple):

@@ -16,24 +16,20 @@ class AdamCorrection:
     """Divide gradients by the root of Adam's second moment before selection, so that updates are sent, not gradients.
 
     With sparse gradients, Adam sees one spike in place of a hundred small gradients, and its second moment becomes
-    wrong.
-    Here every rank divides its own gradient by the root of a second moment that is equal on all ranks. The largest
-    updates
-    are sent, and the others stay in the residual. The second moment is learned in a dense warm-up, and later from mean
-    gradients in 16 bits. Parameters take turns, and send the gradients of the previous step during backward.
+    wrong. Here every rank divides its own gradient by the root of a second moment that is equal on all ranks. The
+    largest updates are sent, and the others stay in the residual. The second moment is learned in a dense warm-up, and
+    later from mean gradients in 16 bits. Parameters take turns, and send the gradients of the previous step during
+    backward.
 
     The first moment is moved into the residual and stays zero. The residual averages gradients as momentum does, and
-    both
-    together would delay gradients further.
+    both together would delay gradients further.
 
-    1-bit and 0/1 Adam (arXiv 2102.02888, 2202.06009) share a second moment learned at growing intervals, too. They use
-    the
-    first moment, send all of it as signs, and divide after the exchange.
+    1-bit and 0/1 Adam (arXiv 2102.02888, 2202.06009) also share a second moment learned at growing intervals. They use
+    the first moment, send all of it as signs, and divide after the exchange.
 
     Args:
         warmup_steps: first steps of a parameter, at least 2, with dense gradients and the optimizer's own step.
-            ``None``
-            for a hundredth of the training, at least 10 and at most 100; 100 if the training's length is unknown.
+            ``None`` for a hundredth of the training, at least 10 and at most 100; 100 if the length is unknown.
         density_decay_steps: steps after the warm-up over which the density falls geometrically to its target. ``None``
             for five times the warm-up, and at most a tenth of a training of known length.
         second_moment_interval: minimum number of steps between two mean gradients for a parameter's second moment. The

@@ -1,22 +1,25 @@
-"""Reduction of the gradients of one backward, in buckets and in the same order on all ranks."""
+"""Reduction of the gradients of one backward, in buckets and in the same order on all ranks.
+
+:class:`SparseBackward` sends selected elements; :class:`~lightning_sparse.engine.step.dense.DenseBackward` sends all.
+"""
 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Communicator
-from lightning_sparse.engine.memory.residual import LARGE
+from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
+from lightning_sparse.engine.memory.residual import LARGE, widened
 from lightning_sparse.engine.observe import Timestamp
-from lightning_sparse.engine.step.reduced import ReducedGradients
-from lightning_sparse.engine.step.step import LocalGradient, Pipeline
+from lightning_sparse.engine.step.step import BucketResult, LocalGradient, Pipeline
 from lightning_sparse.engine.step.topology import shard_of
-from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.functional.elements import flatten_as, has_layout_of, local_tensor
+from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
 SMALL = LARGE  # elements; below, a copy takes less time than a call for each gradient
@@ -69,7 +72,6 @@ class ReducerContext(NamedTuple):
     pipeline: Pipeline
     schedule: Schedule
     worker: ExchangeWorker
-    reduced: ReducedGradients
     among: Communicator  # ranks that average dense gradients and agree on the order
     overlaps_backward: bool  # whether buckets are sent during backward
     is_sharded: bool
@@ -123,8 +125,8 @@ class Backward(ABC):
         if not waiting:
             self._end()
 
-    def finalize_backward(self, order: ParamOrder) -> None:
-        """Exchange the remaining gradients, and replace all gradients by their means."""
+    def finalize_backward(self, order: ParamOrder) -> Set[Tensor]:
+        """Replace all gradients by their means, and return the parameters that no rank has used."""
         if not self._order.members:
             self._order, self._waiting = order, deque(order.members)
         while self._waiting:
@@ -132,7 +134,9 @@ class Backward(ABC):
         self._context.worker.wait(self._committed or self._end())
         for gradient, copy in self._copied:
             gradient.copy_(copy)
-        self._write_missing(self._unused_anywhere())
+        unused = self._unused_anywhere()
+        self._write_missing(unused)
+        return unused
 
     def _write_missing(self, unused: Set[Tensor]) -> None:
         for parameter, gradient in self._missing:
@@ -225,6 +229,105 @@ class Backward(ABC):
         if not self._missing or self._used_by_any is None:
             return set()
         return {each.parameter for each, used in zip(self._order.members, self._used_by_any.tolist()) if not used}
+
+
+class SparseBackward(Backward):
+    """Reduction that sends the elements that a compressor selects of each bucket, and stores the rest as residuals.
+
+    Args:
+        arrived: means of earlier exchanges of the same step, equal on all ranks; ``None`` for a step's first exchange.
+    """
+
+    def __init__(
+        self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry], arrived: Optional[Sequence[Tensor]]
+    ) -> None:
+        super().__init__(route, order, used)
+        self._known = dict(route.packages)
+        route.packages.clear()
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # (gradients, views in a flat buffer to copy back)
+        # Buckets that wait for the norm of all gradients.
+        self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
+        overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
+        self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
+        self._exchanged: list[BucketResult] = []
+        self._arrived = arrived
+        if route.overlaps_backward and route.pipeline.memory.corrects_adam:
+            route.worker.submit(route.pipeline.refresh)
+
+    @override
+    def _goes_with(self, dtype: torch.dtype) -> bool:
+        return widened(dtype) is widened(self._bucket[0].parameter.dtype)
+
+    @override
+    def _closes(self, member: ParamEntry) -> bool:
+        # Without overlap, one message holds all gradients. A selection across a bucket always needs the schedule's
+        # buckets, because the timing must not change numbers.
+        return self._has_buckets and self._context.schedule.closes_bucket(member.name, self._bucket_numel)
+
+    @override
+    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
+        pipeline, worker = self._context.pipeline, self._context.worker
+        self._held.append((members, bucket, flags))
+        if pipeline.memory.clips_gradients:
+            if flags is None:
+                return
+            pairs = [pair for members, bucket, _ in self._held for pair in zip(members, bucket)]
+            together = [local for _, local in sorted(pairs, key=lambda pair: pair[0].position)]
+            worker.submit(partial(pipeline.measure_norms, together))
+        for _, bucket, flags in self._held:
+            worker.submit(partial(self._exchange, bucket, flags))
+        self._held = []
+
+    def _exchange(self, bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
+        self._exchanged += self._context.pipeline.exchange(bucket, flags)
+
+    @override
+    def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
+        # With the format "reduce" each message is one flat tensor anyway.
+        packs = self._context.pipeline.compressor.wire_format != "reduce"
+        small = [each for each in members if each.numel < SMALL and self._is_used(each)] if packs else []
+        if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
+            return super()._gradients_of(members)
+        sources = [laid_as(self._held_gradient(each.parameter), each.parameter) for each in small]
+        names = tuple([each.name for each in small])
+        package = self._context.packages[names] = self._known.get(names) or Package.of(small, sources[0])
+        self._packed.append((sources, package.views))
+        self._context.worker.submit(partial(torch._foreach_copy_, package.views, sources))
+        return [package.gradients.get(each.name) or self._local_of(each) for each in members]
+
+    @override
+    def _local_of(self, member: ParamEntry) -> LocalGradient:
+        local, parameter = super()._local_of(member), member.parameter
+        can_trade = member.numel >= LARGE and not self._context.is_sharded
+        return local._replace(parameter=parameter) if can_trade and is_replaceable(local.gradient, parameter) else local
+
+    @override
+    def _end(self) -> threading.Event:
+        recorder = self._context.pipeline.recorder
+        recorder.end_backward()
+        # The agreed order; missing gradients count as ready at the end of backward.
+        end = self._mark()
+        recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
+        return super()._end()
+
+    @override
+    def _commit(self) -> None:
+        pipeline, exchanged = self._context.pipeline, self._exchanged
+        if self._arrived is not None and exchanged:
+            pipeline.check_arrived(self._arrived)
+        pipeline.commit(exchanged, self._order.places)
+        for gradients, views in self._packed:
+            torch._foreach_copy_(gradients, views)
+        pipeline.close_record()
+        self._used_by_any = exchanged[-1].result.used if exchanged else None
+
+    @override
+    def _write_missing(self, unused: Set[Tensor]) -> None:
+        super()._write_missing(unused)
+        if unused:
+            self._context.pipeline.memory.on_unused(
+                each.name for each in self._order.members if each.parameter in unused
+            )
 
 
 def _shares_memory(parameter: Tensor) -> bool:

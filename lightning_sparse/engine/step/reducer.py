@@ -1,6 +1,6 @@
 """The reducer: it collects gradients during backward, and writes means when backward ends."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
 from typing import Any, Optional, Union
@@ -8,44 +8,42 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import SharedOnCopy, ddp_parameters
 from lightning_sparse.engine.observe import shown
-from lightning_sparse.engine.step.backward import Backward, ParamEntry, ParamOrder, ReducerContext
+from lightning_sparse.engine.step.backward import Backward, ParamEntry, ParamOrder, ReducerContext, SparseBackward
 from lightning_sparse.engine.step.dense import DenseBackward
-from lightning_sparse.engine.step.hooks import graph_number, is_in_backward, register_grad_hook
-from lightning_sparse.engine.step.sparse import SparseBackward
 from lightning_sparse.engine.step.topology import UnwrappedModule, named_module
+from lightning_sparse.functional.elements import local_tensor
 
 Wrapper = Union[DistributedDataParallel, UnwrappedModule]
+graph_number = torch._C._current_graph_task_id  # grows with each backward; -1 outside of a backward
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # calls a function at the end of the running backward
 
 SPARSE_LAYOUT = (
-    "the gradient of {name!r} has a sparse layout, which this package no longer exchanges: give its layer sparse=False"
-    " (what is zero costs nothing here)"
+    "the gradient of {name!r} has a sparse layout, which this package does not exchange. Set sparse=False in its layer:"
+    " zeros are not sent."
 )
 _TWICE = (
-    "the gradient of {name!r} came twice in one backward, or the backward before ended in an error: parameters that"
-    " several checkpointed parts of a model share need torch.utils.checkpoint(..., use_reentrant=False)"
+    "the gradient of {name!r} came twice in one backward, or the backward before ended in an error. If checkpointed"
+    " parts of a model share parameters, set torch.utils.checkpoint(..., use_reentrant=False)."
 )
 _INSIDE = (
-    "a backward inside another one, of torch.utils.checkpoint(..., use_reentrant=True), came before the other's first"
-    " gradient, and was taken for all of it: use use_reentrant=False"
+    "torch.utils.checkpoint(..., use_reentrant=True) ran a backward inside another backward, before the outer one had a"
+    " gradient. The exchange has begun too early. Set use_reentrant=False."
 )
 _FAILED = (
-    "a backward begins, and the one before has ended in an error on this rank, with gradients half exchanged: training"
-    " has to end on all ranks, or to go on with a model that is sparsified anew"
+    "the backward before ended in an error on this rank, with a part of its gradients exchanged. End the training on"
+    " all ranks, or call sparsify again."
 )
 
 
 class NoOpReducer:
-    """No-op replacement for DDP's reducer and logger, which would hold the memory of DDP's buckets.
-
-    DDP still broadcasts buffers, but reduces no gradient.
-    """
+    """No-op replacement for DDP's reducer and logger, which would hold the memory of DDP's buckets."""
 
     def _do_nothing(self, *given: Any) -> Any:
-        """Expect no gradient, rebuild no bucket, and log nothing: what is measured is of an all-reduce not made."""
+        return None
 
     prepare_for_forward = prepare_for_backward = _rebuild_buckets = _delay_all_reduce = _do_nothing
     set_runtime_stats_and_log = set_error_and_log = _do_nothing
@@ -54,9 +52,109 @@ class NoOpReducer:
 class State(Enum):
     """The state of a reducer."""
 
-    IDLE = "no backward is exchanged"
-    COLLECTING = "a backward has begun that is exchanged"
-    FINALIZING = "all gradients of the backward are there, and are not means yet"
+    IDLE = "no gradient waits for its exchange"
+    COLLECTING = "a backward collects gradients"
+    FINALIZING = "all gradients are collected, and are not means yet"
+
+
+class ReducedGradients:
+    """The means in gradients, apart from this rank's contributions to the next exchange of the same step.
+
+    When an exchange begins, earlier means are taken out of ``p.grad``. At its end they are added to the new means.
+    """
+
+    def __init__(self) -> None:
+        self.begun: set[Tensor] = set()  # parameters exchanged since their step, whatever became of their gradients
+        self._means: dict[Tensor, Tensor] = {}  # gradients to which nothing was added since their exchange
+        self._copies: dict[Tensor, Tensor] = {}  # copies of means to which something was added
+        self._taken: dict[Tensor, Tensor] = {}  # means of earlier exchanges during an exchange
+        self._handles: dict[Tensor, Any] = {}
+        self.optimizer_parameters: Callable[[], Collection[Tensor]] = tuple  # parameters that optimizers train
+
+    def drop_infinities(self) -> None:
+        """Set non-finite values to zero in means without an optimizer, because all later sums would include them."""
+        optimizer_parameters = set(self.optimizer_parameters() if self._means else ())
+        for parameter, gradient in self._means.items() if optimizer_parameters else ():
+            if parameter not in optimizer_parameters and parameter.grad is gradient:
+                local_tensor(gradient).nan_to_num_(0, 0, 0)
+
+    @property
+    def has_means(self) -> bool:
+        """Whether a gradient holds a mean."""
+        return bool(self._means or self._copies)
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """Copy means before a backward adds to them, from the next one on; frozen parameters wait for a later call."""
+        if len(self._handles) == len(parameters):
+            return
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
+
+    def unwatch(self) -> None:
+        """Copy all means now, and remove the hooks."""
+        self.keep()
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+    def keep(self) -> None:
+        """Copy all means."""
+        for parameter in list(self._means):
+            self._keep(parameter)
+
+    def _keep(self, parameter: Tensor, *addend: Tensor) -> None:
+        mean = self._means.pop(parameter, None)
+        if parameter.grad is None:
+            self._copies.pop(parameter, None)
+        elif parameter.grad is mean:  # else it was replaced
+            self._copies[parameter] = mean.detach().clone()
+
+    @property
+    def continued(self) -> set[Tensor]:
+        """Parameters of optimizers with a mean of the step in progress in their gradient."""
+        held = {each for each in self._copies if each.grad is not None}
+        held |= {each for each, mean in self._means.items() if each.grad is mean}
+        held &= self.begun  # the gradient of an unused parameter may hold the mean of an earlier step
+        return held.intersection(self.optimizer_parameters() or held) if held else held
+
+    def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
+        """Take the means out of gradients, and return those of ``parameters`` if their step continues."""
+        means, copies, self._taken = self._means, self._copies, {}
+        self._means, self._copies = {}, {}
+        for parameter, mean in means.items():
+            if parameter.grad is mean:
+                self._taken[parameter], parameter.grad = mean, None
+        for parameter, mean in copies.items():
+            if parameter.grad is not None and parameter not in self._taken:  # infinities become NaN, and stay visible
+                self._taken[parameter], parameter.grad = mean, (parameter.grad - mean).detach()
+        members = list(parameters)
+        if self.begun.isdisjoint(members):
+            return None
+        return [local_tensor(self._taken[each]) for each in members if each in self._taken]
+
+    def add_means(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
+        """Add the taken means to the new means in gradients, and record the sums, also of ``unused`` parameters."""
+        for parameter, mean in self._taken.items():  # other gradients may share the memory of either
+            parameter.grad = mean if parameter.grad is None else (mean + parameter.grad).detach()
+        self._taken.clear()
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                self._means[parameter] = gradient
+                if parameter not in unused:
+                    self.begun.add(parameter)
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Drop the records of parameters at the end of their step."""
+        for parameter in parameters:
+            self.begun.discard(parameter)
+            self._means.pop(parameter, None)
+            self._copies.pop(parameter, None)
+
+    def clear(self) -> None:
+        """Treat all gradients as this rank's own contributions."""
+        self.begun.clear()
+        self._means.clear()
+        self._copies.clear()
 
 
 class SparseReducer(SharedOnCopy):
@@ -90,6 +188,7 @@ class SparseReducer(SharedOnCopy):
         self._end = end
         # Frozen parameters have hooks, too: they may be unfrozen within a step.
         self._hooked: dict[Tensor, tuple[ParamEntry, Any]] = {}
+        self.reduced = ReducedGradients()
         self._used: set[ParamEntry] = set()  # parameters with a gradient since the last exchange
         self._last_graph = -1  # the last backward with an end
         self._model_graph = -1  # the last backward through the output of the model
@@ -99,7 +198,7 @@ class SparseReducer(SharedOnCopy):
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange the gradients of these parameters from the next backward on."""
-        self._context.reduced.unwatch()  # the means of other parameters are watched next
+        self.reduced.unwatch()  # the means of other parameters are watched next
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
             self._hooked.pop(parameter)[1].remove()
@@ -152,7 +251,7 @@ class SparseReducer(SharedOnCopy):
         """Remove all hooks, and finish the pending messages of a failed backward."""
         if isinstance(self._backward, DenseBackward):
             self._context.worker.submit(self._backward.close, always=True)
-        self._context.reduced.unwatch()
+        self.reduced.unwatch()
         for _, handle in self._hooked.values():
             handle.remove()
 
@@ -161,7 +260,7 @@ class SparseReducer(SharedOnCopy):
         if self._backward is not None and self._backward.marks and not is_in_backward():
             raise RuntimeError(_FAILED)
         self._record_start()
-        self._context.reduced.drop_infinities()
+        self.reduced.drop_infinities()
         self._attend()
         if self._exchanges and not self.is_open:
             self._open(is_announced=True)
@@ -174,7 +273,7 @@ class SparseReducer(SharedOnCopy):
         if graph_number() != self._model_graph:  # False if this backward has passed another output before
             self._record_start()
             if is_in_backward():  # before the user checks for infinities and steps
-                self._context.reduced.drop_infinities()
+                self.reduced.drop_infinities()
         self._attend()
 
     @property
@@ -193,12 +292,11 @@ class SparseReducer(SharedOnCopy):
             if next(reversed(parameter._post_accumulate_grad_hooks or ()), None) != handle.id:
                 handle.remove()
                 self._hooked[parameter] = member, register_grad_hook(parameter, partial(self._on_grad_ready, member))
-        reduced = self._context.reduced
         if self._context.is_sharded:
             if not self._exchanges:
-                reduced.keep()  # FSDP adds to gradients without calling a tensor hook first
-        elif reduced.has_means:
-            reduced.watch([each.parameter for each in self._members])
+                self.reduced.keep()  # FSDP adds to gradients without calling a tensor hook first
+        elif self.reduced.has_means:
+            self.reduced.watch([each.parameter for each in self._members])
 
     def _on_grad_ready(self, member: ParamEntry, parameter: Tensor) -> None:
         self._used.add(member)
@@ -224,7 +322,11 @@ class SparseReducer(SharedOnCopy):
     def _open(self, is_announced: bool) -> Backward:
         self._begin(is_announced)
         used = set(self._members) if self._context.is_sharded else self._used  # FSDP has reduced all gradients
-        self._backward = (DenseBackward if self.is_dense else SparseBackward)(self._context, self._order, used)
+        if self.is_dense:
+            self._backward = DenseBackward(self._context, self._order, used)
+        else:
+            arrived = self.reduced.take_means(each.parameter for each in self._members)
+            self._backward = SparseBackward(self._context, self._order, used, arrived)
         self._backward.is_announced = is_announced or graph_number() == self._model_graph
         self.state = State.COLLECTING
         return self._backward
@@ -245,7 +347,9 @@ class SparseReducer(SharedOnCopy):
         if not self._order.members:
             self._order = ParamOrder(self._agreed_order(backward), self._order.all_used.device)
         with shown("exposed"):
-            backward.finalize_backward(self._order)
+            unused = backward.finalize_backward(self._order)
+            if isinstance(backward, SparseBackward):
+                self.reduced.add_means([each.parameter for each in self._members], unused)
         self._used, self._backward, self.state = set(), None, State.IDLE
         self._end()
         if not backward.is_announced:  # the next backward may also begin without a hook
@@ -260,3 +364,37 @@ class SparseReducer(SharedOnCopy):
         own = torch.tensor([each.position for each in order]).to(route.among.device)
         rows = route.worker.run(lambda: route.among.all_gather(own))
         return [self._members[position] for position in rows[0].tolist()]
+
+
+def is_in_backward() -> bool:
+    """Return whether a backward is running, also if a checkpoint recomputes a forward."""
+    return graph_number() > -1
+
+
+def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
+    """Return a step pre-hook that calls ``act`` when gradients are complete: after the step's closure, if any."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_named = "closure" in kwargs
+        closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
+        if closure is None:
+            act(optimizer)
+            return None
+
+        def close() -> Any:
+            loss = closure()
+            act(optimizer)
+            return loss
+
+        return (args, {**kwargs, "closure": close}) if is_named else ((args[0], close, *args[2:]), kwargs)
+
+    return hook
+
+
+def register_grad_hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
+    """Register a post-accumulate-grad hook, also on a frozen parameter."""
+    is_trained = parameter.requires_grad
+    try:
+        return parameter.requires_grad_().register_post_accumulate_grad_hook(act)
+    finally:
+        parameter.requires_grad_(is_trained)

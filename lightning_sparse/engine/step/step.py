@@ -59,10 +59,9 @@ __all__ = ["EMPTY_CONTEXT", "BucketResult", "LocalGradient", "Pipeline", "StepCo
 
 
 _APART = (
-    "between two exchanges of one optimizer step gradients were changed on some ranks, and not alike on the others, by"
-    " zero_grad, a scale, or a backward that nobody was told of, such as in on_after_backward: what had arrived is no"
-    " longer the same everywhere, and replicas would drift apart. Change gradients on all ranks, or after the"
-    " optimizer's step, and go backward from what the model returned, or once from a sum of losses"
+    "gradients changed differently on different ranks between two exchanges of one optimizer step (zero_grad, a scale,"
+    " or a backward in on_after_backward). Replicas would no longer be equal. Change gradients on all ranks, or after"
+    " the optimizer step. Call backward on the output of the model, or once on a sum of losses."
 )
 _ODD = 0x100000001B3  # FNV prime: makes the hash depend on the order of gradients
 

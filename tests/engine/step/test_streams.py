@@ -14,10 +14,10 @@ import torch
 from lightning_sparse import AdamCorrection, LocalSteps
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import SparseReducer
 from lightning_sparse.engine.step.topology import ShardedModel, UnwrappedModule
-from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers import racing
 from tests.helpers.racing import CUDA, Skipping, Way, played, train
 

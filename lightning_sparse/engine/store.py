@@ -1,0 +1,96 @@
+"""Strings and errors that ranks exchange through the job's store, not through a process group."""
+
+import json
+import re
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from textwrap import shorten
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GroupMember
+from torch.distributed.constants import default_pg_timeout
+
+_UNKNOWN_CAUSE = (
+    "another rank has died, is slower than the timeout, or has finished with fewer batches. Look for the first error in"
+    " the output of the other ranks. Give SparseDDPStrategy a longer timeout=... if ranks are only slow."
+)
+_ERROR_KEY = "lightning_sparse/error/{}"
+_MAX_CHARACTERS = 300  # length of a stored error
+_PATIENCE_WITH_STORE = 3.0  # seconds
+_NCCL_OF_THIS_RANK = "ncclUnhandledCudaError|ncclInvalid"
+_ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+class ExchangeError(RuntimeError):
+    """A collective failed because another rank died, is too slow, cannot be reached, or has finished."""
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the process group of the job."""
+    assert GroupMember.WORLD is not None
+    return GroupMember.WORLD
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return default_group().get_group_store()
+
+
+def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:
+    """Gather a string from every rank through the job's store, not through a process group.
+
+    Other ranks may still be in a step. A collective on a group in use would pair with a collective of the step.
+    """
+    store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
+    limit = default_pg_timeout if timeout is None else timeout
+    # Each rank counts its calls, so that all ranks use the same key in the same call.
+    place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
+    store.set(f"{place}/{rank}", line)
+    if rank == 0:
+        handed_in = [f"{place}/{each}" for each in range(world_size)]
+        store.wait(handed_in, limit)
+        store.set(place, json.dumps([store.get(each).decode() for each in handed_in]))
+    store.wait([place], limit)
+    gathered: list[str] = json.loads(store.get(place))
+    return gathered
+
+
+def exchange_error(error: RuntimeError, subject: str, name: str, timeout: Optional[timedelta]) -> ExchangeError:
+    """Return the error of a collective called ``name`` of ``subject`` that waited for another rank."""
+    return ExchangeError(
+        f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
+        f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
+        f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
+    )
+
+
+def post_error(error: Optional[BaseException]) -> None:
+    """Store this rank's error, or ``None``, for the ranks that wait for this rank."""
+    if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError names another rank.
+        with suppress(Exception):  # A failing store must not hide the error itself.
+            line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
+            default_store().set(_ERROR_KEY.format(dist.get_rank()), line)
+
+
+def _errors_of_others() -> str:
+    found: dict[int, str] = {}
+
+    def read() -> None:
+        with suppress(Exception):
+            for rank in set(range(dist.get_world_size())) - {dist.get_rank()}:
+                if default_store().check([key := _ERROR_KEY.format(rank)]):
+                    found[rank] = default_store().get(key).decode()
+
+    # The store's calls block without a timeout if the rank that hosts the store has stopped.
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(_PATIENCE_WITH_STORE)
+    return " ".join(f"rank {rank} has failed with {line.rstrip('.')}." for rank, line in sorted(found.items()) if line)
+
+
+def is_of_this_rank(error: RuntimeError) -> bool:
+    """Return whether a backend's error comes from this rank's device, not from another rank."""
+    return isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)) is not None
