@@ -23,7 +23,7 @@ ROOMS = [
     {"__main__"},
 ]
 ENGINE = [
-    {"samples"},
+    {"samples", "store"},
     {"memory", "wire", "observe"},
     {"collectives"},
     {"planner", "requirements"},
@@ -127,7 +127,7 @@ def test_functional_knows_nothing_but_torch():
 
 def test_only_collectives_the_engine_and_the_doors_call_torch_distributed():
     calling = {path.name for path in FILES if "torch.distributed" in imported(path) and noun(path) != "testing"}
-    engine = {"collectives.py", "engine.py", "replicas.py", "store.py"}
+    engine = {"collectives.py", "engine.py", "store.py"}
     assert calling == {*engine, "loop.py", "sparsify.py", "state.py", "check.py", "probes.py"}
 
 
@@ -183,14 +183,14 @@ _OWN = re.compile(r"\b(?:self|cls|super\(\)|type\(self\))$")
 
 
 def private_names():
-    defined = {
-        (path, node.name): any(ast.unparse(each) == "override" for each in node.decorator_list)
+    defined = [
+        (node.name, any(ast.unparse(each) == "override" for each in node.decorator_list))
         for path in FILES
         for node in nodes(path)
         if isinstance(node, ast.FunctionDef)
-    }
-    own = {name for (_, name), overrides in defined.items() if not overrides}
-    yield from (name for (_, name) in defined if name not in own and re.match("_[^_]", name))
+    ]
+    own = {name for name, overrides in defined if not overrides}
+    yield from (name for name, _ in defined if name not in own and re.match("_[^_]", name))
     for path in FILES:
         text = path.read_text()
         for node in nodes(path):

@@ -12,11 +12,12 @@ from typing import Any, Optional, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GroupMember
 from torch.nn import Module, Parameter, functional
 from typing_extensions import Self
 
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.store import default_group, exchange_error, is_of_this_rank
+from lightning_sparse.engine.store import exchange_error, is_of_this_rank
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
 
@@ -34,6 +35,12 @@ def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) 
     """Return the name of a group's backend for a device, or ``""`` without a backend."""
     by_kind: dict[str, str] = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return by_kind.get(device.type, "")
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the process group of the job."""
+    assert GroupMember.WORLD is not None
+    return GroupMember.WORLD
 
 
 def timeout_of_job(device: torch.device) -> Optional[timedelta]:
@@ -90,18 +97,9 @@ def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None)
     broadcast_tensors(buffers, group)
 
 
-def all_reduce_sum(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:
-    """Sum a tensor in place over the ranks of a group (default: all ranks)."""
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 @contextmanager
 def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
-    """Raise :class:`ExchangeError` for a backend's error inside, except an error of this rank's device.
-
-    The message has the ``subject`` (the exchanged data), the collective's ``name`` and the ``timeout``.
-    """
+    """Raise :class:`ExchangeError` for an error of a backend inside, except an error of this rank's device."""
     try:
         yield
     except RuntimeError as error:

@@ -47,6 +47,7 @@ class Engine(SharedOnCopy):
         local_world_size: ranks per node that average gradients first, or that hold a sharded replica.
         begin: called before the first gradient of a backward, with whether the backward was announced.
         end: called when all gradients hold means.
+        trained: parameters to exchange, by name; by default all that require a gradient.
 
     Attributes:
         densities: may be raised between two steps, equally on all ranks.
@@ -61,13 +62,14 @@ class Engine(SharedOnCopy):
         local_world_size: int = 1,
         begin: Callable[[bool], None] = lambda is_explicit: None,
         end: Callable[[], None] = lambda: None,
+        trained: Optional[Mapping[str, Tensor]] = None,
     ) -> None:
         self.module = module = named_module(ddp)
         compressor = settings.compressor
         if settings.replicas_diverge:
             # This raises an error for models that cannot be averaged, before a thread runs.
             averaged(chain(module.named_parameters(), module.named_buffers()))
-        device, trained = next(module.parameters()).device, trained_in(module)
+        device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
         # NCCL takes memory for each group. Existing groups are safe if no exchange overlaps with other collectives.
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
         shares_groups = is_nccl and local_world_size > 1 and has_their_timeout and not settings.overlaps_backward

@@ -18,8 +18,8 @@ from lightning_sparse.engine.collectives import (
     all_gather_object,
     broadcast_tensors,
     ddp_ignored_names,
+    default_group,
 )
-from lightning_sparse.engine.store import default_group
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint

@@ -4,7 +4,7 @@ The mean change over ranks is the gradient of an outer ``torch.optim.SGD`` step 
 tensors are looked up at each use, because a module may replace or rename them.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, compress
@@ -29,14 +29,8 @@ class SharedModel:
     """Model tensors that all ranks share, moved by the mean of the ranks' changes.
 
     Trained parameters and floating-point buffers are exchanged. All other tensors that ranks may write (frozen
-    parameters,
-    parameters without an optimizer, integers, new buffers) are made equal when a round ends early, as before a
-    validation,
-    and at the end.
-
-    Attributes:
-        optimizer_parameters: returns the parameters of all optimizers. If none is in the model, all of the model is
-            trained.
+    parameters, parameters without an optimizer, integers, new buffers) are made equal when a round ends early, as
+    before a validation, and at the end.
     """
 
     def __init__(
@@ -54,7 +48,6 @@ class SharedModel:
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self.device = self._averager.device
-        self.optimizer_parameters: Callable[[], Collection[Tensor]] = tuple
         self.trained = frozenset(names)  # names of parameters with exchanged changes
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
@@ -76,20 +69,19 @@ class SharedModel:
         """
         parts = (self._local, self._pipeline, self._schedule, self._worker)
         other = SharedModel(self.module, trained, *parts)
-        other.optimizer_parameters = self.optimizer_parameters
         other._momenta = renamed(self._momenta, names)
         before = renamed({name: each for name, each in self._shared.items() if name in self.trained}, names)
         other._shared.update({name: each for name, each in before.items() if name in other.trained})
         return other
 
     def inactive(self) -> frozenset[str]:
-        """Return names of parameters without an optimizer and of unchanged frozen ones. May wait for the device.
+        """Return names of unchanged frozen parameters. May wait for the device.
 
         If all ranks report a parameter, no momentum moves it, and no residual from before it was frozen.
         """
         frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
-        held = {name: each for name, each in self._tensors().items() if name in frozen} if frozen else {}
-        return self._left_alone().union(held.keys() - self._moved(held))
+        held = {name: each for name, each in self.exchanged().items() if name in frozen} if frozen else {}
+        return frozenset(held.keys() - self._moved(held))
 
     def _moved(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Return the names of tensors that differ from the shared model, by any writer."""
@@ -103,7 +95,7 @@ class SharedModel:
     def _beside(self) -> list[str]:  # names of exchanged buffers
         return list(self._shared)[len(self.trained) :]
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def exchanged(self) -> dict[str, Tensor]:
         """Return the model's shared tensors that still exist with the same shape.
 
         Parameters are matched by identity: a parameter may have a new name, and its old name may be another's.
@@ -115,20 +107,9 @@ class SharedModel:
         held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
-    def _left_alone(self) -> frozenset[str]:
-        """Return names of trainable parameters without an optimizer. The user's code decides their values."""
-        optimizer_parameters = set(self.optimizer_parameters())
-        ours = frozenset(name for name, each in self._parameters.items() if each in optimizer_parameters)
-        return self.trained - ours if ours else ours
-
-    def exchanged(self) -> dict[str, Tensor]:
-        """Return the shared tensors without parameters that no optimizer trains."""
-        left_alone = self._left_alone()
-        return {name: tensor for name, tensor in self._tensors().items() if name not in left_alone}
-
     def _unshared(self) -> dict[str, Tensor]:
         """Return tensors that ranks may write without an optimizer: frozen parameters, integers and changed buffers."""
-        known = self.trained | self._tensors().keys()
+        known = self.trained | self.exchanged().keys()
         return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
 
     def has_moved(self) -> bool:
@@ -147,7 +128,7 @@ class SharedModel:
         adopted = {name: each for name, each in averaged(self._named()).items() if all_of_it or name in self.trained}
         self._worker.run(lambda: self._averager.average(adopted))
         self._away = None
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.exchanged().items():
             if name in adopted:
                 shared = self._shared[name]  # wide values that round to the model's values stay
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
@@ -241,7 +222,7 @@ class SharedModel:
 
     def swap_out(self, own: bool = True) -> None:
         """End :meth:`shown`: restore this rank's tensors if ``own``, or do not change the model."""
-        tensors = self._tensors()
+        tensors = self.exchanged()
         for name, tensor in (self._away or {}).items():  # empty after reset_shared_model
             if own and name in tensors:
                 tensors[name].copy_(tensor)
@@ -249,7 +230,7 @@ class SharedModel:
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
         """Return this rank's state, not copied. Before the first round Lightning's file holds all of it."""
-        own = {**self._tensors(), **(self._away or {})} if has_begun else {}
+        own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
             unshared = self._unshared()
@@ -279,7 +260,7 @@ class SharedModel:
         for name, tensor in state["unshared"].items():
             if name in unshared and unshared[name].shape == tensor.shape:
                 unshared[name].copy_(tensor)
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.exchanged().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
         self._momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}

@@ -28,15 +28,10 @@ class ExchangeError(RuntimeError):
     """A collective failed because another rank died, is too slow, cannot be reached, or has finished."""
 
 
-def default_group() -> dist.ProcessGroup:
-    """Return the process group of the job."""
-    assert GroupMember.WORLD is not None
-    return GroupMember.WORLD
-
-
 def default_store() -> Any:
     """Return the store of the default process group."""
-    return default_group().get_group_store()
+    assert GroupMember.WORLD is not None
+    return GroupMember.WORLD.get_group_store()
 
 
 def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:

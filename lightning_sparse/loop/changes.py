@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import compress
 from operator import gt
 from typing import Any, Optional
 
@@ -25,33 +26,50 @@ _ALIKE = (
 
 
 class TrainedParameters:
-    """The parameters of a model that are exchanged: those that can be trained, and those that were ``exchanged`` once.
+    """The parameters of a model that are exchanged: an optimizer holds each, and each requires a gradient.
+
+    If no optimizer holds any, all count as held.
+
+    Args:
+        module: the model.
+        optimizer_parameters: parameters of all optimizers.
+        exchanged: parameters with earlier exchanges, which stay if an optimizer holds them, also frozen ones.
 
     Attributes:
-        parameters: that are exchanged, by name.
-        names: of all that the model has, by parameter.
+        parameters: parameters that are exchanged, by name.
+        names: names of all parameters of the model.
     """
 
-    def __init__(self, module: Module, exchanged: Collection[Tensor] = ()) -> None:
+    def __init__(
+        self, module: Module, optimizer_parameters: Sequence[Tensor], exchanged: Collection[Tensor] = ()
+    ) -> None:
         self._module = module
         self.names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
-        before = set(exchanged)
-        self.parameters = {name: each for each, name in self.names.items() if each.requires_grad or each in before}
+        self._set_held(optimizer_parameters)
+        before, held = set(exchanged), compress(self.names.items(), self._are_held)
+        self.parameters = {name: each for each, name in held if each.requires_grad or each in before}
         self._buffers = {name for name, _ in module.named_buffers()}
         self._are_exchanged = [name in self.parameters for name in self.names.values()]
-        self._handled: list[int] = []  # identities of the parameters that optimizers train
+
+    def _set_held(self, optimizer_parameters: Sequence[Tensor]) -> None:
+        self._handled = list(map(id, optimizer_parameters))
+        held = set(optimizer_parameters).intersection(self.names) or self.names
+        self._are_held = [each in held for each in self.names]
+
+    def without_optimizer(self) -> list[str]:
+        """Return the names of the parameters that require a gradient, and that no optimizer holds."""
+        return [name for each, name in self.names.items() if each.requires_grad and name not in self.parameters]
 
     def have_changed(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether others are trained now; on a few hundred parameters it takes some ten microseconds.
-
-        New ones of the model count from when optimizers have others than before: without one they are not trained.
-        """
+        """Return whether other parameters are trained now, in about ten microseconds for a few hundred parameters."""
         present = list(map(id, optimizer_parameters))
         if present != self._handled:
             if self.has_others():
                 return not self._are_replaced
-            self._handled = present
-        are_trained = [each.requires_grad for each in self.names]
+            self._set_held(optimizer_parameters)
+            if any(map(gt, self._are_exchanged, self._are_held)):
+                return True
+        are_trained = [each.requires_grad and is_held for each, is_held in zip(self.names, self._are_held)]
         return any(map(gt, are_trained, self._are_exchanged))
 
     def has_others(self) -> bool:

@@ -36,6 +36,7 @@ from lightning_sparse.loop.optimizers import (
     calls_hooks,
     can_correct,
     chain_of,
+    listed,
     optimizer_parameters,
     warn_of_adaptive,
 )
@@ -45,6 +46,7 @@ from lightning_sparse.loop.summary import (
     RESUMES_ALONE,
     TAKES_MOMENTUM,
     UNSAVED_GRADIENTS,
+    WITHOUT_OPTIMIZER,
     adam_line,
     describe,
     log_rounds,
@@ -218,8 +220,11 @@ class Training:
         for line in told:
             log(line)
         around = (self._open, lambda: self.view.note_arrived())
-        self.engine = engine = Engine(ddp, ordered, given.timeout, log, given.local_world_size, *around)
-        self._trained = TrainedParameters(module)
+        self._trained = TrainedParameters(module, all_optimizer_parameters(optimizers))
+        if rest := self._trained.without_optimizer():
+            log(WITHOUT_OPTIMIZER.format(names=listed(rest)))
+        parts = (ordered, given.timeout, log, given.local_world_size, *around, self._trained.parameters)
+        self.engine = engine = Engine(ddp, *parts)
         # Whether the coming steps are left to plain DDP.
         self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
@@ -235,9 +240,6 @@ class Training:
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
         hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
-        self.engine.reducer.reduced.optimizer_parameters = partial(all_optimizer_parameters, optimizers)
-        if self.engine.rounds is not None:
-            self.engine.rounds.shared.optimizer_parameters = self.engine.reducer.reduced.optimizer_parameters
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
             self.view.adam.clips.ask(self._given.clipping, parameters.values())
@@ -254,7 +256,8 @@ class Training:
         if not (self._trains_others(optimizers) or has_others):
             return
         before = self._trained
-        present = TrainedParameters(self.engine.module, before.parameters.values())
+        held = all_optimizer_parameters(optimizers)
+        present = TrainedParameters(self.engine.module, held, before.parameters.values())
         if before.has_others() and isinstance(self.engine.wrapper, ShardedModel):
             raise RuntimeError(_NEW)
         changes = before.changes_to(present), "other optimizers" * has_others
@@ -493,7 +496,8 @@ class Training:
         usable, unused = match_state(state, self.engine)
         exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
-        self._restart(TrainedParameters(self.engine.module, [*self._trained.parameters.values(), *frozen]))
+        held = all_optimizer_parameters(self.optimizers)
+        self._restart(TrainedParameters(self.engine.module, held, [*self._trained.parameters.values(), *frozen]))
         self.engine.load_state_dict(usable)
         self.engine.reducer.restore_order(usable.get("order", ()))
         if self.view.adam is not None:

@@ -27,6 +27,10 @@ TAKES_MOMENTUM = (
 OWN_MODELS = (
     "training ended in an exception: each rank holds its own model, and another fit begins with the model of rank 0."
 )
+WITHOUT_OPTIMIZER = (
+    "no optimizer holds {names}: the gradients of these parameters are not exchanged, and each rank has its own. Add"
+    " them to an optimizer to train them."
+)
 UNSAVED_GRADIENTS = (
     "gradients accumulated since the last optimizer step (backward passes: {backwards}) are not in this checkpoint, as"
     " with ddp: save after a step to resume exactly"

@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -125,22 +126,29 @@ def overflow_beside_what_nobody_owns(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
     optimizer = OPTIMIZERS["SGD"](model[2].parameters())
-    residuals, sent = [], []
-    with sparsify_gradients(model, optimizer, **SPARSE) as handle:
+    residuals, sent, lines = [], [], []
+    logged = patch("lightning_sparse.loop.sparsify._log", lines.append)
+    with logged, sparsify_gradients(model, optimizer, **SPARSE) as handle:
+        assert handle.engine.parameter_names == ("2.weight", "2.bias")
         for step in range(6):
             scale = float("inf") if (rank, step) == (1, 2) else 1.0
+            before = model[0].weight.grad
             (model(batch(rank, step)).square().mean() * scale).backward()
+            assert before is None or model[0].weight.grad is before  # this rank's own sum
             if all(each.grad.isfinite().all() for each in model[2].parameters()):
                 optimizer.step()
             optimizer.zero_grad()
             residuals.append(handle.engine.state_dict()["memory"]["residual"]["2.weight"].clone())
             sent.append(handle.compression_stats()["wire_bytes"])
-    return residuals, sent, weights(model)
+    assert any("no optimizer holds '0.weight', '0.bias'" in line for line in lines)
+    return residuals, sent, weights(model), model[0].weight.grad
 
 
-def test_what_no_optimizer_has_does_not_stay_infinite(pair):
-    (residuals, sent, one), (_, _, other) = pair.run(overflow_beside_what_nobody_owns)
+def test_the_gradients_that_no_optimizer_has_are_each_ranks_own(pair):
+    (residuals, sent, one, own), (_, _, other, infinite) = pair.run(overflow_beside_what_nobody_owns)
     assert_same(one, other)
+    assert own.isfinite().all()
+    assert not infinite.isfinite().all()
     assert max(sent) < 1.5 * min(sent)  # per step, not in total
     assert torch.equal(residuals[2], residuals[1])
     assert all(not torch.equal(*each) for each in pairwise(residuals[2:]))

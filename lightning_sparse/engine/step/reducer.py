@@ -1,6 +1,6 @@
 """The reducer: it collects gradients during backward, and writes means when backward ends."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
 from typing import Any, Optional, Union
@@ -69,14 +69,6 @@ class ReducedGradients:
         self._copies: dict[Tensor, Tensor] = {}  # copies of means to which something was added
         self._taken: dict[Tensor, Tensor] = {}  # means of earlier exchanges during an exchange
         self._handles: dict[Tensor, Any] = {}
-        self.optimizer_parameters: Callable[[], Collection[Tensor]] = tuple  # parameters that optimizers train
-
-    def drop_infinities(self) -> None:
-        """Set non-finite values to zero in means without an optimizer, because all later sums would include them."""
-        optimizer_parameters = set(self.optimizer_parameters() if self._means else ())
-        for parameter, gradient in self._means.items() if optimizer_parameters else ():
-            if parameter not in optimizer_parameters and parameter.grad is gradient:
-                local_tensor(gradient).nan_to_num_(0, 0, 0)
 
     @property
     def has_means(self) -> bool:
@@ -111,11 +103,10 @@ class ReducedGradients:
 
     @property
     def continued(self) -> set[Tensor]:
-        """Parameters of optimizers with a mean of the step in progress in their gradient."""
+        """Parameters with a mean of the step in progress in their gradient."""
         held = {each for each in self._copies if each.grad is not None}
         held |= {each for each, mean in self._means.items() if each.grad is mean}
-        held &= self.begun  # the gradient of an unused parameter may hold the mean of an earlier step
-        return held.intersection(self.optimizer_parameters() or held) if held else held
+        return held & self.begun  # the gradient of an unused parameter may hold the mean of an earlier step
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
         """Take the means out of gradients, and return those of ``parameters`` if their step continues."""
@@ -199,6 +190,7 @@ class SparseReducer(SharedOnCopy):
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange the gradients of these parameters from the next backward on."""
         self.reduced.unwatch()  # the means of other parameters are watched next
+        self.reduced.forget(self._hooked.keys() - set(trained.values()))
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
             self._hooked.pop(parameter)[1].remove()
@@ -260,7 +252,6 @@ class SparseReducer(SharedOnCopy):
         if self._backward is not None and self._backward.marks and not is_in_backward():
             raise RuntimeError(_FAILED)
         self._record_start()
-        self.reduced.drop_infinities()
         self._attend()
         if self._exchanges and not self.is_open:
             self._open(is_announced=True)
@@ -272,8 +263,6 @@ class SparseReducer(SharedOnCopy):
             return
         if graph_number() != self._model_graph:  # False if this backward has passed another output before
             self._record_start()
-            if is_in_backward():  # before the user checks for infinities and steps
-                self.reduced.drop_infinities()
         self._attend()
 
     @property
