@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
 
     @property
     def strategy(self) -> str:
-        """The fastest way; ``sparse_auto`` if LAGS-SGD is faster than dense exchanges only without overlap.
+        """The fastest way, or ``sparse_auto`` if LAGS-SGD is faster than dense exchanges only without overlap.
 
         >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1).strategy for r in (0.1, 0.9, 3, 300)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']

@@ -1,4 +1,4 @@
-"""ONE STEP, without Lightning; CONTRIBUTING.md says in which order to read it."""
+"""A step, without Lightning. CONTRIBUTING.md gives the reading order."""
 
 from lightning_sparse.engine.engine import Engine
 

@@ -20,7 +20,7 @@ class Capability(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """Argument, callback or environment that needs capabilities; ``instead`` is an imperative for the error."""
+    """Argument, callback or environment that needs capabilities. ``instead`` is an imperative for the error."""
 
     needs: tuple[str, ...]
     instead: str
