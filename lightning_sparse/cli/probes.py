@@ -1,12 +1,17 @@
-"""The rows of ``lightning-sparse check``: small trainings, and timings of devices and of the network."""
+"""The rows of ``lightning-sparse check``: small trainings, timings of devices and of the network, and the advice."""
 
+import argparse
 import os
+import platform
 import shutil
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Union
 
 import torch
@@ -15,24 +20,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse.callbacks import ReplicaSentinel
+from lightning_sparse.cli.estimate import PASSES, Estimate
 from lightning_sparse.cli.rows import NotApplicableError, Rows
-from lightning_sparse.engine.collectives import all_gather_object
+from lightning_sparse.engine.collectives import all_gather_object, backend_of
 from lightning_sparse.engine.store import default_store
 from lightning_sparse.functional.topk import top_k_indices
 from lightning_sparse.schedule.costs import Line, fit
 from lightning_sparse.schedule.network import sent_bytes
-from lightning_sparse.strategy.lightning import LightningModule, Trainer
+from lightning_sparse.strategy.lightning import NAME, DDPStrategy, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
+_QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
 _STEPS = 40
-_SLOW = 1 / 3  # minimum rate of a link, relative to the fastest
-_CLOSE = 1e-4  # maximum difference between two orders of summation, relative to the largest element
+_SLOW = 1 / 3  # share of the fastest link's rate below which a link is too slow
+_CLOSE = 1e-4  # difference between two orders of summation, relative to the largest element
 _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 _ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class _OddModel(LightningModule):
-    """Prime sizes, a tied weight, an embedding, a bf16 layer, a layer for the last rank and another for the rest."""
+    """Prime sizes, a tied weight, an embedding, a bf16 layer, and two layers of which each rank uses one."""
 
     def __init__(self, optimizer: Callable[..., Any], coarse: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -45,7 +52,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # a resumed loader starts again
+        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # a resumed loader repeats its first batches
         words = (words.view(-1, 1) * 31 + torch.arange(8, device=self.device) * (rank + 1)) % 211
         hidden = torch.tanh(self.first(self.embedding(words)))
         hidden = self.coarse(hidden.to(self.coarse.weight.dtype)).float()
@@ -60,18 +67,31 @@ class _OddModel(LightningModule):
 
 
 class Probes:
-    """The rows of a run, for Trainers with the given arguments. ``nodes`` has each rank's host.
+    """Trainings and timings on this rank, a process of torchrun or SLURM.
 
     Attributes:
-        exchange, select: seconds of an all-reduce by the bytes that a rank sends, and of a selection by elements.
-        latency, memory: one-way seconds of a message, and bytes per second of the slowest device.
+        rows: the runner of the rows.
     """
 
-    exchange, select, latency, memory = Line(), Line(), 0.0, 0.0
+    _exchange, _select, _memory = Line(), Line(), 0.0  # seconds by bytes, seconds by elements, bytes per second
 
-    def __init__(self, trainer: dict[str, Any], device: torch.device, rows: Rows, nodes: list[str]) -> None:
-        self._trainer, self._device, self._rows, self._nodes = trainer, device, rows, nodes
-        self.ranks = dist.get_world_size()
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            ranks, devices = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        else:
+            ranks = int(os.environ["SLURM_NTASKS"])
+            devices = ranks // int(os.environ["SLURM_NNODES"])
+        self._trainer: dict[str, Any] = {"devices": devices, "num_nodes": ranks // devices}
+        self._trainer.update(dict.fromkeys(_QUIET, False))
+        timeout = timedelta(seconds=options.time)
+        strategy: Any = Trainer(strategy=DDPStrategy(timeout=timeout), **self._trainer).strategy
+        strategy.setup_environment()
+        self._device: torch.device = strategy.root_device
+        os.environ["LIGHTNING_SPARSE_TEST_DEVICE"] = str(self._device)
+        self._nodes = all_gather_object((os.environ.get("GROUP_RANK"), socket.gethostname()))
+        names = [f"rank {rank} ({host})" for rank, (_, host) in enumerate(self._nodes)]
+        self._ranks, self.rows = ranks, Rows(dist.get_rank(), names, options.time, options.output)
 
     def table(self) -> dict[str, Callable[[], str]]:
         """Return the rows by name."""
@@ -89,12 +109,29 @@ class Probes:
             "links": self._links,
             "all-reduce": self._all_reduce,
         }
-        if self.ranks < 2:
+        if self._ranks < 2:
             of_two = dict.fromkeys(of_two, self._alone)
-        return of_two | {"memory bandwidth": self._memory, "selection of 1 %": self._selection}
+        rows = {"environment": self._environment, **of_two, "memory bandwidth": self._copies}
+        rows["selection of 1 %"] = self._selects
+        return {**rows, "advice": self._advise} if self._options.parameters else rows
 
     def _alone(self) -> str:
         raise NotApplicableError("needs two processes")
+
+    def _environment(self) -> str:
+        packages = ("torch", NAME.split(".")[0], "lightning-sparse")
+        versions = ", ".join([f"python {platform.python_version()}", *(f"{each} {version(each)}" for each in packages)])
+        if (backend := backend_of(self._device)) == "nccl":
+            versions += f", nccl {torch.cuda.nccl.version()}"
+        kind = torch.cuda.get_device_name() if self._device.type == "cuda" else platform.machine()
+        network = {name: os.environ[name] for name in os.environ if name.endswith("_SOCKET_IFNAME")}
+        found = {"device": f"{self._device} {kind}", "backend": backend, "network": network, "versions": versions}
+        ranks = dict(zip(self.rows.names, all_gather_object(found)))
+        self.rows.environment = {"time_limit": self._options.time, "ranks": ranks}
+        if apart := [name for name, each in ranks.items() if each["versions"] != versions]:
+            raise ValueError(f"{', '.join(apart)}: other versions than {versions} on this rank; install the same")
+        count = f"{self._ranks} ranks on {self._trainer['num_nodes']} hosts"
+        return f"{count}, {backend}, {self._device.type} {kind}, {network or 'default network interface'}, {versions}"
 
     def _fit(self, strategy: Union[str, SparseDDPStrategy], model: Any, path: Any = None, **more: Any) -> Any:
         diverges = isinstance(strategy, str) or strategy.settings.replicas_diverge
@@ -105,30 +142,30 @@ class Probes:
 
     def _agreement(self, model: Any) -> str:
         names, each = zip(*((name, float(each.detach().double().sum())) for name, each in model.named_parameters()))
-        for rank, others in zip(self._rows.names, sums := all_gather_object(each)):
+        for rank, others in zip(self.rows.names, sums := all_gather_object(each)):
             if apart := [name for name, own, first in zip(names, others, sums[0]) if own != first]:
                 raise ValueError(f"{rank}: {apart[0]} differs from that of rank 0")
-        return f"the same parameters on {self.ranks} ranks"
+        return f"the same parameters on {self._ranks} ranks"
 
     def _equals_ddp(self, optimizer: Any = _SGD, **more: Any) -> str:
         # More ranks sum in another order than DDP, which bfloat16 magnifies.
-        dtype = torch.bfloat16 if self.ranks == 2 else torch.float32
+        dtype = torch.bfloat16 if self._ranks == 2 else torch.float32
         ddp, ours, sparse = (_OddModel(optimizer, dtype) for _ in range(3))
         self._fit("ddp_find_unused_parameters_true", ddp, **more)
         self._fit(SparseDDPStrategy("lags", 1.0), ours, **more)
         if more:
             self._fit(SparseDDPStrategy("lags", 0.01), sparse, **more)
         apart, name = _difference(ours, ddp)
-        if not apart <= (0 if self.ranks == 2 else _CLOSE):
+        if not apart <= (0 if self._ranks == 2 else _CLOSE):
             raise ValueError(f"{name} differs from DDP's by {apart:.2g} of its largest element")
         return f"the largest relative difference is {apart:.2g}"
 
     def _replicas(self, **settings: Any) -> str:
-        local = self.ranks // len(set(self._nodes))
-        if "levels" in settings and not 1 < local < self.ranks:
-            raise NotApplicableError(f"{local} of {self.ranks} ranks on each host: no second level")
-        if "exchange" in settings and self.ranks < 3:
-            raise NotApplicableError("needs three processes: two owners send as much as an all-gather")
+        local = self._ranks // len(set(self._nodes))
+        if "levels" in settings and not 1 < local < self._ranks:
+            raise NotApplicableError(f"{local} of {self._ranks} ranks on each host: no second level")
+        if "exchange" in settings and self._ranks < 3:
+            raise NotApplicableError("needs three processes: two own nothing that a gather does not send")
         model = _OddModel(_SGD)
         density = self._fit(SparseDDPStrategy("lags", 0.01, **settings), model).strategy.compression_stats()["density"]
         self._agreement(model)
@@ -137,7 +174,7 @@ class Probes:
         return f"bitwise identical after each step, {density:.2%} sent"
 
     def _conserves(self) -> str:
-        from lightning_sparse.testing import invariants  # imports the device setting
+        from lightning_sparse.testing import invariants  # the import reads the device from the environment
         from lightning_sparse.testing.tensors import moved
 
         book = invariants.balance(dist.get_rank(), {"compressor": "lags", "density": 0.05, "wire": "bfloat16"}, 4)
@@ -161,26 +198,19 @@ class Probes:
             raise ValueError(f"{name} differs from that of a training without a pause by {apart:.2g}")
         return f"bitwise that of a training without a pause, after step {_STEPS // 2}"
 
-    def _memory(self) -> str:
-        source = torch.ones(1 << 25, device=self._device)
-        speeds = all_gather_object(2 * source.nbytes / min(self._times(partial(source.clone().copy_, source), 3)))
-        self.memory = min(speeds)
-        return f"{self.memory / 1e9:.3g} GB/s on the slowest, {self._slowest(speeds)}"
+    def _copies(self) -> str:
+        line, words = self._measured("", [32_000_000], lambda n: partial(torch.ones(n).copy_, torch.ones(n)))
+        self._memory = 8 / line.per_unit
+        return f"{self._memory / 1e9:.3g} GB/s: {words}"
 
-    def _selection(self) -> str:
-        samples, seconds = list[tuple[float, float]](), list[float]()
-        for elements in (10_000_000, 100_000_000):
-            if all_gather_object(self._rows.seconds_left > 25 or not samples)[0]:
-                gradient = torch.randn(elements, device=self._device)
-                seconds = all_gather_object(min(self._times(partial(top_k_indices, gradient, elements // 100), 2)))
-                samples.append((elements, max(seconds)))
-        self.select = fit(samples) or Line(0.0, samples[0][1] / samples[0][0])
-        words = ", ".join(f"{1e3 * each:.3g} ms from {elements / 1e6:g} M" for elements, each in samples)
-        return f"{words}, on the slowest, {self._slowest([-each for each in seconds])}"
+    def _selects(self) -> str:
+        sizes = [10_000_000, 100_000_000]
+        self._select, words = self._measured("", sizes, lambda n: partial(top_k_indices, torch.randn(n), n // 100))
+        return words
 
     def _links(self) -> str:
         firsts = [rank for rank, node in enumerate(self._nodes) if node not in self._nodes[:rank]]
-        ring = firsts if len(firsts) > 1 else list(range(self.ranks))
+        ring = firsts if len(firsts) > 1 else list(range(self._ranks))
         message, own = torch.ones(1 << 20, device=self._device), dict[tuple[int, int], float]()
         for sender, receiver in ((ring[at], ring[(at + by) % len(ring)]) for at in range(len(ring)) for by in (1, -1)):
             if dist.get_rank() == sender:
@@ -188,49 +218,51 @@ class Probes:
             elif dist.get_rank() == receiver:
                 own[sender, receiver] = 8 * message.nbytes / min(self._times(partial(dist.recv, message, sender), 3))
         links = {pair: rate for of_rank in all_gather_object(own) for pair, rate in of_rank.items()}
-        ways = (0, 1) if len(ring) > 2 else (0,)  # with two ranks, the sender is named
-        rates = [min(max(links[pair] for pair in links if pair[way] == rank) for way in ways) for rank in ring]
-        words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self._rows.names[ring[rates.index(min(rates))]]}"
+        rates = [max(rate for (sender, _), rate in links.items() if sender == rank) for rank in ring]
+        words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self.rows.names[ring[rates.index(min(rates))]]}"
         if min(rates) < _SLOW * max(rates):
             raise ValueError(f"{words}, and up to {max(rates) / 1e9:.3g} on others")
         return words
 
     def _all_reduce(self) -> str:
-        samples = list[tuple[float, float]]()
-        for size in (1, 25, 100):
-            expected = samples[-1][1] * size / (samples[-1][0] / 1e6) if samples else 0.0
-            if all_gather_object(3 * expected < self._rows.seconds_left)[0]:
-                message = torch.ones(size * 250_000, device=self._device)
-                seconds = median(self._times(partial(dist.all_reduce, message), 3 if expected < 1 else 1))
-                samples.append((size * 1e6, max(all_gather_object(seconds))))
-        left = [(sent_bytes("all_reduce", size, self.ranks), seconds) for size, seconds in samples]
-        self.exchange = fit(left) or Line(0.0, left[0][1] / left[0][0])
+        sizes = [1_000_000, 25_000_000, 100_000_000]
+        line, words = self._measured("B", sizes, lambda n: partial(dist.all_reduce, torch.ones(n // 4)))
+        self._exchange = Line(line.startup, line.per_unit / sent_bytes("all_reduce", 1.0, self._ranks))
         store = default_store()
-        # The time of a request within the host of the store is not the network's.
+        # A request within the host of the store takes no time on the network.
         trips = all_gather_object(min(self._times(lambda: store.check(["none"]), 100)))
-        self.latency = max(0.0, (max(trips) - trips[0]) / 2)
-        words = ", ".join(f"{1e3 * seconds:.3g} ms for {size / 1e6:g} MB" for size, seconds in samples)
-        rate = 8e-9 / max(self.exchange.per_unit, 1e-15)
-        return f"{words}: {rate:.3g} Gbit/s, {1e6 * self.latency:.3g} us one way"
+        latency, rate = max(0.0, (max(trips) - trips[0]) / 2), 8e-9 / max(self._exchange.per_unit, 1e-15)
+        return f"{words}: {rate:.3g} Gbit/s, {1e6 * latency:.3g} us one way"
+
+    def _advise(self) -> str:
+        elements = self._options.parameters
+        own = max(self._select(elements), PASSES["adamw"] * 4 * elements / self._memory)
+        found = Estimate(elements, self._ranks, self._options.compute, self._exchange, own)
+        advice = str(found).replace("\n", ". ")
+        return f"r = {found.r:.3g} as measured; compression adds {1e3 * own:.3g} ms to a step; {advice}"
+
+    def _measured(self, unit: str, sizes: list[int], make: Callable[[int], Callable[[], Any]]) -> tuple[Line, str]:
+        samples, rank = list[tuple[float, float]](), 0
+        for size in sizes:
+            expected = samples[-1][1] * size / samples[-1][0] if samples else 0.0
+            if all_gather_object(4 * expected < self.rows.deadline - monotonic())[0]:
+                with self._device:
+                    function = make(size)
+                seconds = all_gather_object(median(self._times(function, 3 if expected < 1 else 1)))
+                samples.append((size, max(seconds)))
+                rank = seconds.index(max(seconds))
+        words = ", ".join(f"{1e3 * seconds:.3g} ms for {size / 1e6:g} M{unit}" for size, seconds in samples)
+        return fit(samples) or Line(0.0, samples[0][1] / samples[0][0]), f"{words} on {self.rows.names[rank]}"
 
     def _times(self, function: Callable[[], Any], count: int) -> list[float]:
-        times = []
+        times, synchronize = list[float](), torch.get_device_module(self._device).synchronize
         for _ in range(count + 1):
-            wait_for_device(self._device)
+            synchronize()
             began = perf_counter()
             function()
-            wait_for_device(self._device)
+            synchronize()
             times.append(perf_counter() - began)
         return times[1:]
-
-    def _slowest(self, speeds: list[float]) -> str:
-        return self._rows.names[speeds.index(min(speeds))]
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until a device has completed all work."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 def _difference(one: Any, other: Any) -> tuple[float, str]:

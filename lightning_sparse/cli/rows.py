@@ -1,4 +1,4 @@
-"""Rows of a check, run in order on all ranks. A thread per rank ends the command if a rank hangs or has died."""
+"""Rows of a check, one by one on all ranks. A thread per rank ends the command if a rank hangs or dies."""
 
 import json
 import math
@@ -7,61 +7,63 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any, Optional
 
 from lightning_sparse.engine.store import default_store
 
 _BEAT_SECONDS = 0.5
-_SILENCE_SECONDS = 6.0  # a rank without a heartbeat for this time counts as dead
-_GRACE_SECONDS = 10.0  # time for all ranks to end a row after a failure on any rank
-_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # files in which a rank waits
+_SILENCE_SECONDS = 6.0  # time without a heartbeat after which a rank counts as dead
+_GRACE_SECONDS = 10.0  # time for the other ranks to end a row after one rank has failed
+_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # parts of a waiting rank's path
 
 
 class NotApplicableError(Exception):
     """The reason why a row cannot run here."""
 
 
-class Row(NamedTuple):
-    """A row that has ended, the same on all ranks."""
-
-    name: str
-    state: str  # passed, failed, not applicable
-    detail: str
-    seconds: float = 0.0
-
-
 class Rows:
-    """Run rows on all ranks until ``limit`` seconds are over. A single rank calls ``report(is_last)`` after each row.
+    """Run rows on all ranks until ``limit`` seconds are over. Rank 0 prints rows, and writes them to ``output``.
 
     Attributes:
-        ended: rows that have ended.
+        names: names of the ranks.
+        environment: entries of the report besides the rows.
+        deadline: end of the time limit, by ``time.monotonic()``.
     """
 
-    def __init__(self, rank: int, names: list[str], limit: float, report: Callable[[bool], None]) -> None:
-        self.names, self.ended = names, list[Row]()
-        self._rank, self._report, self._row, self._failure = rank, report, "start", ""
-        self._store, self._watched = default_store().clone(), default_store().clone()  # a store serves a single thread
-        self._deadline, self._main, self._is_over = time.monotonic() + limit, threading.get_ident(), threading.Event()
-        self._patience = math.inf
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the default action ends a rank that waits in a collective
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends SIGTERM before live ranks can name a dead rank
+    def __init__(self, rank: int, names: list[str], limit: float, output: Optional[Path]) -> None:
+        self.names, self.environment = names, dict[str, Any]()
+        self._ended, self._output, self._rank = list[dict[str, Any]](), output, rank
+        self._name, self._failure, self._is_over = "", "", threading.Event()
+        self.deadline, self._patience = time.monotonic() + limit, math.inf
+        self._store, self._watched = default_store().clone(), default_store().clone()  # threads cannot share a store
+        self._store.set_timeout(timedelta(days=1))  # the watching thread enforces the time limit
+
+    def run(self, table: Mapping[str, Callable[[], str]]) -> int:
+        """Run functions by the names of their rows, and return the command's status."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run inside a collective
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends SIGTERM before the others can name a dead rank
         self._beat()
         self._gather("start")
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._watch, daemon=True)
+        thread.start()
+        for name, function in table.items():
+            self._run(name, function)
+        if self._rank == 0:
+            self._conclude()
+        self._gather("end")  # a rank that ends early would count as dead
+        self._is_over.set()
+        thread.join()  # a thread in a store's call would abort the interpreter's end
+        self._store.set(f"check/over/{self._rank}", "")
+        if self._rank == 0:  # rank 0 may host the store
+            self._store.wait([f"check/over/{rank}" for rank in range(len(self.names))], timedelta(seconds=10))
+        return int(any(row["state"] == "failed" for row in self._ended))
 
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until the time limit."""
-        return self._deadline - time.monotonic()
-
-    def run(self, name: str, function: Callable[[], str]) -> None:
-        """Run a row, and wait for the results of all ranks. The row has failed if any rank has."""
-        self._row, self._failure, began = name, "", time.monotonic()
+    def _run(self, name: str, function: Callable[[], str]) -> None:
+        self._name, self._failure, began = name, "", time.monotonic()
         try:
             state, detail = "passed", function()
         except NotApplicableError as reason:
@@ -71,48 +73,50 @@ class Rows:
             self._failure = detail
         found = [json.loads(each) for each in self._gather(name, json.dumps([state, detail]))]
         failed = {self.names[rank]: text for rank, (each, text) in enumerate(found) if each == "failed"}
-        # A rank that waited in vain for another is not the cause.
+        # An ExchangeError is a rank's wait for the rank that failed.
         causes = {rank: text for rank, text in failed.items() if not text.startswith("ExchangeError")} or failed
         if len(causes) == len(found) > 1 and len(set(causes.values())) == 1:
             causes = {"all ranks": detail}
-        if causes:
-            found[0] = "failed", "; ".join(f"{rank}: {text}" for rank, text in causes.items())
         state, detail = found[0]
-        self.ended.append(Row(name, state, detail, round(time.monotonic() - began, 2)))
-        if self._rank == 0:
-            self._report(False)
+        if causes:
+            state, detail = "failed", "; ".join(f"{rank}: {text}" for rank, text in causes.items())
+        self._end_row(state, detail, time.monotonic() - began, self._rank == 0)
 
-    def close(self) -> None:
-        """End the thread when all ranks have called this, so that no rank takes another's end for a crash."""
-        self._gather("end")
-        self._is_over.set()
-        self._thread.join()  # a thread in a store's call would abort the interpreter's end
-        self._store.set(f"check/over/{self._rank}", "")
-        if self._rank == 0:  # rank 0 may host the store
-            self._store.wait([f"check/over/{rank}" for rank in range(len(self.names))], timedelta(seconds=10))
+    def _end_row(self, state: str, detail: str, seconds: float, reports: bool) -> None:
+        self._ended.append({"name": self._name, "state": state, "detail": detail, "seconds": round(seconds, 2)})
+        if reports:
+            print(f"{state:14} {self._name:30} {detail} [{seconds:.1f} s]", flush=True)
+        if reports and self._output:
+            passed = all(row["state"] != "failed" for row in self._ended)
+            report = {"passed": passed, **self.environment, "rows": self._ended}
+            self._output.write_text(json.dumps(report, indent=1))
+
+    def _conclude(self) -> None:
+        failed = [row["name"] for row in self._ended if row["state"] == "failed"]
+        print(f"FAILED: {', '.join(failed)}" if failed else "All rows passed.", flush=True)
 
     def _gather(self, key: str, text: str = "") -> list[str]:
         self._store.set(f"check/{key}/{self._rank}", text)
-        keys = [f"check/{key}/{rank}" for rank in range(len(self.names))]
-        self._store.wait(keys, timedelta(days=1))  # the thread ends the process if a rank never comes
-        return [self._store.get(each).decode() for each in keys]
+        return self._texts(self._store, key)
+
+    def _texts(self, store: Any, key: str) -> list[str]:
+        return [each.decode() for each in store.multi_get([f"check/{key}/{rank}" for rank in range(len(self.names))])]
 
     def _beat(self) -> None:
-        frame: Any = sys._current_frames()[self._main]
+        frame: Any = sys._current_frames()[threading.main_thread().ident or 0]
         path = frame.f_code.co_filename.replace(os.sep, "/")
-        place, waits = f"at {Path(path).name}:{frame.f_lineno}", any(part in path for part in _WAITS)
-        beat = [time.monotonic(), self._failure or place, waits and not self._failure, bool(self._failure)]
-        self._watched.set(f"check/beat/{self._rank}", json.dumps(beat))
+        state = "failed" if self._failure else "waits" if any(part in path for part in _WAITS) else "works"
+        place = self._failure or f"at {Path(path).name}:{frame.f_lineno}"
+        self._watched.set(f"check/beat/{self._rank}", json.dumps([time.monotonic(), state, place]))
 
     def _watch(self) -> None:
-        beats, since = [""] * len(self.names), [time.monotonic()] * len(self.names)
+        beats, since = [""] * len(self.names), [0.0] * len(self.names)
         while not self._is_over.wait(_BEAT_SECONDS):
             try:
                 self._beat()
-                for rank, old in enumerate(beats):
-                    if (beat := self._watched.get(f"check/beat/{rank}").decode()) != old:
-                        beats[rank], since[rank] = beat, time.monotonic()
-                silent = [rank for rank, when in enumerate(since) if time.monotonic() - when > _SILENCE_SECONDS]
+                old, beats, now = beats, self._texts(self._watched, "beat"), time.monotonic()
+                since = [then if beat == before else now for then, beat, before in zip(since, beats, old)]
+                silent = [rank for rank, then in enumerate(since) if now - then > _SILENCE_SECONDS]
                 reason = self._reason([json.loads(beat) for beat in beats], silent)
             except Exception as error:
                 reason, silent = f"{self.names[0]} or the host died, and the store with it: {error}", [0]
@@ -120,22 +124,20 @@ class Rows:
                 self._end(reason, self._rank == min(set(range(len(self.names))) - set(silent)))
 
     def _reason(self, beats: list[Any], silent: list[int]) -> str:
-        fails = any(has_failed for *_, has_failed in beats)
-        self._patience = min(self._patience, time.monotonic() + _GRACE_SECONDS) if fails else math.inf
-        if time.monotonic() < min(self._deadline, self._patience) and not silent:
+        now, has_failed = time.monotonic(), any(state == "failed" for _, state, _ in beats)
+        self._patience = min(self._patience, now + _GRACE_SECONDS) if has_failed else math.inf
+        if now < min(self.deadline, self._patience) and not silent:
             return ""
-        causes = silent or [rank for rank, (_, _, waits, _) in enumerate(beats) if not waits] or range(len(beats))
+        causes = silent or [rank for rank, (_, state, _) in enumerate(beats) if state != "waits"] or range(len(beats))
         end = ", died" if silent else ", had not ended it when the time was over"
-        texts = {
-            rank: place + (end if silent or not failed else "") for rank, (_, place, _, failed) in enumerate(beats)
-        }
+        texts = [place if state == "failed" and not silent else place + end for _, state, place in beats]
         return "; ".join(f"{self.names[rank]}: {texts[rank]}" for rank in causes)
 
     def _end(self, reason: str, reports: bool) -> None:
         try:
-            self.ended.append(Row(self._row, "failed", reason))
+            self._end_row("failed", reason, 0.0, reports)
             if reports:
-                self._report(True)
-                time.sleep(3 * _BEAT_SECONDS)  # live ranks still read beats from the store
+                self._conclude()
+                time.sleep(3 * _BEAT_SECONDS)  # the store of rank 0 serves the other ranks' last beats
         finally:
             os._exit(1)
