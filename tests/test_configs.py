@@ -85,6 +85,7 @@ def trained(pair, system, tried):
 each_system = pytest.mark.parametrize("system", SYSTEMS, ids=lambda path: path.stem)
 
 
+@pytest.mark.sampled(4)
 @each_system
 def test_a_system_trains_alone_and_now_and_then_in_a_stack(system, pair):
     alone, *_, together = stacks(system)

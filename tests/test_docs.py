@@ -146,15 +146,13 @@ def test_code_runs(page):
             exec(code, shown)
 
 
-@pytest.mark.parametrize("shown", ["diff", "python"])
-def test_what_the_readme_shows_runs_with_what_its_install_brings(interpreter, tmp_path, shown):
-    (code,) = blocks(ROOT / "README.md", shown)
-    if shown == "diff":  # code after the diff, on one node
-        code = "\n".join(line[1:] for line in code.splitlines() if not line.startswith("-"))
-        code = code.replace("num_nodes=4", "num_nodes=1, fast_dev_run=True, accelerator='cpu'")
-        model = "from pytorch_lightning.demos.boring_classes import BoringModel\nmodel = BoringModel()\n"
-        code = code.replace("\n\n", f"\n{model}\n", 1)
-    (tmp_path / "train.py").write_text(f"import sys\nsys.modules['lightning'] = None  # not installed\n{code}")
+def test_what_the_readme_shows_runs_with_what_its_install_brings(interpreter, tmp_path):
+    (diff,), (use,) = (blocks(ROOT / "README.md", shown) for shown in ("diff", "python"))
+    code = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))  # after the diff
+    code = code.replace("num_nodes=4", "num_nodes=1, fast_dev_run=True, accelerator='cpu'")
+    model = "from pytorch_lightning.demos.boring_classes import BoringModel\nmodel = BoringModel()\n"
+    code = code.replace("\n\n", f"\n{model}\n", 1)
+    (tmp_path / "train.py").write_text(f"import sys\nsys.modules['lightning'] = None  # not installed\n{code}\n{use}")
     ended = interpreter.run(tmp_path / "train.py")
     assert ended.returncode == 0, ended.stderr
 

@@ -82,6 +82,7 @@ def test_every_epoch_of_the_gpt_has_windows_of_its_own():
     assert torch.equal(first_batch(1), first_batch(1))  # a resumed training reads the same batch
 
 
+@pytest.mark.exhaustive
 def test_text_example_sends_less_than_ddp(pair, text_file):
     flags = ("--fast-dev-run", "--text", text_file.name, "--hidden", "32")
     dense = outcome_of(pair, "train_text.py", "--strategy", "ddp", "--no-tied", *flags, folder=text_file.parent)

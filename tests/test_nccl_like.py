@@ -123,6 +123,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_of_exchange_goes_over_few_communicators(nccl_like, pools, name):
     ranks, module, settings, communicators = CASES[name]

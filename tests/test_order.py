@@ -67,7 +67,7 @@ def train_out_of_step(rank, settings, steps):
     return book
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(3600 if IS_LONG else 300)
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
 def test_ranks_out_of_step_do_not_deadlock_and_lose_nothing(pools, compressor):

@@ -61,6 +61,7 @@ class Saliency(Callback):
             pl_module.zero_grad(set_to_none=self.to_none)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by_hand", [None, "Lightning", "torch"])
 @pytest.mark.parametrize(("kind", "to_none"), [("SGD", True), ("SGD", False), ("AdamW", True)], ids=str)
 @each_choice
@@ -111,6 +112,7 @@ def trained(rank, kind, form, explain, ranks):
     return weights(module)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("form", "explain"),
     [("bare", evaluate), ("bare", use_no_model), ("wrapped", evaluate), ("wrapped", use_what_is_wrapped)],

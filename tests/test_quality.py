@@ -46,7 +46,7 @@ def train(rank, compressor, is_adam):
         return parameters_of(ddp), int(engine.compression_stats()["total_wire_bytes"])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_adam", [True, False], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc", "dgc"])
 def test_threads_do_what_processes_do(pair, compressor, is_adam):

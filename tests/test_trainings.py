@@ -38,8 +38,8 @@ from tests.helpers.random_trainings import (
 )
 from tests.helpers.tiers import exhaustive
 
-_OF_A_COMMIT = 12
-_LOOPS_OF_A_COMMIT = 8
+_OF_A_COMMIT = 6
+_LOOPS_OF_A_COMMIT = 4
 _SECONDS = 60.0  # timeout of a few trainings that take a second together
 _PATIENCE = 10.0  # timeout after the first answer
 _CUTTING_SECONDS = 90.0
@@ -66,7 +66,7 @@ def draws(of_a_commit=_OF_A_COMMIT):
         return range(*map(int, asked.split(":")))
     first = first_of_the_commit()
     few = range(first, first + of_a_commit)
-    return [*few, *exhaustive(seed for seed in range(4 * of_a_commit) if seed not in few)]
+    return [*few, *exhaustive(seed for seed in range(8 * of_a_commit) if seed not in few)]
 
 
 def unlike(training, outcomes):

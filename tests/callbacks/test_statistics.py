@@ -77,6 +77,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("strategy", "module", "arguments"), STRATEGIES.values(), ids=STRATEGIES)
 def test_steps_add_up_to_the_totals_and_shares_to_one_at_most(pair, tmp_path, strategy, module, arguments):
     arguments = {"log_every_n_steps": 4, "limit_train_batches": 16, "limit_val_batches": 0, **arguments}

@@ -390,6 +390,7 @@ def go_on(rank, folder, kind, save_at, is_anew, inside=False):
     return expected, tensors_of(net)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "loaded",
     [(3, True), (4, True), (6, True), (7, True), (6, False), (7, False), (6, True, True), (6, False, True)],

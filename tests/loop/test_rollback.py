@@ -124,7 +124,7 @@ def check(pair, train, system, kind, *arguments):
         assert abs(loss - clean) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", *exhaustive(["momentum"])])
+@pytest.mark.parametrize("kind", ["AdamW", *exhaustive(["SGD", "momentum"])])
 @pytest.mark.parametrize("system", ["lags", *exhaustive(["topk", "exdyna", "micro", "dgc", "sdagc", "omgs"])])
 def test_a_loop_rolls_back_once_and_ends_as_without_the_batch(pair, system, kind):
     check(pair, train_loop, system, kind)

@@ -139,7 +139,7 @@ CASES = {
 ON_LEVELS = ("AdamW", "decay in the gradient", "maximized", "amsgrad")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "local_world_size"), [*((name, 1) for name in CASES), *((name, 2) for name in ON_LEVELS)], ids=str
 )
@@ -207,7 +207,7 @@ def watched_steps(rank, compressor, wire, steps):
     return book
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("compressor", "wire"), [*((name, "bfloat16") for name in CORRECTED), ("topk", "float32"), ("exdyna", "float32")]
 )
@@ -257,7 +257,7 @@ def train_twin(rank, steps):
     return parameters_of(twin)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("compressor", "density", "steps"),
     [*((name, 0.05, DENSE) for name in CORRECTED), *((name, 1.0, STEPS) for name in ("topk", "lags", "omgs"))],
@@ -291,7 +291,7 @@ def learned_of(state):
     return {name: second / (1 - 0.999 ** int(steps[name])) for name, second in seconds.items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("poisoned", [DENSE + 1, DENSE + 2, DENSE + 3])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
 def test_what_is_not_finite_moves_nothing_that_is_kept(pair, compressor, poisoned):
@@ -339,7 +339,7 @@ class ByHand(NumberedAdam):
         self.clip_gradients(self.optimizers(), 0.01, "norm")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("module", "settings", "arguments", "save_after"),
     [

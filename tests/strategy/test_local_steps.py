@@ -91,7 +91,7 @@ class TeachingOnOne(Teaching):
             super().on_before_zero_grad(*args)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "module", "save_after"),
     [
@@ -155,7 +155,7 @@ class StartingTeaching(Teaching, Starting):
     """The same with a teacher."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "module", "save_after"),
     [("diloco", Starting, 6), ("diloco", StartingTeaching, 2)],
@@ -196,7 +196,7 @@ class Swaps(AverageAtValidation):
         pl_module.notes = self.failures
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*ROUNDS, "a2sgd"])
 def test_a_validation_ends_a_round_whatever_is_validated(pair, kind):
     settings, often = ROUNDS.get(kind, {"compressor": kind}), {"val_check_interval": 3, "limit_val_batches": 1}
@@ -227,7 +227,7 @@ class Averaging(Validated):
         return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_what_no_optimizer_has_is_left_to_whoever_writes_it(pair, tmp_path, kind):
     path, more = str(tmp_path / "middle.ckpt"), {"val_check_interval": 3, "limit_val_batches": 1}
@@ -265,7 +265,7 @@ class Scaled(Validated):
         scale_weights(self, 1.0 + by_rank / 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_training_starts_from_what_callbacks_load(pair, kind):
     by_rank = 0.5 if kind != "synchronous" else 0.0  # DDP's first steps average gradients only
@@ -286,6 +286,7 @@ class SavedTwice(Local):
         self.trainer.save_checkpoint(f"{self.path}.end")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_what_is_saved_and_there_at_the_end_is_the_shared_model(pair, tmp_path, kind):
     path = str(tmp_path / "middle.ckpt")
@@ -360,7 +361,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("module", "arguments", "more"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("kind", ["sparse", "synchronous"])
 def test_any_loop_trains_one_model(pair, kind, module, arguments, more):
@@ -389,7 +390,7 @@ def test_ranks_may_skip_different_steps(pair, tmp_path, module):
         assert_same(resumed.batches, expected.batches[6:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "module", "arguments", "unused"),
     [
@@ -462,6 +463,7 @@ class Counting(Numbered):
         self.notes = [*getattr(self, "notes", []), self.trainer.strategy.is_dense]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after", "expected"), [(5, 8, 4), (5, 2, 0), (2, 8, 0)], ids=["more", "fewer", "begun"]
 )
@@ -479,7 +481,7 @@ class Averages(AverageAtValidation):
         pl_module.notes = weights(pl_module)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "batches"), [*((kind, 5) for kind in ROUNDS), ("sparse", 4)])
 def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, batches):
     more = {"callbacks": [Averages()], "limit_train_batches": batches, "limit_val_batches": 2}
@@ -501,6 +503,7 @@ class Renaming(Numbered):
             self.network[2].requires_grad_(True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("thaws", [True, False])
 @pytest.mark.parametrize("kind", ["diloco", "sparse"])
 def test_a_parameter_that_gets_another_name_in_a_round_is_exchanged(pair, kind, thaws):
@@ -519,6 +522,7 @@ def told(rank, local_steps, module, arguments):
     return [line for line in lines if "round" in line]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("local_steps", "module", "arguments", "expected"),
     [

@@ -75,7 +75,7 @@ def assert_close(ours, expected):
     torch.testing.assert_close(ours.batches, expected.batches, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("settings", "arguments"),
     [
@@ -94,7 +94,7 @@ def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, with_ddp, 
         assert_close(ours, with_ddp(Discarding, *arguments.values()))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("compressor", "local_world_size"),
     [*((name, 1) for name in DIFFERENT_NAMES if name in AGREEING_NAMES), ("topk", 2)],
@@ -119,7 +119,7 @@ class Late(Parts):
         return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
 def test_a_finetuning_callback_keeps_replicas_together(pair, compressor):
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)
@@ -148,6 +148,7 @@ class Growing(Parts):
         return loss
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", LAGS(error_feedback="update")])
 def test_a_layer_that_is_added_late_is_one_layer_on_all_ranks(pair, compressor):
     settings = {"compressor": compressor, "density": 0.05, "warmup_steps": 0}
@@ -226,7 +227,7 @@ SUCCESSIONS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [32, 48], ids=["same size", "wider"])
 @pytest.mark.parametrize(("settings", "kind"), SUCCESSIONS.values(), ids=SUCCESSIONS)
 def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(pair, settings, kind, width):
@@ -238,7 +239,7 @@ def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(p
     assert_same(answers[0].end, answers[1].end)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("save_after", [6, 8], ids=["before it", "after it"])
 @pytest.mark.parametrize("kept", [name for name in SUCCESSIONS if name != "updates"])  # state of a removed optimizer
 def test_resumed_it_goes_on_to_the_bit_with_a_new_layer(pair, tmp_path, kept, save_after):
@@ -264,7 +265,7 @@ class Moved(Numbered):
         return self.kind(self.parameters(), lr=0.01)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stored", [name for name in SUCCESSIONS if name != "partitions"])  # follow the order
 def test_what_is_stored_follows_a_parameter_to_another_name(pair, stored):
     settings, kind = SUCCESSIONS[stored]
@@ -277,6 +278,7 @@ def test_what_is_stored_follows_a_parameter_to_another_name(pair, stored):
         assert_same(ours["network.3.weight"], theirs["network.2.weight"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc"])
 def test_a_parameter_that_one_rank_freezes_moves_by_the_gradients_of_others(pair, compressor):
     history = [
@@ -330,7 +332,7 @@ class Thawing(Parts):
         self.backbone.requires_grad_(self.batches_before >= self.thaws_at)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(  # alternately before and after the save
     ("compressor", "thaws_at"), [*zip(DIFFERENT_NAMES, cycle([4, 10]))]
 )

@@ -127,7 +127,7 @@ def with_ddp(pools):
     return fitted
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "kind", "more"), CELLS, ids=str)
 def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, kind, more):
     module, settings = MODELS[name]
@@ -248,6 +248,7 @@ def test_what_goes_backward_before_lightning_does_is_dropped_whole(pair, kind):
     assert_same(one.batches, other.batches)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_backwards_beside_the_one_that_lightning_knows_of_count_as_much(pair, kind, by_hand):

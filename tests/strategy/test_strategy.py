@@ -72,7 +72,7 @@ class Halving(Numbered):
         self.hook_at("on_train_epoch_start" if self.current_epoch == 0 else "")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("when", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("local", [{}, {"local_steps": 2}], ids=["each step", "rounds"])
 def test_hooks_of_users_come_before_the_exchange_whenever_they_are_registered(pair, when, local):
@@ -110,7 +110,7 @@ class Scale(Callback):
         pl_module.notes = trainer.precision_plugin.scaler.get_scale()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
 def test_a_changing_loss_scale_changes_nothing(pair, compressor):
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)

@@ -89,7 +89,7 @@ class Freezing(Optimized):
 MODELS = {"partly used": Partly, "idle": Idle, "adversaries": Adversaries, "freezing": Freezing}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -107,7 +107,7 @@ def test_it_runs_without_a_flag(pair, strategy, model, kind):
         assert torch.equal(before, trained.end[name]) == name.startswith("never")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "accumulated"), [("partly used", 1), ("partly used", 2), ("adversaries", 1)])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_with_everything_sent_it_makes_ddps_steps(pair, kind, model, accumulated):

@@ -34,6 +34,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("compressor", "broken"),
     [
