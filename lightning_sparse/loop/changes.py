@@ -1,4 +1,4 @@
-"""A model that changes between two steps: other parameters are trained, or weights and optimizer states are loaded."""
+"""Changes of a model between two steps: frozen, new and replaced parameters; loaded weights and optimizer states."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -20,20 +20,20 @@ from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.optimizers import listed, optimizer_parameters
 
 _ALIKE = (
-    "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
-    " own data or on its clock"
+    "Freeze, unfreeze and replace parameters on all ranks before the same training_step, independent of a rank's"
+    " number, data and clock"
 )
 
 
 class TrainedParameters:
-    """The parameters of a model that are exchanged: an optimizer holds each, and each requires a gradient.
+    """Exchanged parameters of a model: an optimizer holds each, and each requires a gradient.
 
-    If no optimizer holds any, all count as held.
+    If the optimizers hold no parameter of the model, all parameters count as held.
 
     Args:
         module: the model.
         optimizer_parameters: parameters of all optimizers.
-        exchanged: parameters with earlier exchanges, which stay if an optimizer holds them, also frozen ones.
+        exchanged: parameters with earlier exchanges. Held parameters of these stay, even if they are frozen.
 
     Attributes:
         parameters: parameters that are exchanged, by name.
@@ -57,11 +57,11 @@ class TrainedParameters:
         self._are_held = [each in held for each in self.names]
 
     def without_optimizer(self) -> list[str]:
-        """Return the names of the parameters that require a gradient, and that no optimizer holds."""
+        """Return the names of parameters that require a gradient without an optimizer."""
         return [name for each, name in self.names.items() if each.requires_grad and name not in self.parameters]
 
     def have_changed(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether other parameters are trained now, in about ten microseconds for a few hundred parameters."""
+        """Return whether the trained parameters have changed; about ten microseconds for a few hundred parameters."""
         present = list(map(id, optimizer_parameters))
         if present != self._handled:
             if self.has_others():
@@ -73,42 +73,42 @@ class TrainedParameters:
         return any(map(gt, are_trained, self._are_exchanged))
 
     def has_others(self) -> bool:
-        """Return whether the model has other parameters than before."""
+        """Return whether parameters were added, removed or replaced."""
         return set(map(id, self._module.parameters())) != set(map(id, self.names))
 
     @property
     def _are_replaced(self) -> bool:
-        """Whether plain tensors stand in the model while ``torch.func.functional_call`` goes forward."""
+        """Whether ``torch.func.functional_call`` has replaced parameters by plain tensors for a forward."""
         return not all(isinstance(each, Parameter) for each in self._module.parameters())
 
     def known_in(self, present: "TrainedParameters") -> set[str]:
-        """Return the names that what is here has in a later state of the model; buffers stay under theirs."""
+        """Return the names of parameters and buffers that are also in a later state of the model."""
         return {present.names[each] for each in self.names if each in present.names} | self._buffers
 
     def lacks_any(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether any of some parameters has a gradient of the model that is not exchanged."""
+        """Return whether an optimizer parameter has a gradient, and the model does not exchange the gradient."""
         others = set(self._module.parameters()).difference(self.parameters.values())
         return any(each in others and each.requires_grad and each.grad is not None for each in optimizer_parameters)
 
     def renaming_to(self, present: "TrainedParameters") -> Renaming:
-        """Return the names that these parameters have in a later state of the model."""
+        """Return the new name of each parameter in a later state of the model, ``None`` for a removed parameter."""
         return {name: present.names.get(each) for each, name in self.names.items()}
 
     def changes_to(self, present: "TrainedParameters") -> str:
-        """Return in words what is exchanged in a later state of the model and not now, and the other way round."""
+        """Return as text the parameters that a later state of the model exchanges in addition, or no longer."""
         sides = {"new or unfrozen": (present, self), "gone": (self, present)}
         found = {change: _without(one.parameters, other.parameters) for change, (one, other) in sides.items()}
         return "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
 
 
 def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
-    """Raise, on every rank, unless all ranks call with the same changes within the timeout."""
+    """Raise an error on every rank unless all ranks call with the same ``changes`` within ``timeout``."""
     try:
         everywhere = all_gather_via_store(changes, timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}."
-            f" The backend said: {error}"
+            f"rank {rank}: {changes}; but not every other rank reported a change within the timeout. {_ALIKE}."
+            f" The backend's error: {error}"
         ) from error
     if len(set(everywhere)) > 1:
         said = ". ".join(f"Rank {each}: {told or 'nothing'}" for each, told in enumerate(everywhere))
@@ -116,13 +116,13 @@ def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
 
 
 def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
-    known = set(others.values())  # under whatever name
+    known = set(others.values())  # names may differ
     return [name for name, parameter in ones.items() if parameter not in known]
 
 
 ROLLED_BACK = (
-    "weights or optimizer states were loaded in mid-training: residuals and momentum of {count} parameters start again"
-    " from zero."
+    "weights or optimizer states were loaded during training: residuals and momentum of {count} parameters restart at"
+    " zero."
 )
 
 
@@ -143,19 +143,19 @@ class Watch(SharedOnCopy):
 
 
 class LoadedParameters:
-    """Collect the parameters whose weights, or whose optimizer's state, are loaded between two exchanges.
+    """Collect the parameters with weights or optimizer states loaded between two exchanges.
 
-    A load that another one reverses, such as of averaged weights for a validation, does not count.
+    A load that is reversed before the next exchange, such as averaged weights for a validation, does not count.
     """
 
     def __init__(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        self._fingerprints: dict[Tensor, Tensor] = {}  # of weights before the first load
+        self._fingerprints: dict[Tensor, Tensor] = {}  # fingerprints of weights before the first load
         self._of_optimizers: set[Tensor] = set()
         self._handles: list[Any] = []
         self.watch(module, optimizers)
 
     def watch(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Register hooks on all modules and optimizers that there are now."""
+        """Register hooks on all current modules and optimizers."""
         self.close()
         for each in module.modules():
             self._handles.append(each.register_load_state_dict_pre_hook(Watch(each, partial(self._note, each))))
@@ -171,12 +171,12 @@ class LoadedParameters:
         self._of_optimizers.update(optimizer_parameters(optimizer))
 
     def clear(self) -> None:
-        """Start anew, as an exchange begins, or a state with the residuals of these weights is loaded as well."""
+        """Reset, when an exchange begins or a state with matching residuals is loaded."""
         self._fingerprints.clear()
         self._of_optimizers.clear()
 
     def take(self) -> set[Tensor]:
-        """Return the loaded parameters, and start anew."""
+        """Return the loaded parameters, and reset."""
         before = self._fingerprints.items()
         moved = {each for each, print in before if not torch.equal(print, fingerprint(local_tensor(each)))}
         loaded = moved | self._of_optimizers

@@ -25,9 +25,9 @@ def fit_tampered(rank, action):
     if rank > 0:
         trainer.fit(Tampered())
         return trainer.global_step, ""
-    with pytest.warns(UserWarning, match="no longer one model") as warned:
+    with pytest.warns(UserWarning, match="ranks train different models") as warned:
         trainer.fit(Tampered())
-    return trainer.global_step, str(next(each.message for each in warned if "one model" in str(each.message)))
+    return trainer.global_step, str(next(each.message for each in warned if "different models" in str(each.message)))
 
 
 @pytest.mark.parametrize(("action", "steps"), [("raise", 8), ("warn", 16)])

@@ -50,7 +50,7 @@ ROWS = (
         checks.normalized_together,
         lambda folder: {"sync_batchnorm": True},
         module=modules.Normalized,
-        refusals={"sparse_loco": "exchanges nothing between rounds, but SyncBatchNorm does"},
+        refusals={"sparse_loco": "exchanges nothing between rounds, but SyncBatchNorm communicates"},
         needs_gpu=True,
     ),
     Feature(

@@ -209,7 +209,7 @@ def test_validation_and_checkpoints_come_in_one_order(pools, tmp_path):
 
 
 THREE = {"limit_train_batches": 3}
-AFTER_BACKWARD = "gradients travel after backward, not during it: SyncBatchNorm"
+AFTER_BACKWARD = "gradients are exchanged after backward: SyncBatchNorm"
 
 
 def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools):

@@ -410,8 +410,8 @@ def test_statistics_are_logged(pools):
 
 REFUSED = {
     "over the world": (Native, {}, {}, "over other ranks than"),
-    "not at all": (Unsharded, {}, {}, "fully_shard has cut nothing"),
-    "one layer whole": (PartlySharded, {}, {}, "fully_shard has cut all but 'last.weight'"),
+    "not at all": (Unsharded, {}, {}, "fully_shard has sharded nothing"),
+    "one layer whole": (PartlySharded, {}, {}, "fully_shard has sharded all but 'last.weight'"),
     "FSDP1": (OldFSDP, {}, {}, "FSDP2"),
     "by hand": (ByHand, {}, {}, "automatic_optimization=False"),
     "replicas that do not fit": (Sharded, {"replicas": 3}, {}, "replicas=3"),
