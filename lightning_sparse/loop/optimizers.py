@@ -1,4 +1,4 @@
-"""A view of the optimizers: their settings, the momentum that the memory takes over, and the step in progress."""
+"""Views of the optimizers: hyperparameters, momentum that the memory accumulates, and counted steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -24,32 +24,31 @@ from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
 
 _CURE = (
-    "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
+    "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection callback, and"
     " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
 )
-_CORRECTED = "have Adam's updates made before selection (optimizer_correction='auto', and a density below 1), or "
-_MIXED = "have Adam and AdamW train all of the model, whose updates are made before selection if they are alone, or "
+_CORRECTED = "compute Adam's updates before selection (optimizer_correction='auto', and a density below 1), or "
+_MIXED = "train the whole model by Adam and AdamW (without another optimizer, updates come before selection), or "
 _TWO_NORMS = (
-    "parameters of {names} are to be clipped by one norm: of Adam's what has arrived are updates, of others gradients."
-    " Clip those of each optimizer by themselves, as by clip(norm=1.0, optimizer=optimizer), or leave Adam uncorrected"
-    " (optimizer_correction=None)"
+    "parameters of {names} cannot be clipped by one norm: .grad holds updates for Adam's parameters, and gradients for"
+    " the others. Clip each optimizer separately, such as by clip(norm=1.0, optimizer=optimizer), or set"
+    " optimizer_correction=None"
 )
-_SHOWN = 5  # names in a message
-_NO_OPTIMIZER = Hyperparameters(float("nan"))  # when one begins to handle a parameter, that is no change of rate
-# By the names of what they are given: moments, an average of squares, a small number that keeps a quotient finite,
-# steps that follow signs (Rprop), or how many gradients a curvature is learned from (LBFGS).
+_SHOWN = 5  # number of names in a message
+_NO_OPTIMIZER = Hyperparameters(float("nan"))  # NaN: a first optimizer of a parameter changes no rate
+# Hyperparameters of adaptive optimizers: decay rates of moments and squares, the epsilon of a quotient, Rprop's step
+# factors, and LBFGS's number of gradients.
 _SIGNS_OF_LEARNING = frozenset({"betas", "beta2", "alpha", "rho", "eps", "etas", "history_size"})
 _LINEAR = (SGD, ASGD)
 _SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"})
 
 
 class OptimizerView:
-    """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
+    """Read hyperparameters by parameter name, and disable the optimizers' momentum if the memory accumulates momentum.
 
-    An optimizer without momentum applies weight decay without it, too, which is weaker by ``1 - momentum``: meanwhile
-    weight decay is divided by that. Both are away only while an optimizer updates, after its closure, so that whoever
-    looks finds what the user chose. Optimizers that cannot go with ``feedback`` are refused; without a memory nothing
-    else is done. ``adam`` is the corrected optimizers' part of a step; ``None`` where there is none.
+    Momentum amplifies weight decay by ``1 / (1 - momentum)``, so an update without momentum divides weight decay by
+    ``1 - momentum``. Both values change only during the update, after the closure: hooks and closures find the user's
+    values. Optimizers that ``feedback`` does not support raise an error. ``adam`` steps the corrected optimizers.
     """
 
     def __init__(
@@ -67,7 +66,8 @@ class OptimizerView:
             corrected = list(filter(is_correctable, optimizers))
             self.adam = AdamSteps(corrected, {}, target_of, memory, feedback.clip_norm)
         self.know(parameters)
-        self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # groups, theirs, for the update
+        # Each entry: a parameter group, the user's values, and the values during the update.
+        self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._handles: list[Any] = []
         if feedback.momentum is not None:
             cure = _CORRECTED if all(map(is_correctable, optimizers)) else _MIXED
@@ -81,11 +81,11 @@ class OptimizerView:
 
     @property
     def takes_momentum(self) -> bool:
-        """Whether the optimizers' momentum is taken over."""
+        """Whether the memory accumulates the optimizers' momentum."""
         return self._feedback.momentum == FROM_OPTIMIZER
 
     def know(self, parameters: Mapping[str, Parameter]) -> None:
-        """Record the parameters that the model has now, by name."""
+        """Record the model's current parameters."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self.adam is not None:
             self.adam.counts.know(self._names)
@@ -96,18 +96,18 @@ class OptimizerView:
         continued: AbstractSet[Tensor] = frozenset(),
         begun: AbstractSet[Tensor] = frozenset(),
     ) -> StepContext:
-        """Return what the exchange has to know of the coming step.
+        """Return the context of the next exchange.
 
-        Those in ``begun`` have had one before in it, and gradients of those in ``continued`` hold what that brought.
+        Parameters in ``begun`` have had an exchange in this step; gradients of ``continued`` hold its result.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
         return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
-        """Return them for the coming step, by parameter name; empty where the memory has no use for them."""
+        """Return hyperparameters for the next step by parameter name, empty if the memory uses no hyperparameters."""
         if self._feedback.momentum is None and not self._feedback.rescale_on_lr_change:
             return {}
-        self._give_back()  # an update that failed, or a closure that is called twice, has left it taken
+        self._give_back()  # a failed update, or a second call of a closure, has not restored momentum
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
         for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
             if self.takes_momentum:
@@ -123,7 +123,7 @@ class OptimizerView:
         return found
 
     def check_one_norm(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse to clip parameters by one norm of which some have updates in the place of gradients, and some not."""
+        """Raise an error if one norm would clip both updates and gradients."""
         given = set(parameters)
         clipped = [each for each in self._optimizers if not given.isdisjoint(optimizer_parameters(each))]
         kinds = {self.adam is not None and is_correctable(each) for each in clipped}
@@ -132,19 +132,19 @@ class OptimizerView:
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Have the next gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
+        """Request clipping of the next gradients, before updates are made, and hide the current updates inside."""
         if self.adam is not None:
             self.adam.clips.ask(clipping, parameters)
         with nullcontext() if self.adam is None else self.adam.hidden():
             yield
 
     def note_arrived(self) -> None:
-        """Know gradients that updates stand in, as the exchange has left them."""
+        """Record the updates in ``.grad`` after an exchange, to detect later changes."""
         if self.adam is not None:
             self.adam.note_arrived()
 
     def close(self) -> None:
-        """Give back what a step that failed has left taken, and take nothing any more."""
+        """Remove all hooks, and restore the user's hyperparameters after a failed step."""
         if self.adam is not None:
             self.adam.close()
         for handle in self._handles:
@@ -152,7 +152,7 @@ class OptimizerView:
         self._give_back()
 
     def _take(self, optimizer: Optimizer) -> None:
-        self._give_back()  # what an update that failed has left taken
+        self._give_back()  # a failed update has not restored momentum
         for group in optimizer.param_groups:
             if momentum := group["momentum"]:
                 own = {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}
@@ -161,16 +161,16 @@ class OptimizerView:
                 group.update(meanwhile)
 
     def _give_back(self, *step: Any) -> None:
-        """Give back what is still as it was taken: hooks of others may have set something else meanwhile."""
+        # A value that another hook has set meanwhile stays.
         for group, own, meanwhile in self._taken:
             group.update({name: own[name] for name in own if group[name] == meanwhile[name]})
         self._taken.clear()
 
 
 class CountedSteps:
-    """Hear of each step of optimizers, whoever makes it, and of weights that change without one.
+    """Count the steps of optimizers, also steps made by a wrapper, and warn of weights that change without a step.
 
-    ``begin`` is called before a step, and ``end`` after one that counts, with the optimizer of those that are given.
+    ``begin`` is called before every step, and ``end`` after every counted step, with the optimizer from ``optimizers``.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class CountedSteps:
         self._begin = begin
         self._end = end
         self._warn = warn
-        self._stepping: Any = None  # who has begun a step: an optimizer, or this
-        self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
+        self._stepping: Any = None  # optimizer of the step in progress, or ``self`` inside :meth:`step_of`
+        self._versions, self._uncounted = 0, 0  # versions of all weights; batches that changed weights without a step
         self._optimizers = optimizers
-        self.handles: list[Any] = []  # that are removed at the end
+        self.handles: list[Any] = []  # hooks that ``close`` removes
         for optimizer in optimizers:
             for each in chain_of(optimizer):
                 if calls_hooks(each):
@@ -195,7 +195,7 @@ class CountedSteps:
 
     @contextmanager
     def step_of(self, optimizer: Optimizer) -> Iterator[None]:
-        """Make an optimizer's step inside, which a scaler may skip, and end the step."""
+        """Count the step that is made inside, even if a scaler skips the step."""
         self._stepping = self
         try:
             yield
@@ -208,7 +208,6 @@ class CountedSteps:
         self._stepping = self._stepping or optimizer
 
     def _after(self, own: Optimizer, stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """End a step, made outside of :meth:`step_of`, of an optimizer of ours, or of one inside it."""
         if self._stepping is not stepped:
             return
         self._stepping = None
@@ -220,7 +219,7 @@ class CountedSteps:
         self._end(optimizer)
 
     def count_skipped(self, scaler: GradScaler) -> None:
-        """Count also steps that a scaler leaves out, on one rank maybe: rounds begin and end on all ranks."""
+        """Count also skipped steps of a scaler: one rank may skip alone, and rounds begin and end on all ranks."""
         step = scaler.step
 
         def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +230,7 @@ class CountedSteps:
         scaler.step = counted  # type: ignore[method-assign]
 
     def see_weights(self, module: Module) -> None:
-        """Warn where batch after batch changes the weights, and no step that is counted has."""
+        """Warn if consecutive batches change the weights without a counted step."""
         versions = sum(each._version for each in module.parameters() if each.requires_grad)
         self._versions, before = versions, self._versions
         self._uncounted += versions != before
@@ -239,14 +238,14 @@ class CountedSteps:
             self._warn(UNCOUNTED)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Remove all hooks."""
         self._optimizers = ()
         for handle in self.handles:
             handle.remove()
 
 
 def listed(names: Sequence[object]) -> str:
-    """Name the first few, and count the others.
+    """Return the first names, and the number of the others.
 
     Example::
 
@@ -258,17 +257,17 @@ def listed(names: Sequence[object]) -> str:
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer learns something from gradients, or from their signs, but their mean.
+    """Return whether an optimizer adapts to more than the mean gradient, such as magnitudes or signs.
 
-    Told by its class for those of torch that do not, and for all others, of any library, by the names of their
-    settings, or of those of an optimizer inside.
+    SGD and ASGD are not adaptive. Other optimizers are adaptive if a default setting, also of a wrapped optimizer, has
+    a typical name, such as ``betas``.
     """
     *_, optimizer = chain_of(optimizer)
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_LEARNING.isdisjoint(optimizer.defaults)
 
 
 def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> list[Any]:
-    """Warn of those that learn from sparse gradients; return hooks on those of which only what they keep will tell."""
+    """Warn of adaptive optimizers with sparse gradients, and return hooks that check other optimizers by state."""
     hooks = []
     for optimizer in optimizers if settings.is_sparse else ():
         if settings.adam is not None and is_correctable(optimizer):
@@ -281,8 +280,7 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
 
 
 def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[str], None]) -> Any:
-    """Warn of an optimizer once the one inside of it keeps something, if that is a second moment."""
-    found = list[bool]()  # a hook that removed itself would end the step in an error where another comes after it
+    found = list[bool]()  # the hook stays registered, because removal inside a hook fails if another hook follows
 
     def look(*step: Any) -> None:
         if not found and (keeps := keeps_second_moment(inside)) is not None:
@@ -294,13 +292,13 @@ def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[st
 
 
 def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:
-    """Return whether an optimizer keeps an average of squares; ``None`` before it keeps anything."""
+    """Return whether an optimizer's state has a second moment, or ``None`` without a state."""
     kept = {key for state in chain_of(optimizer)[-1].state.values() if isinstance(state, dict) for key in state}
     return None if not kept else not _SECOND_MOMENTS.isdisjoint(kept)
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer calls hooks around its steps, as torch's do; wrappers of other packages may not."""
+    """Return whether an optimizer calls step hooks. Wrappers of other packages may not."""
     with suppress(AttributeError):
         optimizer.register_step_post_hook(lambda *step: None).remove()
         return True
@@ -308,7 +306,7 @@ def calls_hooks(optimizer: Optimizer) -> bool:
 
 
 def chain_of(optimizer: Any) -> list[Any]:
-    """Return an optimizer, and those that it wraps one inside of the other."""
+    """Return an optimizer and all nested optimizers, the outermost first."""
     chain: list[Any] = []
     while isinstance(optimizer, Optimizer) and not any(each is optimizer for each in chain):
         chain.append(optimizer)
@@ -317,14 +315,14 @@ def chain_of(optimizer: Any) -> list[Any]:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that makes the steps, whose hooks are called."""
+    """Return the innermost optimizer, which makes the steps and calls the hooks."""
     while isinstance(optimizer, Optimizer) and isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inside
     return optimizer
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether Adam's updates can be made before selection; refuse if that was asked for, and cannot be."""
+    """Return whether Adam's updates can precede selection. Raise an error if ``AdamCorrection`` cannot apply."""
     if isinstance(settings.optimizer_correction, AdamCorrection):
         _check_correctable(optimizers)
     are_correctable = list(map(is_correctable, optimizers))
@@ -333,27 +331,28 @@ def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
 
 
 def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers of which one learns how large gradients are and cannot be corrected, or none can be."""
     refused = [each for each in optimizers if not is_correctable(each)]
     if any(map(is_adaptive, refused)) or len(refused) == len(optimizers):
         names = ", ".join(type(each).__name__ for each in refused)
         raise ValueError(
-            f"optimizer_correction=AdamCorrection(...) was given, but {names} cannot be corrected: choose"
-            " torch.optim.AdamW or torch.optim.Adam (not differentiable, and with their own step), or"
-            " optimizer_correction='auto', which warns of optimizers that learn from sparse gradients"
+            f"optimizer_correction=AdamCorrection(...) does not support {names}: use torch.optim.AdamW or"
+            " torch.optim.Adam (not differentiable, and with torch's step), or optimizer_correction='auto', which warns"
+            " of adaptive optimizers with sparse gradients"
         )
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Tell the step of zeros that torch's sharded checkpoints make, to have states to load into, from a training's."""
+    """Return whether a step is the step of zeros by which torch's sharded checkpoints create optimizer states."""
     if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
         return False
     gradients = (each.grad for each in optimizer_parameters(optimizer) if each.grad is not None)
-    return not any(local_tensor(each).any() for each in gradients)  # a device is asked only if all else speaks for it
+    return not any(
+        local_tensor(each).any() for each in gradients
+    )  # checked last, because the check synchronizes with a device
 
 
 def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook before an optimizer's steps that is what ``act`` is, but nothing before torch's own."""
+    """Return a step pre-hook that calls ``act``, except before a step of torch's checkpoints."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None if is_torchs_own(optimizer, kwargs) else act(optimizer, args, kwargs)
@@ -362,37 +361,36 @@ def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer trains."""
+    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def all_optimizer_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Return the parameters that optimizers train."""
+    """Return the parameters of all optimizers."""
     return list(chain.from_iterable(map(optimizer_parameters, optimizers)))
 
 
 def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor], of_adam: str) -> None:
     name = type(optimizer).__name__
-    if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(
-        optimizer_parameters(optimizer)
-    ):  # Lightning's stand-in
+    # Lightning adds an optimizer without parameters of the model if configure_optimizers returns none.
+    if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(optimizer_parameters(optimizer)):
         raise ValueError(
-            f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD,"
-            f" and no optimizer trains this model: return one from configure_optimizers, and {_CURE}"
+            f"momentum={feedback.momentum!r} accumulates momentum before compression, instead of SGD's momentum, and"
+            f" no optimizer trains this model: return an optimizer from configure_optimizers, and {_CURE}"
         )
     if not isinstance(optimizer, SGD):
         corrects = feedback.momentum == FROM_OPTIMIZER and is_correctable(optimizer)
         raise ValueError(
-            f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD;"
-            f" {name} works on the gradients themselves, not on velocities: {of_adam * corrects}{_CURE}"
+            f"momentum={feedback.momentum!r} accumulates momentum before compression, instead of SGD's momentum, and"
+            f" {name} needs gradients instead of velocities: {of_adam * corrects}{_CURE}"
         )
     for group in optimizer.param_groups:
         if group["dampening"]:
             raise ValueError(
-                f"momentum={feedback.momentum!r} cannot take over {name}'s dampening={group['dampening']}: set it to 0"
+                f"momentum={feedback.momentum!r} supports no dampening={group['dampening']} of {name}: use dampening=0"
             )
         if feedback.momentum != FROM_OPTIMIZER and group["momentum"]:
             raise ValueError(
-                f"momentum={feedback.momentum} was given to the memory and momentum={group['momentum']} to {name}: give"
-                " it to one of them, or to the optimizer alone and momentum='optimizer' to the memory"
+                f"momentum={feedback.momentum} of the memory conflicts with momentum={group['momentum']} of {name}: use"
+                " only one momentum, or the optimizer's momentum and momentum='optimizer' of the memory"
             )

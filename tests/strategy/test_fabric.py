@@ -227,7 +227,7 @@ def test_mistakes_are_refused_with_their_cure(pair):
             "before its first forward",
             "is not trained by this strategy",
             "model=None is ambiguous",
-            "AdamW works on the gradients themselves",
+            "AdamW needs gradients instead",
         )
         for part, message in zip(expected, said, strict=True):
             assert part in message

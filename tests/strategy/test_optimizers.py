@@ -217,6 +217,6 @@ def test_momentum_without_an_optimizer_is_refused_by_what_is_missing():
 def test_adam_beside_sgd_is_refused_with_what_would_help():
     matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
     optimizers = [torch.optim.AdamW([matrix]), torch.optim.SGD([vector], 0.1)]
-    with pytest.raises(ValueError, match=r"AdamW works .*train all of the model") as refusal:
+    with pytest.raises(ValueError, match=r"AdamW needs gradients.*train the whole model") as refusal:
         OptimizerView({"matrix": matrix, "vector": vector}, optimizers, DGC().feedback)
     assert "optimizer_correction" not in str(refusal.value)  # 'auto' is the default
