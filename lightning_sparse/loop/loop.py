@@ -1,4 +1,4 @@
-"""The loop: what a training does around an exchange, the same behind the Trainer, Fabric and a loop of one's own."""
+"""The training loop around an exchange, shared by the Trainer's strategies, Fabric and plain loops."""
 
 import inspect
 import warnings
@@ -56,31 +56,29 @@ from lightning_sparse.loop.summary import (
 from lightning_sparse.schedule import Auto, Plan
 
 CLOSED = (
-    "closed: to train on, call sparsify_gradients on the model again, in a new DistributedDataParallel if it"
-    " was in one; or"
-    " train a copy of the model alone"
+    "the handle is closed. To continue training, call sparsify_gradients on the model again, in a new"
+    " DistributedDataParallel if the model was in one, or train a copy of the model alone"
 )
 _NEW = (
-    "the model has other parameters to train, or other shards, than when its last forward began: add, replace and"
-    " unfreeze layers between two batches, such as in on_train_batch_start, and before a call of the model itself, not"
-    " of its parts alone; those of a sharded model before training"
+    "the model has other parameters to train, or other shards, than at the start of the last forward. Add, replace and"
+    " unfreeze layers between two batches, such as in on_train_batch_start, before a call of the whole model. Change a"
+    " sharded model's layers before training"
 )
 _BROKEN = (
-    "an optimizer steps before gradients are exchanged: the last backward has ended in an error on this rank, so that"
-    " training has to end on all, or to go on with a model that is sparsified anew; or the step is made inside backward"
+    "an optimizer steps before gradients are exchanged: the last backward failed on this rank, or the step runs inside"
+    " backward. After a failed backward, end training on all ranks, or call sparsify_gradients on the model again"
 )
 
 _OWN = (
-    "an optimizer steps by gradients that are this rank's own, and replicas would go apart: let the last backward of a"
-    " step be outside of no_sync(), and of no_sync(), so that it exchanges the sum; under the Trainer's automatic"
-    " optimization it is Lightning's own, and none may come after it, such as in on_after_backward; under manual"
-    " optimization it comes in training_step, or by manual_backward; in a loop of one's own its loss is made of what"
-    " the model itself has returned in training mode, not of what its parts have"
+    "an optimizer steps with local gradients of this rank, so replicas would diverge. Run the last backward of a step"
+    " outside of no_sync(), because only that backward exchanges the sum. Under automatic optimization run no backward"
+    " after Lightning's, such as in on_after_backward. Under manual optimization call backward in training_step, or"
+    " manual_backward. In a plain loop compute the loss from outputs of the whole model in training mode"
 )
 
 _OTHER_OPTIMIZERS = (
     "an optimizer was replaced inside a step: assign trainer.optimizers = [...] between two batches, such as in"
-    " on_train_batch_start, when each optimizer has made its step"
+    " on_train_batch_start, after a step of every optimizer"
 )
 
 _ONE = Replicas()
@@ -91,40 +89,40 @@ Log = Callable[[str], None]
 
 
 class RuntimeOptions(NamedTuple):
-    """What a training is given beside model, optimizers and settings."""
+    """Runtime options of a training that are not part of the settings."""
 
-    timeout: Optional[timedelta] = None  # of an exchange
+    timeout: Optional[timedelta] = None  # timeout of an exchange
     scaler: Any = None
-    clipping: Clipping = NOT_CLIPPED  # of every step
-    local_world_size: int = 1  # that have averaged their gradients before, or do so first
-    node: Optional[Node] = None  # of this rank, where an entry point without ``local_world_size`` knows it
+    clipping: Clipping = NOT_CLIPPED  # clipping in every step
+    local_world_size: int = 1  # number of ranks that average gradients before the exchange
+    node: Optional[Node] = None  # node of this rank, for an entry point without ``local_world_size``
 
 
 class Loop:
-    """What an entry point is from its making on: settings, and a training while one goes on with somebody."""
+    """State of one entry point (strategy, Fabric, plain loop): settings, and the current training, if any."""
 
     def __init__(self, settings: Settings, log: Log) -> None:
-        self.settings = settings  # what the user chose, checked, and what it asks of the memory in this training
+        self.settings = settings  # checked user settings; ``adam`` is set if a training corrects Adam
         self._log = log
-        self.training: Optional[Training] = None  # also on one process
-        self.optimizers: Sequence[Optimizer] = ()  # that train the model, or have done so
+        self.training: Optional[Training] = None  # ``None`` in a single process, too
+        self.optimizers: Sequence[Optimizer] = ()  # optimizers of the current or the last training
         self._scaler: Any = None
         self._finish_with({}, None)
 
     @property
     def engine(self) -> Optional[Engine]:
-        """What exchanges gradients, while there is somebody to exchange with."""
+        """Engine of the current training, or ``None``."""
         return None if self.training is None else self.training.engine
 
     @property
     def replicas(self) -> Replicas:
-        """Those of the training; the model is one without."""
+        """Replica manager of the current training, or a no-op manager."""
         return _ONE if self.training is None else self.training.replicas
 
     def start(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: RuntimeOptions, goes_alone: bool = False
     ) -> None:
-        """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
+        """Begin a training after all checks. A single process exchanges only if ``goes_alone``."""
         self.end()
         self._finish_with({}, None)
         self.optimizers, self._scaler = optimizers, given.scaler
@@ -132,7 +130,7 @@ class Loop:
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
         check_optimizers(settings, optimizers)
         module = named_module(ddp)
-        OptimizerView(dict(module.named_parameters()), optimizers, settings.feedback).close()  # it checks them
+        OptimizerView(dict(module.named_parameters()), optimizers, settings.feedback).close()  # checks the optimizers
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:
             settings.compressor.begin(layout_of(module, 0, 1, next(module.parameters()).device))
@@ -147,33 +145,33 @@ class Loop:
             self.training.steps.handles += hooks
 
     def reset_residuals(self) -> None:
-        """Set residuals and momentum to zero, as :meth:`~lightning_sparse.SparseDDPStrategy.reset_residuals` does."""
+        """Set residuals and momentum to zero, like :meth:`~lightning_sparse.SparseDDPStrategy.reset_residuals`."""
         if self.training is not None:
             self.training.reset_residuals()
 
     def compression_stats(self) -> dict[str, float]:
-        """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
+        """Return statistics of the last step's exchange, and of all exchanges, on this rank as plain floats.
 
-        Names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. In a loop of one's own all the
-        time between two steps counts for ``exposed_share``, but that inside ``shared_model()``. Empty before the first
-        step and on one process; at the end they stay what they were.
+        The names are listed at :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. In a plain loop all time
+        between two steps counts for ``exposed_share``, except the time inside ``shared_model()``. The dictionary is
+        empty before the first step and on one process. After the end it holds the last values.
         """
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 
     def plan(self) -> Optional[Plan]:
-        """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
+        """Return the bucket plan of this rank, after the end the last plan, or ``None``."""
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def state(self) -> Optional[dict[str, Any]]:
-        """Return this rank's state between two steps, not copied, or that at the end; ``None`` on one process.
+        """Return this rank's state between two steps without a copy, or the final state, or ``None`` on one process.
 
-        All ranks must call: of tensors that they hold differently each then returns its own.
+        All ranks must call, because some tensors of the state are distributed over ranks.
         """
         training = self.training
         state = self.final_state if training is None else training.state(together=True)
         if state is None or not self.settings.replicas_diverge:
             return state
-        # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
+        # The model's file holds one rank's optimizer states, and states differ between ranks, as local gradients do.
         state = {**state, "optimizers": states_of(self.optimizers if training is None else training.optimizers)}
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
@@ -182,34 +180,34 @@ class Loop:
         self.final_state: Optional[dict[str, Any]] = None
 
     def end(self, has_failed: bool = False, keeps_state: bool = False) -> None:
-        """End the exchange and leave the optimizers alone; safe to call twice.
+        """End the training, also after an error of this rank (``has_failed``), and optionally store the final state.
 
-        ``has_failed`` says that training ends by an error of this rank, for which others may wait.
+        A second call does nothing.
         """
         if (training := self.training) is None:
             return
-        # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
+        # After an error an exchange may block the device forever, so nothing may synchronize with the device.
         can_ask = not has_failed or training.device.type == "cpu"
         self._finish_with(*((self.compression_stats(), self.plan()) if can_ask else ({}, None)))
         is_whole = training.close(self._final_stats, has_failed)
         self.training, self.optimizers = None, training.optimizers
-        if is_whole and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
+        if is_whole and can_ask and keeps_state:  # a copy on the GPU would need the model's memory again
             self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), training.state())
-        vars(training).clear()  # its engine calls it: what is as large as the model would wait for Python's collection
+        vars(training).clear()  # breaks a cycle with the engine, which would hold model-sized tensors until collection
 
 
 class Training:
-    """One training that exchanges, of one wrapped model, until closed."""
+    """A training of a wrapped model with an exchange, until ``close``."""
 
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
     ) -> None:
         self.settings = settings
-        self.optimizers = optimizers  # that train the model
+        self.optimizers = optimizers
         self.view: OptimizerView
-        self.is_dense = False  # steps send everything, as DDP does
-        self.backwards = 0  # since the last step of an optimizer
-        self._waiting: Sequence[Optimizer] = ()  # for their step since the last backward
+        self.is_dense = False  # whether steps send dense gradients, as DDP does
+        self.backwards = 0  # number of backwards since the last optimizer step
+        self._waiting: Sequence[Optimizer] = ()  # optimizers without a step since the last backward
         self._has_warned_of_gradients = False
         self.before_step: Callable[[], None] = self.begin_steps
         self.after_step: Callable[[], None] = lambda: None
@@ -225,7 +223,6 @@ class Training:
             log(WITHOUT_OPTIMIZER.format(names=listed(rest)))
         parts = (ordered, given.timeout, log, given.local_world_size, *around, self._trained.parameters)
         self.engine = engine = Engine(ddp, *parts)
-        # Whether the coming steps are left to plain DDP.
         self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
         self._loaded = LoadedParameters(module, optimizers)
@@ -233,7 +230,7 @@ class Training:
             log(TAKES_MOMENTUM)
 
     def _attend(self) -> None:
-        """See what the optimizers are to do, and hear of each step."""
+        """Create the view of the optimizers, and register hooks on all steps."""
         parameters, engine = ddp_parameters(self.engine.module), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
         look = before_step_of_training(self._before_step)
@@ -247,9 +244,9 @@ class Training:
         self.steps.handles += hooks
 
     def restart_if_changed(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Exchange what there is to train by now, on which all ranks have to agree, between two batches.
+        """Exchange the parameters that are trained now, between two batches. All ranks have to agree.
 
-        State follows parameters, whatever their names. What was exchanged once, and is frozen, counts as unused.
+        State follows parameters through changes of name. Frozen parameters with earlier exchanges count as unused.
         """
         optimizers = self.optimizers if optimizers is None else optimizers
         has_others = len(optimizers) != len(self.optimizers) or not all(map(is_, optimizers, self.optimizers))
@@ -267,10 +264,10 @@ class Training:
         has_restarted = self._restart(present)
         self._loaded.watch(self.engine.module, optimizers)
         if has_restarted:
-            self._log(f"other parameters are trained from now on, {len(present.parameters)} in all.")
+            self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
     def _restart(self, present: TrainedParameters) -> bool:
-        """Exchange other parameters, if they are others; layers that are new are rank 0's."""
+        """Exchange the ``present`` parameters if they differ, and broadcast new layers from rank 0."""
         before, module = self._trained, self.engine.module
         has_others = before.has_others()
         if not (has_others or before.changes_to(present)):
@@ -283,22 +280,22 @@ class Training:
         return True
 
     def _trains_others(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether the model has other parameters to train, once its own are in their place."""
+        """Return whether the trained parameters have changed, after a reshard of FSDP's parameters."""
         trained = all_optimizer_parameters(optimizers)
         if not self._trained.have_changed(trained):
             return False
         if isinstance(self.engine.wrapper, ShardedModel):
-            reshard(self.engine.module)  # an evaluation may have left parameters whole
+            reshard(self.engine.module)  # an evaluation may have unsharded parameters
             return self._trained.have_changed(trained)
         return True
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Go on with other optimizers, between two steps."""
+        """Continue with other optimizers between two steps."""
         if self.backwards:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
         check_optimizers(self.settings, optimizers)
-        can_correct(self.settings, optimizers)  # it refuses what has to be corrected and cannot be
+        can_correct(self.settings, optimizers)  # raises an error if AdamCorrection(...) cannot apply
         self.optimizers = optimizers
         self.view.close()
         self.steps.close()
@@ -309,8 +306,8 @@ class Training:
             self.view.adam.warm_up.resume_from(before.warm_up)
 
     def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True, is_trial: bool = False) -> None:
-        """Know how many optimizer steps the whole training has, if known; say how many rounds that is, if it is."""
-        total_steps = None if total_steps is None else int(total_steps)  # of numpy's, too
+        """Set the number of optimizer steps of the whole training, or ``None``, and log the number of rounds."""
+        total_steps = None if total_steps is None else int(total_steps)  # numpy's integers have another type
         densities = self.engine.densities
         check_total_steps(self.settings, total_steps)
         densities.expect_steps(total_steps)
@@ -322,11 +319,11 @@ class Training:
             log_rounds(local, total_steps, self._log, None if is_trial else warn_user)
 
     def turn(self) -> None:
-        """Have the coming steps send everything, as DDP does, or not, or leave them to rounds; between two steps."""
+        """Select dense, sparse or local steps for the next steps, between two steps."""
         rounds, adam = self.engine.rounds, self.view.adam
         if rounds is not None:
             is_dense = rounds.is_synchronous
-            if self.is_dense and not is_dense:  # they begin with one model
+            if self.is_dense and not is_dense:  # local steps start from equal models
                 sync_module_states(self.engine.module)
         else:
             is_dense = self.choice is not None and self.choice.wants_dense
@@ -338,22 +335,22 @@ class Training:
 
     @property
     def replicas(self) -> Replicas:
-        """Those of the engine; the model is one, without anything done for it, after steps that come before rounds."""
+        """Replica manager of the engine, or a no-op manager in synchronous first steps."""
         is_one = self.is_dense and self.settings.local_steps is not None
         return _ONE if is_one else self.engine.replicas
 
     @property
     def is_in_round(self) -> bool:
-        """Whether exchanges are left to rounds of local steps."""
+        """Whether only rounds of local steps exchange."""
         return self.settings.local_steps is not None and not self.is_dense
 
     def begin_steps(self) -> None:
-        """Begin local steps, if exchanges are left to rounds; all ranks must call, before an update of theirs."""
+        """Begin a local step, if rounds exchange. All ranks must call before an update."""
         if (rounds := self.engine.rounds) is not None and not self.is_dense:
             rounds.begin_steps()
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Begin a batch, before its forward."""
+        """Prepare a batch, before the forward."""
         self.restart_if_changed(optimizers)
         self.turn()
         has_loaded = self.is_in_round and self._reset_loaded()
@@ -365,7 +362,7 @@ class Training:
             self.steps.see_weights(self.engine.module)
 
     def end_round(self, is_trial: bool = False) -> None:
-        """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""
+        """End a round before a validation of the shared model, and warn if validations shorten rounds too much."""
         if (rounds := self.engine.rounds) is None:
             return
         warning = warning_of_validations(rounds.local, rounds.steps_since_ended)
@@ -378,7 +375,7 @@ class Training:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self._add_backward()
         reducer = self.engine.reducer
-        # Others may come before a step's last, by a hook of one's own, and go with it.
+        # User hooks may run backwards before the last backward of a step, and all are exchanged together.
         reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
 
@@ -387,18 +384,18 @@ class Training:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether each optimizer has made its step since the last backward."""
+        """Whether all optimizers have stepped since the last backward."""
         return not self._waiting
 
     def set_inside(self, is_inside: bool) -> None:
-        """Have backwards that Lightning does not announce be exchanged, as inside of manual optimization, or not."""
+        """Allow exchanges of backwards that Lightning does not announce, as inside manual optimization."""
         self.engine.reducer.allow_implicit_backward = is_inside
 
     def _open(self, is_explicit: bool) -> None:
-        """Begin a step's exchange, before the first of its gradients is taken."""
+        """Begin a step's exchange, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            if self.engine.rounds is None:  # else a model is made one, between two backwards
+            if self.engine.rounds is None:  # rounds change mode only between batches: a change synchronizes the models
                 self.turn()
             self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
@@ -416,7 +413,7 @@ class Training:
             self.engine.begin_backward(context._replace(loss_scale=scale))
 
     def reset_residuals(self) -> None:
-        """Drop all that has not been sent, and momentum; of rounds go on from the weights that there are now."""
+        """Reset residuals and momentum. With local steps the current weights become the shared model."""
         self._reset(set(self.engine.module.parameters()))
         if self.is_in_round:
             self.replicas.reset_shared_model()
@@ -435,7 +432,7 @@ class Training:
         return bool(loaded) and has_trained
 
     def end_backward(self, is_inside: bool) -> None:
-        """End a backward; raise what its exchange has raised."""
+        """End a backward, and raise an error of the exchange."""
         self.engine.reducer.finalize_backward()
         self.set_inside(is_inside)
         self.view.note_arrived()
@@ -447,10 +444,9 @@ class Training:
 
     def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
         has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
-        if has_begun and any(
-            each.grad is not None for each in optimizer_parameters(optimizer)
-        ):  # else a closure makes them
-            self.before_step()  # a closure may begin with weights that were moved for it, as SAM's
+        # Without gradients a closure computes gradients first, possibly at moved weights as in SAM.
+        if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
+            self.before_step()
         return after_closure(self._before_update)(optimizer, *step)
 
     def _before_update(self, optimizer: Optimizer) -> None:
@@ -463,7 +459,7 @@ class Training:
         self.before_step()
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        self.before_step()  # of a first one that a scaler has left out
+        self.before_step()  # a scaler may have skipped the first step without calling hooks
         self.backwards, self._waiting = 0, [each for each in self._waiting if each is not optimizer]
         if self.view.adam is not None:
             self.view.adam.clips.end_step(optimizer)
@@ -477,7 +473,7 @@ class Training:
         self.after_step()
 
     def state(self, together: bool = False) -> dict[str, Any]:
-        """Return this rank's state between two steps, not copied; all ranks call if ``together``."""
+        """Return this rank's state between two steps without a copy. All ranks must call if ``together``."""
         if together:
             self._warn_of_gradients()
             self.engine.worker.drain()
@@ -485,14 +481,14 @@ class Training:
         return {**collect_state(self.engine, together), "clips": clips}
 
     def _warn_of_gradients(self) -> None:
-        """Warn once of a save between two batches of a step, whose gradients are in no checkpoint."""
+        """Warn once of a save during gradient accumulation, because no checkpoint holds the gradients."""
         holds = self.backwards and any(each.grad is not None for each in all_optimizer_parameters(self.optimizers))
         if holds and not self._has_warned_of_gradients:
             self._has_warned_of_gradients = True
             warn_user(UNSAVED_GRADIENTS.format(backwards=self.backwards))
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a state; return in words what of it is of no use here."""
+        """Continue from a state, and return descriptions of the unused parts."""
         usable, unused = match_state(state, self.engine)
         exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
@@ -510,7 +506,7 @@ class Training:
         return unused
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
-        """End the exchange, leave the optimizers alone, and return whether what is kept is that of a whole step."""
+        """End the exchange, remove all hooks, and return whether the state is the state of a complete step."""
         if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
@@ -522,22 +518,22 @@ class Training:
 
 
 def _scale_of(scaler: Any, device: torch.device) -> Optional[Tensor]:
-    """Return the scale of the loss without asking a device for its value: that of a one."""
+    """Return the scaled value of 1 as the loss scale, because ``get_scale`` synchronizes with the device."""
     return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
 def _unscaling_changes(scaler: Any, device: torch.device) -> int:
-    """Return how many changes of a gradient torch counts where a scaler unscales it; devices differ."""
+    """Return the increase of a gradient's version counter when a scaler unscales it. Devices differ."""
     if scaler is None or not scaler.is_enabled():
         return 0
-    # In the one type that torch takes, whatever the default type.
+    # The unscale kernel supports float32 only, independent of the default dtype.
     gradient, factor, found = (torch.full((1,), each, dtype=torch.float32, device=device) for each in (1.0, 1.0, 0.0))
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
     return gradient._version
 
 
 def warn_user(message: str) -> None:
-    """Warn, on one rank, at the line of the user's own that has led here, whichever packages lie between."""
+    """Warn on rank 0, at the line of user code that led to the call."""
     if dist.get_rank() != 0:
         return
     frame, level = inspect.currentframe(), 1
