@@ -244,7 +244,7 @@ def assert_is_refused_or_read(folder, content):
 def test_a_truncated_part_is_refused(whole, tmp_path_factory, share):
     path = tmp_path_factory.getbasetemp() / "truncated.pt"
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(CheckpointError, match=r"truncated.pt cannot be read: it is damaged"):
+    with pytest.raises(CheckpointError, match=r"truncated.pt cannot be read: the file is damaged"):
         _read(str(path))
 
 

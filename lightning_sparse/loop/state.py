@@ -1,8 +1,8 @@
 """State between two steps: a folder with a file for each rank, in one form for every entry point.
 
-As many ranks, on as many nodes or in as many replicas, continue bitwise identically, each from its own file. For other
-numbers the mean of every floating-point tensor over ranks, nodes or replicas continues, and the rest of a state is
-passed on in turn. Of a parameter, the ranks of a node with two levels and those of a sharded replica have a part each.
+With equal numbers of ranks, nodes and replicas, every rank continues bitwise identically from a file of its own. With
+other numbers ranks continue from the mean of every floating-point tensor over ranks, nodes or replicas; other entries
+come from the files in turn. The ranks of a node with two levels, or of a sharded replica, each have a part.
 """
 
 import os
@@ -24,22 +24,22 @@ from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kind
 from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.functional.elements import flatten_as, local_tensor, local_tensors
 
-VERSION = 8  # of this form, and of checkpoints
+VERSION = 8  # format version of states and checkpoints
 HINT = (
-    "To continue without it, give resume_compression=False (Trainer, Fabric, Hugging Face), or do not call load_state;"
-    " weights and optimizers load as ever."
+    "To continue without the state, set resume_compression=False (Trainer, Fabric, Hugging Face), or do not call"
+    " load_state. Weights and optimizers load as usual."
 )
-_AT_ONCE = 1 << 20  # elements that are added up over ranks, 8 MiB of a device
-Place = tuple[Any, ...]  # the keys of nested dictionaries and lists
+_AT_ONCE = 1 << 20  # elements per all-reduce, 8 MiB on the device
+Place = tuple[Any, ...]  # keys of nested dictionaries and lists
 Result = TypeVar("Result")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint, or a rank's part of it, cannot be written, read, or used."""
+    """A checkpoint, or the file of a rank, cannot be written, read or used."""
 
 
 def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
-    """Return the state of an engine, as plain tensors and numbers, not copied; all ranks call if ``together``."""
+    """Return the engine's state as tensors and numbers, without copies. All ranks must call if ``together``."""
     return {"header": _header_of(engine), "layouts": _layouts_of(engine.module), **engine.state_dict(together)}
 
 
@@ -49,27 +49,27 @@ def _header_of(engine: Engine) -> dict[str, Any]:
 
 
 def save_state(state: Mapping[str, Any], folder: str) -> None:
-    """Write this rank's state into a folder; all ranks call, and all raise if one of them cannot."""
+    """Write this rank's state into a folder. All ranks must call, and all raise an error if one rank fails."""
     save = all_gather_object(uuid4().hex)[0]
     content = {**state, "header": {**state["header"], "save": save}}
     act_together(partial(_write, content, _path_of(folder, dist.get_rank())), f"{folder} was not written")
 
 
 def load_state(folder: str, engine: Engine) -> dict[str, Any]:
-    """Read the state from which this rank continues; all ranks call, and all raise if one of them cannot.
+    """Read the state from which this rank continues. All ranks must call, and all raise an error if any rank fails.
 
     Raises:
-        CheckpointError: for a file that is missing, damaged, of another format or another save, or a state of shards
-            for a whole model, and the other way round.
+        CheckpointError: if a file is missing, damaged, or from another format or save; or if either the state or the
+            model is sharded, and the other is not.
     """
     number, state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
     before, now = state["header"], _header_of(engine)
     if len(set(all_gather_object(before["save"]))) > 1:
-        raise CheckpointError(f"the files in {folder} are of several saves: copy all files of one. {HINT}")
+        raise CheckpointError(f"the files in {folder} are of several saves: copy all files of one save. {HINT}")
     if before["is_sharded"] != now["is_sharded"]:
-        saved, present = ("in shards" if each["is_sharded"] else "whole" for each in (before, now))
+        saved, present = ("sharded" if each["is_sharded"] else "unsharded" for each in (before, now))
         raise CheckpointError(
-            f"{folder} holds the residual of each replica {saved}, and here it is {present}: resume with the same"
+            f"{folder} holds {saved} residuals, and this training has {present} residuals: resume with the same"
             f" strategy. {HINT}"
         )
     if all(before[key] == now[key] for key in ("world_size", "local_world_size")):
@@ -80,7 +80,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
 
 
 def act_together(action: Callable[[], Result], outcome: str) -> Result:
-    """Act on every rank, and raise on every rank if one of them cannot, with the ``outcome`` of that; all call."""
+    """Run an action on every rank, and raise an error with ``outcome`` on all if one fails. All ranks must call."""
     error: Any = None
     try:
         result = action()
@@ -95,7 +95,7 @@ def act_together(action: Callable[[], Result], outcome: str) -> Result:
 
 
 def exists(path: str) -> bool:
-    """Return whether there is such a file or folder."""
+    """Return whether a file or folder exists."""
     files, place = url_to_fs(path)
     return bool(files.exists(place))
 
@@ -105,18 +105,16 @@ def _path_of(folder: str, rank: int) -> str:
 
 
 def _write(content: Any, path: str) -> None:
-    """Write a file, and wait until a local one is on the disk."""
     files, place = url_to_fs(path)
     files.makedirs(os.path.dirname(place), exist_ok=True)
     with files.open(place, "wb") as file:
         torch.save(content, file)
         file.flush()
-        if isinstance(files, LocalFileSystem):
+        if isinstance(files, LocalFileSystem):  # a crash must not lose a written checkpoint
             os.fsync(file.fileno())
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Read a rank's state, without running code of its pickle."""
     files, place = url_to_fs(path)
     try:
         with files.open(place, "rb") as file:
@@ -126,13 +124,13 @@ def _read(path: str) -> dict[str, Any]:
         is_ours = version != VERSION or (names <= state["header"].keys() and isinstance(state["memory"], dict))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing: each rank writes a file of its state. Without a shared file system it is on the node"
-            f" that wrote it: resume with the same ranks on the same nodes, or copy all files to every node. {HINT}"
+            f"{path} is missing: each rank writes one file, without a shared file system on a disk of its node. Resume"
+            f" with the same ranks on the same nodes, or copy all files to every node. {HINT}"
         ) from error
-    except Exception as error:  # any error that a damaged file causes in torch
+    except Exception as error:  # torch raises many kinds of errors for a damaged file
         raise CheckpointError(
-            f"{path} cannot be read: it is damaged, or was not written by this package. Copy it again, or resume from"
-            f" another checkpoint. {HINT} torch said: {error}"
+            f"{path} cannot be read: the file is damaged, or from another program. Copy the file again, or resume from"
+            f" another checkpoint. {HINT} The error of torch: {error}"
         ) from error
     check_version(version if is_ours else None, path)
     return state
@@ -142,13 +140,13 @@ def check_version(version: Any, source: str) -> None:
     """Raise an error for a state of another format."""
     if version != VERSION:
         raise CheckpointError(
-            f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
-            f" {VERSION}): resume with that version. {HINT}"
+            f"{source} was written by another version of lightning-sparse (format {version}, this version reads"
+            f" {VERSION}): resume with the other version. {HINT}"
         )
 
 
 def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
-    """Read the state of a rank, or of the first one if fewer ranks had saved, and return whose it is."""
+    # A rank without a file, because fewer ranks had saved, starts from rank 0's file.
     if exists(_path_of(folder, rank)):
         return rank, _read(_path_of(folder, rank))
     state = _read(_path_of(folder, 0))
@@ -156,9 +154,9 @@ def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
 
 
 class _Table:
-    """States of another number of ranks, a row for each rank, node or replica: their mean, or this rank's part of it.
+    """Mean of the states of another number of ranks, with one row per rank, node or replica.
 
-    Ranks with equal parts read some rows each, and add up the sums. One state was read before.
+    The ranks with the same part share the rows, and all-reduce their sums. ``state`` was read before.
     """
 
     def __init__(self, folder: str, number: int, state: dict[str, Any], engine: Engine) -> None:
@@ -173,12 +171,12 @@ class _Table:
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
 
     def read(self) -> None:
-        """Read this rank's share of the rows, and add them up."""
+        """Read and sum this rank's share of the rows."""
         is_cut = self._parts != self._shards
         first = self._file(self._replicas.rank % self._rows, self._shard % self._parts)
         if self._is_sharded and is_cut:
             self._check_shards(first)
-            first["layouts"] = _layouts_of(self._engine.module)  # FSDP's shards lie row by row
+            first["layouts"] = _layouts_of(self._engine.module)  # FSDP shards are contiguous rows
         for row in range(self._replicas.rank, self._rows, self._replicas.world_size):
             for part in range(self._parts) if is_cut else [self._shard]:
                 for place, tensor in _floats(self._file(row, part)):
@@ -193,8 +191,8 @@ class _Table:
         placements = (each for one in self._parameters.values() for each in getattr(one, "placements", ()))
         if "rounds" in state or any(getattr(each, "dim", 0) for each in placements):
             raise CheckpointError(
-                f"{self._folder} holds shards of a round of local steps, or cut along another dimension than 0, which"
-                f" cannot be cut into another number: resume with data_parallel_size={self._parts}. {HINT}"
+                f"{self._folder} holds shards of local steps, or shards along another dimension than 0, and resharding"
+                f" supports neither: resume with data_parallel_size={self._parts}. {HINT}"
             )
 
     def _add(self, place: Place, tensor: Tensor, part: int) -> None:
@@ -205,13 +203,13 @@ class _Table:
             tensor = self._part_of(parameter, tensor, part) if self._parts != self._shards else tensor
         self._forms[place] = tensor.shape, tensor.dtype
         if _is_number(place):
-            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # their count: some ranks may have none
+            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # a count, because ranks may lack the number
         self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
 
     def _part_of(self, parameter: Tensor, tensor: Tensor, part: int) -> Tensor:
-        """Return a part's elements at their places among those that this rank has, and zeros elsewhere."""
+        """Return this rank's part with the elements of one saved part, and zeros elsewhere."""
         own = torch.zeros(local_tensor(parameter).numel(), dtype=tensor.dtype)
-        row = parameter.shape[1:].numel() if self._is_sharded else 1  # that DTensor does not cut
+        row = parameter.shape[1:].numel() if self._is_sharded else 1  # elements per row: DTensor shards whole rows
         rows = parameter.numel() // max(1, row)
         begin, start = (
             min(rows, -(-rows // pieces) * piece) * row
@@ -223,11 +221,11 @@ class _Table:
         return own
 
     def mean(self) -> dict[str, Any]:
-        """Return the state from which this rank continues, with whole parameters instead of a node's shares."""
+        """Return the state from which this rank continues, with complete parameters instead of shares."""
         forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
         for others in all_gather_object(self._forms, self._replicas.group):
             if any(forms.setdefault(place, form) != form for place, form in others.items()):
-                raise CheckpointError(f"files in {self._folder} hold tensors of different shapes. {HINT}")
+                raise CheckpointError(f"the files in {self._folder} hold tensors of different shapes. {HINT}")
         for place, (shape, dtype) in sorted(forms.items(), key=str):
             total = self._sums.pop(place, torch.zeros(shape.numel() + _is_number(place))).double().reshape(-1)
             for piece in total.split(_AT_ONCE) if len(total) else ():
@@ -240,7 +238,7 @@ class _Table:
             is_in_parts = place[0] == "memory" or self._parts == self._shards
             return total.div_(self._rows if is_in_parts else self._rows * self._parts)
         mean = total[:-1].div_(total[-1])
-        if self._is_sharded and place[1] == "squared_norms":  # those of shards add up to that of the whole
+        if self._is_sharded and place[1] == "squared_norms":  # the sum over shards is the model's squared norm
             mean.mul_(self._parts / self._shards)
         return mean
 
@@ -250,7 +248,7 @@ def _is_number(place: Place) -> bool:
 
 
 def _floats(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the floating-point tensors of nested dictionaries and lists, and their places."""
+    """Yield places and tensors of all floating-point tensors in nested dictionaries and lists."""
     if isinstance(part, (dict, list)):
         for key, value in part.items() if isinstance(part, dict) else enumerate(part):
             yield from _floats(value, *place, key)
@@ -266,21 +264,21 @@ def _put(part: Any, place: Place, tensor: Tensor) -> None:
 
 
 def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of a state that an engine can use, and in words the rest of it.
+    """Return the part of a state that an engine can use, and descriptions of the rest.
 
     Raises:
-        ValueError: for a tensor that does not fit its parameter.
+        ValueError: if the shape of a parameter has changed.
     """
     name, before = type(engine.pipeline.compressor).__name__, state["header"]["compressor"]
     usable = {part: state[part] for part in ("averager", "warm_up", "order") if part in state}
     unused: list[str] = []
     kinds, present = waiting_kinds(state["memory"]), waiting_kinds(engine.memory.state_dict())
     if "rounds" in state and engine.rounds is None:
-        unused.append("the changes of its last round, because gradients are exchanged now")
+        unused.append("the changes of the last round, because gradients are exchanged now")
     elif kinds and engine.rounds is not None and "rounds" not in state:
-        unused.append(f"{' and '.join(sorted(kinds))}, because rounds of local steps keep changes of parameters")
+        unused.append(f"{' and '.join(sorted(kinds))}, because local steps store changes of parameters instead")
     elif kinds and kinds != present:
-        unused.append(f"{' and '.join(sorted(kinds))}, because {name} keeps other things")
+        unused.append(f"{' and '.join(sorted(kinds))}, because {name} stores other tensors")
     elif kinds:
         usable["memory"], gone = _matched_memory(state, engine)
         unused += [f"the state of {', '.join(gone)}, which the model does not have"] * bool(gone)
@@ -296,7 +294,7 @@ def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
 
 
 def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Return the memory as the parameters lie now, in type, device and order, and the names that the model lacks."""
+    """Return the memory in the dtype, device and layout of the parameters, and the names of missing parameters."""
     parameters, layouts, is_whole = local_tensors(engine.module), _layouts_of(engine.module), "is_whole" in state
     matched: dict[str, dict[str, Tensor]] = {kind: {} for kind in state["memory"]}
     gone = set()
@@ -308,8 +306,8 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
         numel = parameter.numel() if is_whole else engine.levels.share_numel(parameter.numel())
         if tensor.numel() != NUMBERS.get(kind, numel):
             raise ValueError(
-                f"there is a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
-                f" {parameter.numel()}: its shape has changed since"
+                f"the state has a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
+                f" {parameter.numel()}: resume with a model of the same shapes"
             )
         if kind not in NUMBERS:
             is_share = numel < parameter.numel()
@@ -322,11 +320,11 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
 
 
 def _laid_as_now(tensor: Tensor, name: str, before: Any, now: list[list[int]], is_share: bool) -> Tensor:
-    """Return a flat tensor of a parameter in the order in which that lies in memory now."""
+    """Return a flat tensor in the current memory layout of a parameter."""
     if before == now:
         return tensor
     if is_share or before[0] != now[0]:
-        reason = "; a node's ranks have shares of it: resume with the same memory_format, or with levels=1"
+        reason = ", and each rank of a node has a share: resume with the same memory_format, or with levels=1"
         raise ValueError(
             f"the parameter {name!r} was saved with the shape and strides {before}, and has {now}" + reason * is_share
         )
@@ -335,9 +333,9 @@ def _laid_as_now(tensor: Tensor, name: str, before: Any, now: list[list[int]], i
 
 
 def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:
-    """Return, by name, shape and strides of this rank's part of each parameter.
+    """Return shape and strides of this rank's part of each parameter, by name.
 
-    Its residual lies as its gradient does in DDP: as the parameter if that fills its memory, else row by row.
+    A residual has the layout of DDP's gradient: the parameter's if dense and non-overlapping, otherwise row-major.
     """
     layouts = {}
     for name, held in local_tensors(module).items():

@@ -173,8 +173,8 @@ def test_rounds_and_gradients_keep_different_things(pair, tmp_path):
     path, gradients = str(tmp_path / "middle.ckpt"), {"density": 0.1}
     rounds = {**gradients, "local_steps": 4}
     for before, after, told in (
-        (rounds, gradients, "the changes of its last round"),
-        (gradients, rounds, "rounds of local steps keep changes of parameters"),
+        (rounds, gradients, "the changes of the last round"),
+        (gradients, rounds, "local steps store changes of parameters"),
     ):
         fits(pair, partial(Local, 6, path), before, max_epochs=1)
         first, other = fits(pair, Local, after, path)

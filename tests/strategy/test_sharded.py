@@ -301,7 +301,7 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
 
 
 NOT_RESUMED = {
-    "whole": ({**SPARSE, "save_distributed_checkpoint": False}, {**SPARSE, "strategy": SparseDDPStrategy}, "in shards"),
+    "whole": ({**SPARSE, "save_distributed_checkpoint": False}, {**SPARSE, "strategy": SparseDDPStrategy}, "sharded"),
     "cut anew in a round": (ROUNDS["sparse"], {**ROUNDS["sparse"], "replicas": 4}, "data_parallel_size"),
 }
 
