@@ -95,17 +95,19 @@ def test_the_page_has_the_thresholds_of_the_formula():
         assert [estimated(r * edge).strategy for r in (0.96, 1.04)] == [below, above]
 
 
-def test_the_readme_works_r_out_by_this_formula():
-    peaks, _ = re.findall(r"RTX 3090 [^.]*", PAGE.read_text())
+def test_the_readme_works_r_out_by_this_formula_and_recommends_by_it():
+    peaks, bandwidths = re.findall(r"RTX 3090 [^.]*", PAGE.read_text())
     for gpu, *cells in rows(ROOT / "README.md", "## When to use it"):
         peak = float(re.search(rf"{gpu} (\d+)", peaks)[1]) * 1e12
         for gbit, cell in zip((1, 10, 25, 100), cells):
             parameters = 124e6  # any number
             compute = 6 * parameters * 8192 / (0.4 * peak)
-            found = Estimate(parameters, 4, compute, Line(0.0, 8e-9 / gbit))
+            bandwidth = float(re.search(rf"{gpu} (\d+)", bandwidths)[1]) * 1e9
+            passes = PASSES["adamw"] * 4 * parameters / bandwidth
+            found = Estimate(parameters, 4, compute, Line(0.0, 8e-9 / gbit), passes)
             r, _, strategy = cell.partition(", ")
             assert float(r) == pytest.approx(found.r, rel=0.03), (gpu, gbit)
-            assert strategy.strip("`*") in REASONS
+            assert strategy.strip("`*") == found.strategy, (gpu, gbit)
 
 
 def test_bandwidths_and_latencies_are_read():
