@@ -1,4 +1,4 @@
-"""Requirements of features: the capabilities that each needs, and the error if a setting lacks one."""
+"""Capabilities that each feature requires, and the error for a missing capability."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
-"""A LOOP OF ONE'S OWN: what a training does before and after an exchange, without Lightning.
+"""A training session, without Lightning: optimizers, checks, changes of the model, and saved state.
 
-:mod:`~lightning_sparse.loop.sparsify` is the plain loop's entry point; the other modules serve the Trainer's, too.
+:mod:`~lightning_sparse.loop.sparsify` is the entry point of a plain loop. The Trainer's strategies use the other files.
 """
 
 from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradients

@@ -1,1 +1,1 @@
-"""THE WAY OF ONE GRADIENT, from backward to the mean in ``p.grad``: exchange, worker, step, selecting, levels."""
+"""The path of a gradient, from backward to the mean in ``p.grad``: reducer, backward, step, selecting, topology."""

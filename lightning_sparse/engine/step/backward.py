@@ -39,7 +39,7 @@ class ParamEntry:
 
 
 class ParamOrder:
-    """Order in which every rank exchanges its parameters, used or unused. The order is empty until the ranks agree."""
+    """Order of exchange of all parameters on every rank. The order is empty until the ranks agree."""
 
     def __init__(self, members: Sequence[ParamEntry], device: torch.device) -> None:
         self.members = members
@@ -58,7 +58,7 @@ class Package(NamedTuple):
     def of(cls, members: Sequence[ParamEntry], like: Tensor) -> "Package":
         """Allocate a buffer for parameters, with the dtype and the device of the gradient ``like``."""
         flats = like.new_empty(sum(each.numel for each in members)).split([each.numel for each in members])
-        # A parameter may leave gaps in its memory, which its gradient does not.
+        # The memory of a parameter may have gaps, the memory of a gradient has none.
         forms = [torch.empty_like(local_tensor(each.parameter), device="meta") for each in members]
         return cls(
             {each.name: LocalGradient(each.name, flat, True) for each, flat in zip(members, flats)},
@@ -213,7 +213,7 @@ class Backward(ABC):
         assert gradient is not None
         if self._context.is_sharded:
             return shard_of(parameter, gradient).view_as(local_tensor(parameter))
-        return gradient.detach() if gradient.requires_grad else gradient  # create_graph=True makes such gradients
+        return gradient.detach() if gradient.requires_grad else gradient  # because of create_graph=True
 
     def _flags(self) -> Tensor:
         all_used = self._order.all_used
@@ -331,7 +331,7 @@ class SparseBackward(Backward):
 
 
 def _shares_memory(parameter: Tensor) -> bool:
-    """Return whether a gradient's storage has other references, such as the gradient of a summed parameter."""
+    """Return whether a gradient's storage has other references, for example the gradient of a summed parameter."""
     assert parameter.grad is not None
     storage = parameter.grad.untyped_storage()
     return storage.nbytes() == parameter.grad.nbytes and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES

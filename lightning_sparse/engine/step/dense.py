@@ -33,7 +33,7 @@ class _Message(NamedTuple):
             # On a device the mean belongs to the worker's stream, which could reuse the memory while other streams
             # read.
             if mean.dtype is gradient.dtype and is_replaceable(gradient, parameter):
-                parameter.grad = mean.view_as(parameter).data  # .data gives the gradient a version counter of its own
+                parameter.grad = mean.view_as(parameter).data  # .data gives the gradient a new version counter
             else:
                 copies.append(gradient)
                 sources.append(mean)
@@ -42,7 +42,7 @@ class _Message(NamedTuple):
 
 
 class DenseBackward(Backward):
-    """Reduction that averages complete gradients, as DDP does, in one all-reduce per message, without residuals."""
+    """Reduction that averages complete gradients, as DDP does, with an all-reduce per message, without residuals."""
 
     _bytes = _FIRST_DENSE_BYTES
     _message: Optional[_Message] = None  # the running message
@@ -82,7 +82,7 @@ class DenseBackward(Backward):
             torch._foreach_copy_(copies, sources)
             torch._foreach_mul_(copies, 1 / among.world_size)
         for mean, gradient in zip(means, gradients):
-            if gradient.numel() >= SMALL:  # one pass copies and scales
+            if gradient.numel() >= SMALL:  # a single pass copies and scales
                 torch.mul(gradient, 1 / among.world_size, out=mean)
         if flags is not None:
             rest.copy_(flags)

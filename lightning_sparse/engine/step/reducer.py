@@ -64,9 +64,9 @@ class ReducedGradients:
     """
 
     def __init__(self) -> None:
-        self.begun: set[Tensor] = set()  # parameters exchanged since their step, whatever became of their gradients
-        self._means: dict[Tensor, Tensor] = {}  # gradients to which nothing was added since their exchange
-        self._copies: dict[Tensor, Tensor] = {}  # copies of means to which something was added
+        self.begun: set[Tensor] = set()  # parameters with an exchange since the optimizer step
+        self._means: dict[Tensor, Tensor] = {}  # gradients without an addition since the exchange
+        self._copies: dict[Tensor, Tensor] = {}  # copies of means in gradients with an addition
         self._taken: dict[Tensor, Tensor] = {}  # means of earlier exchanges during an exchange
         self._handles: dict[Tensor, Any] = {}
 
@@ -76,7 +76,7 @@ class ReducedGradients:
         return bool(self._means or self._copies)
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Copy means before a backward adds to them, from the next one on; frozen parameters wait for a later call."""
+        """Copy means before a backward adds to the gradients. Frozen parameters need another call later."""
         if len(self._handles) == len(parameters):
             return
         for parameter in parameters:
@@ -109,7 +109,7 @@ class ReducedGradients:
         return held & self.begun  # the gradient of an unused parameter may hold the mean of an earlier step
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
-        """Take the means out of gradients, and return those of ``parameters`` if their step continues."""
+        """Take means out of gradients, and return the means of ``parameters`` if a step continues."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
         for parameter, mean in means.items():
@@ -125,7 +125,7 @@ class ReducedGradients:
 
     def add_means(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
         """Add the taken means to the new means in gradients, and record the sums, also of ``unused`` parameters."""
-        for parameter, mean in self._taken.items():  # other gradients may share the memory of either
+        for parameter, mean in self._taken.items():  # not in place, because gradients may share memory
             parameter.grad = mean if parameter.grad is None else (mean + parameter.grad).detach()
         self._taken.clear()
         for parameter in parameters:
@@ -183,13 +183,13 @@ class SparseReducer(SharedOnCopy):
         self._used: set[ParamEntry] = set()  # parameters with a gradient since the last exchange
         self._last_graph = -1  # the last backward with an end
         self._model_graph = -1  # the last backward through the output of the model
-        self._backward: Optional[Backward] = None  # the one in progress, unless IDLE
+        self._backward: Optional[Backward] = None  # the backward in progress, unless IDLE
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = NoOpReducer()  # type: ignore[assignment]
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange the gradients of these parameters from the next backward on."""
-        self.reduced.unwatch()  # the means of other parameters are watched next
+        self.reduced.unwatch()  # other parameters have means next
         self.reduced.forget(self._hooked.keys() - set(trained.values()))
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
