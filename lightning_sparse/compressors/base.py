@@ -55,7 +55,7 @@ class ErrorFeedback(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """Largest norm of the mean gradient and largest magnitude of an element, with ``None`` for no limit."""
+    """Limits of clipping: of the mean gradient's norm, and of an element's magnitude. ``None`` is no limit."""
 
     norm: Optional[float] = None
     value: Optional[float] = None

@@ -119,7 +119,7 @@ class Warmup(DensityRule):
         return f"step {self._step + 1} of {self.length}"
 
 
-_SLACK = 0.7  # fraction of the budget below which the density falls
+_SLACK = 0.7  # the density falls if the error is below this fraction of the budget
 _MAX_RAISE = 2.0  # largest factor per measurement
 _MAX_LOWERING = 1.25  # largest factor per measurement, small because the residual grows slowly
 _FALLING = 0.9  # fraction of the last error: below it, an earlier raise still has an effect

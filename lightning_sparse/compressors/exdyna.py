@@ -154,7 +154,7 @@ class ExDyna(Compressor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return step, threshold (0 for none) with gain and error, cuts, and the load of each block."""
+        """Return the step, the threshold (0: none), its gain and error, the partitions, and block loads."""
         cuts = torch.tensor(self._partitions.cuts, device="cpu")
         threshold, gain, error = self._threshold
         state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}

@@ -87,7 +87,7 @@ class FlatSelection(Sequence[Selection]):
         return selected
 
     def replaced(self, values: Tensor, indices: Tensor) -> "FlatSelection":
-        """Return other values and indices with the same counts, all sent."""
+        """Return a selection with these values and indices and the same counts. All elements count as sent."""
         return FlatSelection(values, indices, self.numels, self.counts)
 
     def filled_at(self, filled: Tensor) -> "FlatSelection":

@@ -41,7 +41,7 @@ class Densities:
         self.planned: Mapping[str, float] = {}
         self.sends_all = False
         self._total_steps: Optional[int] = None  # length of the training
-        self._is_resumed = False  # whether a checkpoint has set the length
+        self._is_resumed = False  # whether a checkpoint has set the length of the warm-up
         self._steps: Counter[int] = Counter()  # steps by optimizer
         self._in_warm_up = lru_cache(_FEW)(_raised)  # Most steps repeat the previous result.
         self.begin_step()

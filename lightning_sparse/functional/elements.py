@@ -18,7 +18,8 @@ from torch import Tensor
 
 Counts = tuple[int, ...]  # numbers of elements, by tensor
 
-# put_ adds up to _FEW elements in order, in one call instead of three; with about 30 000, threads break the order.
+# For at most _FEW elements, put_ adds in order and needs one call instead of three. With about 30 000 elements, torch
+# adds in several threads, in any order.
 _FEW = 1 << 12
 _FEW_ROWS = 16  # rows; up to here one call per row is faster than one call that sorts
 _ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of this

@@ -24,7 +24,7 @@ _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised ma
 _BLOCK_MARGIN = 4  # minimum number of blocks per selected block; with fewer, blocks discard too little
 _FEW_BLOCKS = 1 << 15  # elements; block maxima do not pay for smaller tensors
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
-_BATCH = 1 << 22  # elements of tensors that share calls; limits the memory of copies (16 MiB)
+_BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
 _SAMPLE_STRIDE = 8  # a denser sample costs more than the surplus candidates
 _SAMPLE = 1 << 16  # elements in a sample: the rank of the threshold is exact to about 1 %
 _SAMPLE_SIGMAS = 4.0  # margin below the expected rank; a miss costs one torch.topk
@@ -72,7 +72,7 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
 
 
 def _is_sparse(numel: int, count: int) -> bool:
-    """Return whether block maxima exclude nearly all elements."""
+    """Return whether the maxima of blocks are enough to exclude nearly all elements."""
     return numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel
 
 

@@ -57,8 +57,8 @@ def plan_buckets(
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    # Neither time alone decides which plan of a prefix is best, because a merged bucket may cost more or less than the
-    # parts. All plans that no other plan beats on both are stored. On the worker, only the second time differs.
+    # A plan of the first parameters has two times: selection stops backward for so long, and the channel is free then. A
+    # plan is stored unless another plan has less of both. If the worker selects, only the second time differs.
     kept: list[list[_Plan]] = [[(0.0, 0.0, 0, 0)]]
     for stop in range(1, len(ready)):
         extended: list[_Plan] = []

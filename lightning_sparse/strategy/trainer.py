@@ -150,7 +150,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
         given = RuntimeOptions(self._timeout, scaler, clipping, self._node_ranks)
-        # One process that resumes a compressed training also compresses, so that the model receives the residuals.
+        # A single process compresses, too, if it resumes a compressed training. Otherwise the residuals would be lost.
         self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return

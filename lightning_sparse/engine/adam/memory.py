@@ -124,11 +124,13 @@ class OwnClips:
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # this step's factors, one per clip with a norm
     squared_norms: dict[str, Tensor] = field(default_factory=dict)  # for ranks' gradients, for their mean
-    _together: list[list[str]] = field(default_factory=list)  # this step's gradients, one list per clip with a norm
+    _together: list[list[str]] = field(
+        default_factory=list
+    )  # names of this step's gradients, a list for each limit of a norm
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
-        """Largest norms of the mean, with the names of the gradients in each."""
+        """Limits of the mean gradient's norm, each with the names of the gradients that it covers."""
         return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
@@ -173,7 +175,7 @@ class OwnClips:
 
 @dataclass
 class Refreshes:
-    """Turns of parameters to refresh second moments, and this rank's gradients until the next step begins."""
+    """The step in which each second moment is refreshed next, and this rank's gradients for the refresh."""
 
     least_steps: int
     due: dict[str, int] = field(default_factory=dict)  # step of a parameter's next turn

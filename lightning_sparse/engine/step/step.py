@@ -108,7 +108,7 @@ class Pipeline:
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
         self._planner = Planner() if planner is None else planner
-        self._shares: dict[str, LocalGradient] = {}  # shares of gradients, if norms precede the first bucket
+        self._shares: dict[str, LocalGradient] = {}  # shares, if a clip measures norms first
         self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # whether the memory's refresh has run in this step
 
