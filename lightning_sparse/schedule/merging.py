@@ -57,8 +57,8 @@ def plan_buckets(
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    # A plan of the first parameters has two times: selection stops backward for so long, and the channel is free then. A
-    # plan is stored unless another plan has less of both. If the worker selects, only the second time differs.
+    # Two times describe a plan of the first parameters: how long selection stops backward, and when the channel is
+    # free. A plan is stored unless both times of another plan are shorter. On the worker, only the second differs.
     kept: list[list[_Plan]] = [[(0.0, 0.0, 0, 0)]]
     for stop in range(1, len(ready)):
         extended: list[_Plan] = []

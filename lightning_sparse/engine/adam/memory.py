@@ -124,9 +124,7 @@ class OwnClips:
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # this step's factors, one per clip with a norm
     squared_norms: dict[str, Tensor] = field(default_factory=dict)  # for ranks' gradients, for their mean
-    _together: list[list[str]] = field(
-        default_factory=list
-    )  # names of this step's gradients, a list for each limit of a norm
+    _together: list[list[str]] = field(default_factory=list)  # names of this step's gradients, by limit of the norm
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
