@@ -350,8 +350,8 @@ def test_on_other_numbers_of_replicas_and_shards_the_mean_stays(pools, tmp_path,
 
 
 CASES = {
+    "owners": ({"exchange": "owners"}, {}),  # the only case of the fast tier
     "clipped, accumulated": ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_epochs": 7}),
-    "owners": ({"exchange": "owners"}, {}),
     "bfloat16": ({"wire": "bfloat16"}, {"precision": "bf16-true"}),
     "four replicas": ({"replicas": 4}, {}),
 }
