@@ -102,7 +102,7 @@ class AdaptiveDensity(StepObserver):
         engine, now = engine_of(trainer), (step_of(trainer), trainer.current_epoch)
         if engine is None or now == self._decided_at:
             return
-        # A frozen parameter may be unfrozen later, and rules still have its state.
+        # Rules store the state of frozen parameters, too, because these may be unfrozen later.
         self._targets = {**self._targets, **engine.target_densities()}
         is_due = self._has_measured or now[0] % self.every_n_steps == 0  # a plan may have changed
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):

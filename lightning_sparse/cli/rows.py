@@ -56,7 +56,7 @@ class Rows:
             self._conclude()
         self._gather("end")  # a rank that ends early would count as dead
         self._is_over.set()
-        thread.join()  # a thread in a store's call would abort the interpreter's end
+        thread.join()  # the interpreter aborts at its end if a thread still waits in a call of the store
         self._store.set(f"check/over/{self._rank}", "")
         if self._rank == 0:  # rank 0 may host the store
             self._store.wait([f"check/over/{rank}" for rank in range(len(self.names))], timedelta(seconds=10))

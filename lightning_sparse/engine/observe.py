@@ -30,7 +30,7 @@ def _no_mark() -> None:
 
 Timestamp = Any  # host time in seconds (float), or a CUDA event
 _FP32_BYTES = 4
-_ALL = "the data that all buckets of a step share"
+_ALL = "data that all buckets of a step share"
 _MAX_RECORDS = 256  # a bound, because an optimizer step may never end
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element, by world size
 

@@ -154,7 +154,7 @@ class SharedModel:
             torch._foreach_copy_(list(present.values()), shared)
 
     def _before(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a flat shared tensor, rounded as a parameter of a dtype holds it."""
+        """Return a flat shared tensor, rounded to the dtype of a parameter."""
         before = _as(flatten_as(self._shared[name]), dtype)
         # The mean of buffers may be finite, and no finite change leads from an infinity to a finite value.
         return before if name in self.trained else before.nan_to_num(0, 0, 0)

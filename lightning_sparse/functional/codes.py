@@ -43,7 +43,7 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def quantized_nbytes(numel: int, bits: int) -> int:
-    """Return the bytes of ``numel`` quantized elements, a multiple of ``BLOCK``."""
+    """Return the bytes of ``numel`` quantized elements. ``numel`` must be a multiple of ``BLOCK``."""
     return numel * bits // 8 + numel // BLOCK * _SCALE.itemsize
 
 

@@ -31,7 +31,7 @@ def norm_of_all(norms: Tensor) -> Tensor:
     return wide.float()
 
 
-_PIECE = 1 << 18  # elements with temporaries that fit in the cache, and counts that are exact in fp32
+_PIECE = 1 << 18  # elements per part: temporaries fit in the cache, and fp32 counts are exact
 _DEVICE_PIECE = 1 << 26  # elements; on a GPU launches cost more, so temporaries have up to 256 MiB
 
 

@@ -24,7 +24,7 @@ _ERROR_OF_MEDIAN = 1.2533  # standard error of a median over that of a mean, for
 _SETTLING_STEPS = 2  # untimed steps after a change of backend
 _TIMED_STEPS = 6
 _TURNS = 2  # turns of each backend: other load on the machine affects both
-_MAX_TURNS = 6  # turns of each backend while the result is unclear
+_MAX_TURNS = 6  # measurements of each backend until the result is clear
 _HOPELESS = 2.0  # DDP's time over compression's, from which one step per turn is enough
 _RECHECK_STEPS = 5000  # steps between two comparisons
 

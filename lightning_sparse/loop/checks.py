@@ -117,7 +117,7 @@ def of_the_settings(settings: Settings) -> Iterator[str]:
 
 
 def refuse_together(reasons: Iterator[str]) -> None:
-    """Raise on every rank the first reason of the first rank with a reason."""
+    """Raise the same error on every rank: the first reason of the first rank that has any."""
     refuse(filter(None, all_gather_object(next(reasons, ""))))
 
 

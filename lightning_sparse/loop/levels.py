@@ -23,12 +23,12 @@ def own_node() -> Node:
 
 
 def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], None]) -> int:
-    """Return the number of ranks per node that average their gradients first, and log two levels.
+    """Return the number of ranks per node that average their gradients before the exchange between nodes.
 
     Args:
         settings: the settings; ``levels`` decides.
         node: identity of this rank's node.
-        log: function that logs a line.
+        log: function that logs a line if there are two levels.
     """
     # The store works before NCCL has a device for each rank.
     nodes = [] if settings.levels == 1 else all_gather_via_store(str(node))

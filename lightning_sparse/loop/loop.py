@@ -159,7 +159,7 @@ class Loop:
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 
     def plan(self) -> Optional[Plan]:
-        """Return the bucket plan of this rank, after the end the last plan, or ``None``."""
+        """Return the bucket plan of this rank, or the last plan after the end of training, or ``None``."""
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def state(self) -> Optional[dict[str, Any]]:

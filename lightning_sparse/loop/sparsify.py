@@ -387,7 +387,7 @@ class FollowedModel:
                     recorder.totals.resume()  # a load inside the context replaces totals
 
     def take_up(self) -> None:
-        """Apply a waiting state, after a check that the present model belongs to this state."""
+        """Apply a loaded state that waits for its model, after a check that the present model belongs to the state."""
         state, self.waiting = self.waiting, None
         if state is None or self.training is None:
             return

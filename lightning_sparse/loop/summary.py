@@ -14,7 +14,7 @@ from lightning_sparse.schedule import FixedSize
 
 FEW_ROUNDS = 100
 SHORTEST_PART = 5  # validations that cut rounds below 1 / SHORTEST_PART cause a warning
-SAFE_STEPS = 5  # local steps per round, measured to end near DDP's loss in short trainings
+SAFE_STEPS = 5  # local steps per round; short trainings with fewer steps ended near DDP's loss
 
 RESUMES_ALONE = (
     "one process continues a compressed training: nothing is sent, and compression continues so that the model"

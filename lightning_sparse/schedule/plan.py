@@ -6,7 +6,7 @@ from typing import NamedTuple
 Stops = tuple[int, ...]  # end index of each bucket of a plan, in the order of backward
 
 _PARTS = (1, 2, 4, 8, 16)  # numbers of buckets to try
-_TIE = 1.02  # ratio of step times within which the plan with fewer buckets wins, about the measurement error
+_TIE = 1.02  # the plan with fewer buckets wins up to this ratio of step times, which is about the measurement error
 
 
 class Plan(NamedTuple):

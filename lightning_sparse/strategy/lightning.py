@@ -3,7 +3,7 @@
 Both packages have the same code, but separate classes. The whole package takes Lightning's names from this module. The
 choice is made when this module is imported. Type checkers see ``pytorch_lightning``.
 """
-# The imports are unused here, because other modules import the names from this one.
+# These imports are for other modules, which import the names from this module.
 # ruff: noqa: F401
 
 import sys

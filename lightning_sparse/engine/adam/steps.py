@@ -358,7 +358,7 @@ class AdamSteps:
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
-        rate = float(group["lr"])  # waits for a device once per group and step, if the rate is its tensor
+        rate = float(group["lr"])  # waits for the device once per group and step if the learning rate is a tensor
         # A parameter may have new memory since backward.
         weights = [self._tensors(parameter, optimizer.state[parameter]).parameter for parameter in held]
         wide = in_widened(weights)

@@ -71,7 +71,7 @@ class Clip(NamedTuple):
 
 
 class Averages(Protocol):
-    """Means over ranks for a memory at the beginning of a step. All ranks must request the same means."""
+    """Collectives for a memory at the beginning of a step. All ranks must call the same methods."""
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
         """Return the mean of flat bfloat16 gradients of ``numels`` elements, unsharded and concatenated."""

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     wire: WireFormat
     positions: Sequence[int]  # positions in the bucket
     selection: Sequence[Selection]  # one for each parameter, or one for the concatenation of all
-    counts: Sequence[float]  # elements by parameter at its density; a share of the total if merged
+    counts: Sequence[float]  # number of elements to send by parameter; fractions of the total if merged
     tensors: list[Tensor]  # gradient plus residual of each parameter
     laid: Sequence[Tensor] = ()  # if merged: the concatenated tensors, and memory for the mean
     are_used: Sequence[Optional[bool]] = ()  # whether this rank used each parameter; ``None`` if untracked

@@ -170,7 +170,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
     owner, order = owner.where(fits, world_size).sort(stable=True)
     first = torch.searchsorted(owner, torch.arange(world_size + 1, device=owner.device))
     number = torch.arange(len(owner), device=owner.device).sub_(first[owner])
-    none = world_size * room  # the slot of elements without room, which is dropped
+    none = world_size * room  # elements without room go to this slot, and the slot is dropped
     slot = number.add_(owner, alpha=room).clamp_(max=none)
     sent = round_to(selected.values, _PROPOSED)
     values = sent.new_zeros(none + 1).index_copy_(0, slot, sent[order])[:-1].view(world_size, room)
