@@ -123,10 +123,10 @@ Gather = Callable[[Tensor], Tensor]
 class Compressor(ABC):
     """Select the elements of each accumulated gradient that are sent.
 
-    Only :meth:`select` is required. The method is pure: no collectives, no changes of arguments, no dependence between
-    tensors (except with ``selects_across_bucket``, which makes results depend on the buckets). :meth:`select` includes
-    at least 1 NaN or infinity of a gradient, so that all ranks receive the value. State, for example a threshold,
-    changes only in :meth:`finish_step`.
+    Required are :meth:`select`, ``default_density`` and ``wire_format``. The method is pure: no collectives, no changes
+    of arguments, no dependence between tensors (except with ``selects_across_bucket``, which makes results depend on
+    the buckets). :meth:`select` includes at least 1 NaN or infinity of a gradient, so that all ranks receive the value.
+    State, for example a threshold, changes only in :meth:`finish_step`.
 
     Attributes:
         default_density: fraction of elements to send by default; ``None`` for a method without a density.

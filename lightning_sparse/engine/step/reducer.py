@@ -156,8 +156,8 @@ class SparseReducer(SharedOnCopy):
     :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged, as by DDP, without residuals.
 
     Args:
-        begin: called on the autograd thread before the first gradient of a backward is collected. The argument is true
-            if :meth:`prepare_for_backward` was called for this backward.
+        begin: called before the first gradient of a backward is collected. The argument is true if
+            :meth:`prepare_for_backward` was called for this backward.
         end: called when all gradients are means.
     """
 
