@@ -171,7 +171,8 @@ class Probes:
         self._agreement(model)
         if not 0.005 <= density <= 0.06 or not _difference(model, _OddModel(_SGD))[0]:
             raise ValueError(f"{density:.3%} of the elements are sent, not 1 %, or no parameter has changed")
-        return f"bitwise identical after each step, {density:.2%} sent"
+        when = "at the end" if "local_steps" in settings else "after each step"
+        return f"bitwise identical {when}, {density:.2%} sent"
 
     def _conserves(self) -> str:
         from lightning_sparse.testing import invariants  # the import reads the device from the environment
