@@ -1,4 +1,4 @@
-"""The interface of schedules, which decide when a bucket of gradients is exchanged."""
+"""Schedules decide during backward when a bucket of gradients ends. Each bucket is exchanged in one message."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -8,28 +8,28 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import is_whole
 
-UNPLANNED_ELEMENTS = 1 << 23  # size of a bucket before anything is measured
+UNPLANNED_ELEMENTS = 1 << 23  # minimum elements of a bucket: of `Merged` without a plan, and of `FixedSize` by default
 
 
 class Schedule(ABC):
-    """Divide the stream of gradients, in the order of backward, into buckets.
+    """Divide gradients into buckets, in the order of backward.
 
-    The result must depend only on the arguments, because every rank must close the same buckets. Gradients that wait
-    for the end of backward form a single bucket without a call, unless a method selects across a bucket.
+    All ranks must end the same buckets, so results must be equal on all ranks. If the exchange starts after backward,
+    all gradients form one bucket, without a call. ``selects_across_bucket`` always uses the schedule's buckets.
     """
 
     @abstractmethod
     def closes_bucket(self, newest: str, numel: int) -> bool:
-        """Return whether to exchange the open bucket now. The end of backward closes the last bucket.
+        """Return whether ``newest`` is the last parameter of the bucket. The end of backward ends the last bucket.
 
         Args:
-            newest: name of the parameter that has just joined the bucket.
-            numel: number of elements in the bucket, the newest parameter included.
+            newest: name of the parameter that was just added to the bucket.
+            numel: number of elements in the bucket, including ``newest``.
         """
 
 
 class Layerwise(Schedule):
-    """Exchange every parameter when the gradient is ready: the most overlap, and the most messages."""
+    """Exchange each gradient alone during backward: the most overlap with backward, and the most messages."""
 
     @override
     def closes_bucket(self, newest: str, numel: int) -> bool:
@@ -37,7 +37,7 @@ class Layerwise(Schedule):
 
 
 class Single(Schedule):
-    """Exchange everything in a single message after backward: no overlap, and the fewest messages."""
+    """Exchange all gradients in one message after backward: no overlap with backward, and the fewest messages."""
 
     @override
     def closes_bucket(self, newest: str, numel: int) -> bool:
@@ -45,11 +45,11 @@ class Single(Schedule):
 
 
 class FixedSize(Schedule):
-    """Exchange a bucket when it has a minimum number of elements.
+    """Exchange a bucket when the bucket has at least ``min_elements`` elements.
 
     Args:
         min_elements: minimum size of a bucket. Small buckets overlap more of the exchange with backward. Large buckets
-            have the latency of fewer messages.
+            need fewer messages, and so have less latency in total.
 
     Raises:
         ValueError: if ``min_elements`` is not a positive integer.
@@ -68,21 +68,22 @@ class FixedSize(Schedule):
 
 
 class Merged(Schedule):
-    """Exchange in the fastest buckets, by timings of steps of the user's model and network.
+    """Exchange in the buckets with the fastest steps, timed on the user's model and network.
 
-    The first steps try several plans, without an effect on results. Then the fastest plan and the optimum for the
-    measured costs (:func:`plan_buckets`) alternate, and the faster one wins. A change of the graph restarts the trials.
+    A plan divides gradients into buckets. The first steps time several plans. :func:`plan_buckets` computes another
+    plan from these times, which then alternates with the fastest plan. The fastest of all plans is used. A new order of
+    gradients restarts the trials. Plans change results only with ``selects_across_bucket`` or ``adaptive_density``.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the plan."""
+        """Drop the plan. Buckets then end by size, until :meth:`end_buckets_at` sets a plan."""
         self._ends: Optional[frozenset[str]] = None
 
     def end_buckets_at(self, ends: Iterable[str]) -> None:
-        """Close buckets after these parameters. Call this between two steps, and on all ranks at once."""
+        """End a bucket after each of these parameters. All ranks must call this, between the same two steps."""
         self._ends = frozenset(ends)
 
     @override
@@ -91,9 +92,9 @@ class Merged(Schedule):
 
 
 class Auto(Merged):
-    """Exchange like :class:`Merged`, or let DDP exchange everything if that is faster.
+    """Compress gradients and exchange like :class:`Merged`, or use plain DDP if compression saves too little time.
 
-    Steps are timed under the plan and under DDP. DDP is used unless compression saves more than the measurement error
-    and the cost of delayed updates. Measurements repeat after some time. Because timings decide, two runs are not
-    bitwise identical.
+    Steps with compression and steps of DDP are timed in turns. Compression must save a minimum share of DDP's step,
+    because unsent gradients act later. DDP is used unless the saved time exceeds this minimum by the measurement error.
+    The comparison repeats after 5000 steps. Because timings decide, two runs are not bitwise identical.
     """

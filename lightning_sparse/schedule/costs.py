@@ -1,10 +1,11 @@
-"""Cost models of buckets, and densities that hide behind backward: the adaptive densities of LAGS-SGD, for buckets.
+"""Seconds of a bucket by size, and densities of buckets at which backward hides the exchange, as in LAGS-SGD.
 
-Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose the lowest compression
-ratio for each layer, at most ``c_u``, that hides exchange and selection behind the computation of the next layer. As
-printed, the formula takes the larger of ``c_u`` and that ratio; only the smaller makes ``c_u`` an upper bound. The
-released code never runs the rule, ignores the time of selection, and sends a twentieth of a layer that would hide
-densely. Here buckets replace layers, and a bucket of density 1 is sent densely.
+Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose a compression ratio for
+each layer. The ratio is the lowest that hides selection and exchange behind the backward of the next layer, and at most
+``c_u``. The printed formula takes the larger of ``c_u`` and the lowest ratio, but only the smaller makes ``c_u`` an
+upper bound. The released code never runs this rule, and its rule ignores the time of selection. If backward could hide
+a dense exchange of a layer, that rule sends a twentieth of the layer. Here buckets replace layers, and a bucket of
+density 1 is sent densely.
 """
 
 from bisect import bisect_left
@@ -13,18 +14,18 @@ from itertools import accumulate, combinations, groupby
 from statistics import median
 from typing import NamedTuple, Optional
 
-_SAFE = 0.8  # usable fraction of the available time: without a margin, any disturbance exposes the exchange
-_APART = 1.5  # minimum ratio of largest to smallest size for a slope
+_SAFE = 0.8  # fraction of the time before the next bucket to use: with 1.0, any delay would expose the exchange
+_APART = 1.5  # minimum ratio of the largest to the smallest size from which a slope is computed
 
 
 class Line(NamedTuple):
-    """Seconds as a linear function of a size.
+    """Seconds as a linear function of a size, in bytes or elements: ``startup + per_unit * size``.
 
     >>> Line(startup=1e-3, per_unit=1e-8)(1_000_000)
     0.011
     """
 
-    startup: float = 0.0  # seconds for any size
+    startup: float = 0.0  # seconds at size 0
     per_unit: float = 0.0  # seconds per byte or element
 
     def __call__(self, size: float) -> float:
@@ -33,10 +34,10 @@ class Line(NamedTuple):
 
 
 def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
-    """Fit a line to timings, pairs of size and seconds. Return ``None`` if the sizes are too similar.
+    """Fit a line to pairs of a size and seconds. Return ``None`` if the sizes are too similar.
 
-    The fit uses the median of each size. The slope is the median of the slopes between two sizes, weighted by distance,
-    so that outliers from a busy machine have little effect. Neither number is negative.
+    Equal sizes count as one point, at the median of seconds. The slope is the median of slopes between two points,
+    weighted by the difference of sizes. Outliers have little effect. Neither ``startup`` nor ``per_unit`` is negative.
 
     >>> fit([(100, 2.0), (200, 3.0), (400, 50.0), (800, 9.0)])
     Line(startup=1.0, per_unit=0.01)
@@ -54,41 +55,42 @@ def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
 
 
 class BucketSample(NamedTuple):
-    """Sizes and times of a bucket in a step."""
+    """Sizes and measured times of one bucket in one step."""
 
     elements: int
-    counts: int  # sent elements
+    counts: int  # elements to send, by the densities in this step
     select_seconds: float  # seconds to compensate, select, encode and decode
-    exchange_seconds: float  # seconds in collectives, with the wait for other ranks
+    exchange_seconds: float  # seconds in collectives, including the wait for slower ranks
 
 
 class BucketCosts(NamedTuple):
-    """Seconds of a bucket as functions of its size."""
+    """Seconds to select and to exchange a bucket, as functions of a number of elements."""
 
-    select: Line  # argument: elements
-    exchange: Line  # argument: sent elements
+    select: Line  # argument: all elements of the bucket
+    exchange: Line  # argument: elements to send
 
 
 def costs_of(buckets: Sequence[BucketSample]) -> Optional[BucketCosts]:
-    """Fit the costs of buckets. Return ``None`` if the bucket sizes are too similar for a slope."""
+    """Fit the costs to measured buckets. Return ``None`` if the bucket sizes are too similar for a slope."""
     select = fit((bucket.elements, bucket.select_seconds) for bucket in buckets)
     exchange = fit((bucket.counts, bucket.exchange_seconds) for bucket in buckets)
     return None if select is None or exchange is None else BucketCosts(select, exchange)
 
 
 class BucketShape(NamedTuple):
-    """Size of a bucket and the time when it is ready."""
+    """Sizes of a planned bucket, and the time when backward has computed all gradients of the bucket."""
 
     elements: int
-    counts: int  # elements to send at the set density
+    counts: int  # elements to send at least, by the density without a plan
     ready: float  # seconds from the start of backward
 
 
 def hidden_densities(costs: BucketCosts, buckets: Sequence[BucketShape]) -> list[float]:
-    """Return the largest density of each bucket, up to 1, that ends the exchange before the next bucket is ready.
+    """Return for each bucket the largest density at which the exchange ends before the next bucket is ready.
 
-    Nothing hides the last bucket and late buckets, so ``counts`` sets the density there. At density 1 a bucket is sent
-    without indices, in fewer bytes than assumed here.
+    Densities are from ``counts / elements`` to 1. The minimum applies if backward cannot hide the exchange: to the last
+    bucket, and to a bucket with too little time. At density 1 the real message is smaller than assumed here, because a
+    dense bucket is sent without indices.
     """
     densities, free = [], 0.0
     for bucket, following in zip(buckets, [*buckets[1:], None]):

@@ -1,7 +1,8 @@
-"""Optimal buckets, so that the last message arrives as early as possible: the problem of OMGS-SGD.
+"""Buckets with the earliest end of the last exchange: the optimization problem of OMGS-SGD.
 
-Shi et al., INFOCOM 2020. The greedy rule of the paper is not optimal. Dynamic programming over prefixes is optimal.
-Times start with backward. The paper's selection stops backward, and this engine's worker selects between exchanges.
+The greedy rule of the paper (Shi et al., INFOCOM 2020) is not optimal. The dynamic programming here is optimal. All
+times are seconds from the start of backward. In the paper, backward stops during selection. In this engine a thread,
+the worker, selects and exchanges bucket after bucket while backward runs.
 """
 
 import math
@@ -19,8 +20,8 @@ SELECTIONS = ("worker", "backward")
 Cost = Callable[[int], float]
 
 
-# A plan for the first tensors: seconds that selection has stopped backward, the time when the channel is free, the
-# start of the last bucket, and the index of the plan for all earlier tensors.
+# A plan for the first tensors: seconds for which selections have stopped backward, the time when the channel (worker or
+# network) is free, the first tensor of the last bucket, and the index of the plan for the tensors before this bucket.
 _Plan = tuple[float, float, int, int]
 
 
@@ -31,19 +32,19 @@ def plan_buckets(
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> list[list[int]]:
-    """Plan which neighbours in the order of backward share a bucket, so that the last message arrives earliest.
+    """Divide tensors, in the order of backward, into buckets with the earliest end of the last exchange.
 
     The plan is optimal for any nonnegative costs; convex or monotonic costs are not required. Equal arguments give
     equal plans on every rank. With ``selection="worker"`` the run time grows with the square of the number of tensors.
-    With ``"backward"`` it is seconds for the 161 tensors of a ResNet-50, and about ten times as long for twice as many.
+    With ``"backward"`` the 161 tensors of a ResNet-50 take seconds, and twice as many tensors ten times as long.
 
     Args:
         sizes: elements of each tensor, in the order of backward.
-        backward_seconds: seconds of backward for each tensor.
+        backward_seconds: seconds of backward from the previous gradient to the gradient of each tensor.
         select_cost: seconds of selection, as a function of a bucket's elements.
         exchange_cost: seconds of the exchange, as a function of a bucket's elements before selection.
-        selection: ``"worker"`` if selection runs with the exchange, bucket by bucket, in parallel with backward;
-            ``"backward"`` if selection stops backward, as in the paper.
+        selection: ``"worker"`` if a thread selects and exchanges bucket after bucket while backward runs;
+            ``"backward"`` if backward waits for each selection, as in the paper.
 
     Returns:
         the tensor indices of each bucket, in the order of exchange.
@@ -51,23 +52,23 @@ def plan_buckets(
     Raises:
         ValueError: for an unknown selection, and for empty, negative, non-finite or mismatched arguments.
 
-    Example: a message costs as much as ten elements, and backward has time for a message before the last tensor::
+    Example: an exchange takes 1 s plus 0.1 s per element. Backward of the last tensor hides the first exchange::
 
         >>> plan_buckets([10, 10, 10], [1.0, 1.0, 3.0], lambda n: 0.0, lambda n: 1.0 + n / 10.0)
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    # Two times describe a plan of the first parameters: how long selection stops backward, and when the channel is
-    # free. A plan is stored unless both times of another plan are shorter. On the worker, only the second differs.
+    # `kept[n]` has plans for the first n tensors. A plan is dropped if another plan has stopped backward no longer, and
+    # frees the channel no later. With "worker", selection never stops backward, so a single plan remains.
     kept: list[list[_Plan]] = [[(0.0, 0.0, 0, 0)]]
     for stop in range(1, len(ready)):
         extended: list[_Plan] = []
         for start, plans in enumerate(kept):
             stopping, sending = _costs(select_cost, exchange_cost, elements[stop] - elements[start], selection)
-            for place, (stopped, channel_free, _, _) in enumerate(plans):  # `stopped` rises, `channel_free` falls
+            for place, (stopped, channel_free, _, _) in enumerate(plans):  # rising `stopped`, falling `channel_free`
                 selected = ready[stop] + stopped + stopping
                 extended.append((stopped + stopping, max(channel_free, selected) + sending, start, place))
-                if channel_free <= selected:  # the channel waits for this plan, and longer for the plans after it
+                if channel_free <= selected:  # the channel is free, and later plans only select later
                     break
         undominated: list[_Plan] = []
         for plan in sorted(extended):
@@ -75,7 +76,7 @@ def plan_buckets(
                 undominated.append(plan)
         kept.append(undominated)
     buckets: list[list[int]] = []
-    stop, place = len(sizes), -1  # the last plan frees the channel first
+    stop, place = len(sizes), -1  # among plans for all tensors, the last frees the channel first
     while stop > 0:
         _, _, start, place = kept[stop][place]
         buckets.insert(0, list(range(start, stop)))
@@ -130,7 +131,7 @@ def _checked_sums(
 
 
 def _costs(select_cost: Cost, exchange_cost: Cost, elements: int, selection: str) -> tuple[float, float]:
-    """Return the seconds that a bucket stops backward, and the seconds that the bucket occupies the channel."""
+    """Return for how many seconds a bucket stops backward, and for how many the bucket occupies the channel."""
     select, exchange = select_cost(elements), exchange_cost(elements)
     for noun, seconds in (("select_cost", select), ("exchange_cost", exchange)):
         if not 0 <= seconds < math.inf:

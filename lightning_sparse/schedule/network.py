@@ -1,20 +1,21 @@
-"""Bytes sent in ring collectives.
+"""Bytes that a rank sends in ring collectives.
 
-Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005, 3.1, 3.4.
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005,
+sections 3.1 and 3.4.
 """
 
 from collections.abc import Callable
 
 from lightning_sparse.compressors.registry import checked_name
 
-DIRECT_BYTES = 2 << 20  # smallest result of an all-gather for which a ring is as fast, at 1 Gbit/s and 100 us
+DIRECT_BYTES = 2 << 20  # largest tensor sent without a ring on gloo: above, a ring is as fast (at 1 Gbit/s, 100 us)
 
 
 def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
     """Return the bytes that each of ``ranks`` ranks sends in a collective with ``nbytes`` of input per rank.
 
-    All reported bytes use this count. An all-to-all and an all-gather of the result send as much as DDP's all-reduce,
-    although the inputs are half as large again at two ranks.
+    All reported bytes use this count. An all-reduce of ``nbytes`` sends as much as an all-to-all of ``nbytes`` and an
+    all-gather of ``nbytes / ranks``.
     """
     if collective not in _SHARES:
         checked_name("collective", collective, tuple(_SHARES))
@@ -26,7 +27,7 @@ def dense_bytes(elements: float, ranks: int) -> float:
     return sent_bytes("all_reduce", 4 * elements, ranks)
 
 
-# Bytes sent per input byte.
+# Bytes that a rank sends per byte of input.
 _SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2.0 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: ranks - 1.0,

@@ -1,23 +1,23 @@
-"""Plans of buckets: the plans to try, and the measurements of the plan in use."""
+"""Plans, which divide gradients into buckets: the plans to try, and the measurements of the plan in use."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-Stops = tuple[int, ...]  # end index of each bucket of a plan, in the order of backward
+Stops = tuple[int, ...]  # a plan: the end index of each bucket, among the gradients in the order of backward
 
 _PARTS = (1, 2, 4, 8, 16)  # numbers of buckets to try
-_TIE = 1.02  # the plan with fewer buckets wins up to this ratio of step times, which is about the measurement error
+_TIE = 1.02  # ratio of step times that counts as measurement error: up to this ratio, fewer buckets win
 
 
 class Plan(NamedTuple):
-    """The buckets in use.
+    """The buckets in use, and times measured when this plan was chosen.
 
     Attributes:
         buckets: names of the parameters of each bucket.
         densities: density of each bucket, or empty if the plan changes no density.
-        seconds: time from the start of backward until all gradients are ready, measured when the plan was chosen.
-        exposed_seconds: part of ``seconds`` after the end of backward.
-        tried: pairs of a number of buckets and the seconds of the fastest such plan.
+        seconds: median time from the start of backward until all means are written to the gradients.
+        exposed_seconds: median part of ``seconds`` after backward has computed the last gradient.
+        tried: pairs of a number of buckets and ``seconds`` of the fastest plan with this number.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 def equal_plans(elements: Sequence[int]) -> list[Stops]:
-    """Return plans with buckets of about equal size, for tensors of the given ``elements``."""
+    """Return plans of at most 1, 2, 4, 8 and 16 buckets of about equal size, for tensors of the given ``elements``."""
     return [_stops_of(elements, -(-sum(elements) // parts)) for parts in _PARTS]
 
 
@@ -58,9 +58,9 @@ def _stops_of(sizes: Sequence[int], least: int) -> Stops:
 
 
 def best_of(seconds: Mapping[Stops, float]) -> Stops:
-    """Return the plan with the fewest buckets among plans within the measurement error of the fastest step.
+    """Return the plan with the fewest buckets among all plans at most 2 % slower than the fastest.
 
-    Delays of a busy network affect single messages, so the fastest of many plans is often only the luckiest.
+    A busy network delays some messages at random, so the fastest of many plans is often fastest by chance.
 
     >>> best_of({(6,): 0.101, (2, 4, 6): 0.1, (1, 6): 0.12})
     (6,)

@@ -1,4 +1,4 @@
-"""Invariants of compressors, checked in real processes under several schedules and wires."""
+"""Invariants of compressors, checked by short trainings in real processes, with several schedules and wires."""
 
 import copy
 import random
@@ -50,16 +50,16 @@ from lightning_sparse.testing.wrapping import (
 
 
 class InvariantError(AssertionError):
-    """A compressor violates an invariant. The message has the invariant, the case and the observation."""
+    """A compressor violates an invariant. The message names the invariant and the case, and shows the wrong result."""
 
 
 class Check(NamedTuple):
-    """A check of an invariant in a single case: ``check(pool)`` raises :class:`InvariantError` on a violation.
+    """An invariant of a compressor in a single case. ``check(pool)`` raises :class:`InvariantError` on a violation.
 
     Attributes:
-        holds: the invariant, a function of this module.
+        holds: function of this module that asserts the invariant.
         compressor: the compressor under test.
-        case: schedule, wire, number of ranks and other arguments of ``holds``.
+        case: arguments of ``holds``, such as schedule and wire, and ``ranks``, the number of ranks (default: 2).
     """
 
     holds: Callable[..., None]
@@ -67,7 +67,7 @@ class Check(NamedTuple):
     case: dict[str, Any]
 
     def __call__(self, pool: Pool) -> None:
-        """Run in the first processes of a pool with at least three."""
+        """Run the check in the first ``ranks`` processes of a pool with at least three processes."""
         case = dict(self.case)
         try:
             self.holds(pool.first(case.pop("ranks", 2)), self.compressor, **case)
@@ -84,7 +84,7 @@ def check_compressor(compressor: Subject, timeout: float = 120.0) -> None:
 
     Args:
         compressor: a compressor, a registered name, or a class or function that needs no arguments. The processes
-            import its module: call this function under ``if __name__ == "__main__":``, or in a test.
+            import the compressor's module: call this function in a test, or under ``if __name__ == "__main__":``.
         timeout: seconds for each run of the processes.
 
     Raises:
@@ -99,7 +99,7 @@ def check_compressor(compressor: Subject, timeout: float = 120.0) -> None:
 
 
 def checks_for(compressor: Subject) -> list[Check]:
-    """Return the checks of all invariants that apply to a compressor's declared properties, in all cases."""
+    """Return a check for each case of each invariant that the compressor's class attributes promise."""
     subject = subject_of(compressor)
     return [
         Check(holds, compressor, case)
@@ -113,7 +113,7 @@ def checks_for(compressor: Subject) -> list[Check]:
 _Cases = Sequence[dict[str, Any]]
 _Promise = Callable[[Compressor], bool]
 _INVARIANTS: list[tuple[Callable[..., None], _Promise, _Cases]] = []
-_WAYS = [  # every schedule and every wire
+_WAYS = [  # cases with every schedule and every wire
     {"schedule": "merged", "wire": "float32", "ranks": 2},
     {"schedule": "layerwise", "wire": "bfloat16", "ranks": 3},
     {"schedule": "single", "wire": "float16", "ranks": 2},
@@ -134,12 +134,12 @@ def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -
 
 @_invariant([{}])
 def selections_are_valid(pool: Pool, compressor: Subject) -> None:
-    """Indices are distinct and ascending, lie within their tensor, and have the announced number."""
-    pool.run(balance, settings_of(compressor), 2)
+    """Selected indices are distinct, ascending, inside the tensor, and as many as announced."""
+    pool.run(balance, settings_of(compressor), 2)  # `BucketSelector` raises an error for invalid indices
 
 
 def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
-    """Train. Return for each step this rank's gradients, the applied ones, and the residuals before and after."""
+    """Train for ``steps`` steps. Return this rank's values of :func:`booked_step` for each step."""
     torch.manual_seed(0)
     book = []
     checked = mock.patch.object(BucketSelector, "checks_on_device", True)
@@ -154,12 +154,12 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
 
 @_invariant(_WAYS, keeps)
 def mass_is_conserved(pool: Pool, compressor: Subject, **way: str) -> None:
-    """Residual before + gradient = sent + residual after."""
+    """As means over ranks, residual before + gradient = sent + residual after."""
     assert_mass_is_conserved(pool.run(balance, settings_of(compressor, **way), 4))
 
 
 def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
-    """Assert for results of :func:`balance` that residual before + gradient = applied + residual after."""
+    """Assert that residual before + gradient = applied + residual after, as means over the ranks' :func:`balance`."""
     for entries in zip(*books):
         for name in entries[0]["gradient"]:
             came = sum(entry["before"][name].double() + entry["gradient"][name].double() for entry in entries)
@@ -171,7 +171,7 @@ def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
 
 
 class GivenGradients(nn.Module):
-    """Parameters with the gradients passed to :meth:`forward`. A parameter without a gradient is unused."""
+    """A model with the gradients passed to :meth:`forward`. The model does not use parameters without a gradient."""
 
     def __init__(self, gradients: Tensors) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class GivenGradients(nn.Module):
 
 
 def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[dict[str, Tensors]]:
-    """Use all parameters, then ``sometimes`` on one rank, ``never`` on none. Record the values of :func:`balance`."""
+    """Train 3 steps like :func:`balance`. After step 0 only rank ``user`` uses ``sometimes``, no rank ``never``."""
     book = []
     names = ("shared", "sometimes", "never")
     with sparse_ddp(GivenGradients(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
@@ -198,7 +198,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
 
 @_invariant(_WAYS)
 def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str) -> None:
-    """Parameters used on any rank get a gradient on all ranks, others on none, and no residual is lost."""
+    """A parameter gets a gradient on all ranks if any rank uses the parameter, else on no rank. Mass is conserved."""
     books = pool.run(train_branches, settings_of(compressor, **way))
     if keeps(subject_of(compressor)):
         assert_mass_is_conserved(books)
@@ -215,7 +215,7 @@ def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str
 
 
 def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple[Tensors, Tensors]:
-    """Train a model with the engine, and a copy with plain DDP."""
+    """Train a model with the engine, and a copy with plain DDP. Return the parameters of both."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         torch.manual_seed(0)
@@ -241,20 +241,20 @@ def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple
     is_exact,
 )
 def density_1_equals_ddp(pool: Pool, compressor: Subject, schedule: str, micro_batches: int) -> None:
-    """At density 1 the training equals DDP's, with and without accumulation."""
+    """At density 1 a training equals a training with DDP, with and without gradient accumulation."""
     density = None if density_for(compressor) is None else 1.0
     settings = settings_of(compressor, schedule=schedule) | {"density": density}
     assert_close(pool.run(train_both, settings, micro_batches))
 
 
 def assert_close(ranks: list[tuple[Tensors, Tensors]]) -> None:
-    """Assert for results of :func:`train_both` that both models are equal up to rounding."""
+    """Assert that both models of :func:`train_both` are equal on every rank, up to rounding."""
     for ours, twin in ranks:
         torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-6)
 
 
 class Sluggish(ExchangeWorker):
-    """An exchange worker that sleeps before every task, for a random time on every rank."""
+    """An exchange worker that sleeps before every task, for a different random time on every rank."""
 
     def submit(self, run: Any, *others: Any, **named: Any) -> None:
         """Queue a task that begins with a short sleep."""
@@ -268,7 +268,7 @@ class Sluggish(ExchangeWorker):
 
 
 def train_with_delays(rank: int, settings: dict[str, Any], steps: int, is_observed: bool) -> list[Tensors]:
-    """Train with delays in hooks and exchanges, and return the parameters after every step."""
+    """Train with random delays in gradient hooks and before exchanges. Return the parameters after every step."""
     torch.manual_seed(0)
     chance = random.Random(time.perf_counter_ns())
     history = []
@@ -285,11 +285,11 @@ def train_with_delays(rank: int, settings: dict[str, Any], steps: int, is_observ
 
 @_invariant(_WIRES)
 def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> None:
-    """Replicas are bitwise identical after every step at any timing, and no schedule changes results."""
+    """Replicas are bitwise identical after every step despite delays, and no schedule changes the parameters."""
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
     bucketing_free = is_bucketing_free(subject_of(compressor))
     if not bucketing_free:
-        schedules *= 2  # two runs of each schedule must agree
+        schedules *= 2  # other buckets change this selection, so only runs with equal schedules agree
     one_model = agrees(subject_of(compressor))
     outcomes = outcomes_of(pool, settings_of(compressor, wire=wire), schedules, one_model=one_model)
     for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if bucketing_free else outcomes[4:]):
@@ -299,7 +299,7 @@ def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> 
 def outcomes_of(
     pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
 ) -> list[list[list[Tensors]]]:
-    """Train with each schedule. Return all ranks' parameters after every step, asserted equal with ``one_model``."""
+    """Return parameters by schedule, rank and step. With ``one_model``, assert that all ranks have equal parameters."""
     outcomes = [pool.run(train_with_delays, {**settings, "schedule": each}, steps, False) for each in schedules]
     for first, *others in outcomes if one_model else ():
         for history in others:
@@ -318,15 +318,15 @@ def observer_changes_nothing(pool: Pool, compressor: Subject, schedule: str) -> 
 
 _PRIME = 997
 _PLACES = (0, _PRIME // 2, _PRIME - 1, random.Random(0).randrange(_PRIME))
-# Non-finite values, and their indices in the parameter of prime size.
+# Each non-finite value, at each of four indices of the parameter ``prime`` of :class:`Edges`.
 GAPS = list(product((float("nan"), float("inf"), float("-inf")), _PLACES))
 
 
 def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[list[str], bool, bool]]:
-    """Train with non-finite gradients on a single rank in some steps.
+    """Train. For each of ``GAPS``, rank ``gap_rank`` has a step with this value, and then a step without.
 
-    Returns for each of the steps: changes of the engine's state, whether this rank's gradient has the value, and
-    whether the next step's gradients are finite.
+    Return for each of ``GAPS``: changes of the engine's state, whether this rank's exchanged gradient is non-finite,
+    and whether all gradients of the next step are finite.
     """
     torch.manual_seed(0)
     gaps = []
@@ -347,12 +347,12 @@ def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[
 
 @_invariant(_WAYS)
 def nonfinite_gradients_change_no_state(pool: Pool, compressor: Subject, **way: str) -> None:
-    """A NaN or an infinity of any rank reaches all optimizers, and changes no residual and no state."""
+    """A NaN or an infinity in a gradient of one rank reaches all ranks' optimizers, and changes no engine state."""
     assert_nothing_moves(pool.run(train_with_gaps, settings_of(compressor, **way), 1))
 
 
 def assert_nothing_moves(ranks: list[list[tuple[list[str], bool, bool]]]) -> None:
-    """Assert for results of :func:`train_with_gaps` that the value arrives, changes no state, and is then gone."""
+    """Assert that each value of :func:`train_with_gaps` reaches every rank, changes no state, and affects one step."""
     for gaps in ranks:
         for (poison, place), (changes, shows, recovered) in zip(GAPS, gaps, strict=True):
             assert not changes, f"{poison} in element {place} changes {changes}"
@@ -374,13 +374,13 @@ EDGE_GRADIENTS = {
 
 
 def edges_of(dtype: torch.dtype) -> Tensors:
-    """Return gradients of a dtype that are few, equal, zero, too large or too small for the wire."""
+    """Return ``EDGE_GRADIENTS`` in a dtype, clamped to the largest number of the dtype."""
     limit = torch.finfo(dtype).max
     return {edge: gradient.double().clamp(-limit, limit).to(dtype) for edge, gradient in EDGE_GRADIENTS.items()}
 
 
 def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange the same gradients on all ranks. Return the applied part of each gradient, and its residual."""
+    """Exchange the same gradients on all ranks. Return each parameter's exchanged gradient and residual."""
     gradients = moved(gradients, DEVICE)
     with sparse_ddp(GivenGradients(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
@@ -390,14 +390,14 @@ def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> d
 
 
 def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange each gradient in a model with a single parameter."""
+    """Exchange each gradient alone, in a model with a single parameter."""
     return {name: exchange_given(rank, settings, {name: gradient})[name] for name, gradient in gradients.items()}
 
 
 def assert_applied_and_kept(
     compressor: Subject, gradients: Tensors, ranks: list[dict[str, tuple[Tensor, Tensor]]]
 ) -> None:
-    """Assert that the applied gradients and residuals of the ranks add up to the gradients."""
+    """Assert that ranks apply equal, finite gradients, and that applied gradient + mean residual = gradient."""
     for edge, gradient in gradients.items():
         answers = [answer[edge] for answer in ranks]
         for applied, _ in answers:
@@ -415,29 +415,29 @@ def assert_applied_and_kept(
 
 @_invariant([{"wire": wire, "dtype": dtype} for wire, dtype in product(WIRES, _DTYPES)] + _WIRES)
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
-    """Small, equal, zero, too large and too small gradients arrive or stay in the residual, alone and in one model."""
+    """Each of ``EDGE_GRADIENTS`` is applied or stays in the residual: in a model alone, and in a model of all."""
     gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
-    if dtype is None:  # thresholds and partitions may depend on the whole model
+    if dtype is None:  # a model per gradient: thresholds and partitions may depend on the whole model
         exchange = exchange_one_by_one
         few = ("one element", "fewer elements than ranks")
         gradients = gradients if pool.ranks == 2 else {edge: gradients[edge] for edge in few}
-    else:  # buckets of one tensor: a selection across a bucket would take only its largest elements
+    else:  # a bucket per gradient: `selects_across_bucket` sends only a bucket's largest elements
         settings["schedule"] = "layerwise"
     assert_applied_and_kept(compressor, gradients, pool.run(exchange, settings, gradients))
 
 
 @_invariant(_WIRES)
 def zero_stays_zero(pool: Pool, compressor: Subject, wire: str) -> None:
-    """A value that is zero on all ranks arrives as zero, and has no residual."""
-    # Fewer non-zero elements than are sent, with both signs, as in an embedding with few used rows.
+    """An element that is zero on all ranks is zero after the exchange, and has no residual."""
+    # 20 elements of both signs are non-zero, fewer than are sent, as in an embedding with few used rows.
     gradient = torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)])
     for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), {"rows": gradient}):
-        for tensor in answer["rows"]:  # applied gradient, residual
+        for tensor in answer["rows"]:  # the applied gradient and the residual
             assert not tensor[gradient == 0].any(), f"a zero has become non-zero, {tensor}"
 
 
 def balance_in(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensors]]:
-    """Run :func:`balance` with another default dtype."""
+    """Run 3 steps of :func:`balance` with another default dtype of torch."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -448,7 +448,7 @@ def balance_in(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> list[
 
 @_invariant([{}])
 def default_dtype_is_exchanged(pool: Pool, compressor: Subject) -> None:
-    """Gradients have the dtype of ``torch.set_default_dtype(torch.float64)`` after the exchange."""
+    """After ``torch.set_default_dtype(torch.float64)``, exchanged gradients are finite and of this dtype."""
     for book in pool.run(balance_in, settings_of(compressor), torch.float64):
         for name, gradient in (item for entry in book for item in entry["applied"].items()):
             assert gradient.dtype is torch.float64, f"{name}: dtype is {gradient.dtype}"

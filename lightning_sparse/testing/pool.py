@@ -1,4 +1,4 @@
-"""Real processes that start once and run many functions, each with a time limit."""
+"""Processes that start once and then run many functions, each with a time limit."""
 
 import copy
 import io
@@ -21,17 +21,18 @@ from lightning_sparse.testing.tensors import moved
 
 
 class RemoteError(AssertionError):
-    """A rank raised an error. The message is the traceback of that rank."""
+    """A function failed on some ranks. The message has the traceback of each failed rank."""
 
 
 class Pool:
-    """A process group of ``ranks`` processes. Arguments and results are sent as CPU tensors.
+    """A process group of ``ranks`` processes that run functions. Tensors of results are sent as CPU tensors.
 
     Args:
         ranks: number of processes and ranks.
         backend: backend of the group. Only gloo lets several ranks share a GPU.
-        preload: modules that a fork server imports once, for functions that end processes. On the CPU only.
-        group_timeout, timeout: time limits of a collective, and of a run in seconds.
+        preload: modules that a fork server imports once, so that ended processes restart fast. On the CPU only.
+        group_timeout: time limit of a collective.
+        timeout: seconds from the start of a function to the result of the first rank.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Pool:
         self._timeout = timeout
         self.backend = backend
         self._preload = list(preload)
-        self._members: list[tuple[Any, Connection]] = []  # processes and their connections
-        self._stores: dict[int, str] = {}  # store file of the current group, by number of ranks
+        self._members: list[tuple[Any, Connection]] = []  # (process, connection to the process), by rank
+        self._stores: dict[int, str] = {}  # path of the present group's `FileStore`, by number of ranks
 
     def first(self, ranks: int) -> "Pool":
-        """Return a pool of the first ``ranks`` processes, which join a separate process group when a function runs."""
+        """Return a pool of the first ``ranks`` processes. These form a new process group when a function runs."""
         smaller = copy.copy(self)
         smaller.ranks = ranks
         return smaller
@@ -67,9 +68,10 @@ class Pool:
     def answers(
         self, function: Callable[..., Any], *args: Any, timeout: float = 0.0, patience: float = 0.0
     ) -> list[tuple[Optional[str], Any]]:
-        """Return a failure or ``None`` and a result from ``function(rank, *args)`` by rank.
+        """Run ``function(rank, *args)`` on all ranks. Return ``(None, result)`` or ``(failure, None)`` of each rank.
 
-        The first answer has ``timeout`` seconds (0: the pool's), each later answer ``patience`` after the previous.
+        The first rank must answer within ``timeout`` seconds (0: of the pool), each later rank within ``patience``
+        seconds after the previous (0: ``timeout``). After a failure, all processes end.
         """
         self._start()
         waiting = connections = [connection for _, connection in self._members[: self.ranks]]
@@ -87,7 +89,7 @@ class Pool:
         return in_order
 
     def stop(self) -> None:
-        """End the processes at once, also for other pools that share the processes."""
+        """Kill all processes, including processes that other pools share."""
         for process, _ in self._members:
             process.kill()
             process.join()
@@ -110,8 +112,8 @@ class Pool:
 
 
 def _send(connection: Connection, content: Any) -> None:
-    written = io.BytesIO()  # ``Connection.send`` opens a shared file per tensor: half the time of a short fit
-    torch.save(content, written, pickle_protocol=4)  # older protocols cannot store memory formats
+    written = io.BytesIO()  # `Connection.send` would open a shared file per tensor, for half the time of a short fit
+    torch.save(content, written, pickle_protocol=4)  # older pickle protocols cannot store a `torch.memory_format`
     connection.send_bytes(written.getbuffer())
 
 
@@ -142,7 +144,7 @@ def _serve(connection: Connection, rank: int, backend: str, timeout: Optional[ti
                     dist.destroy_process_group()
                 dist.init_process_group(backend, f"file://{store}", timeout=timeout, rank=rank, world_size=ranks)
                 joined = store
-            with patch.dict(os.environ):  # Lightning stores a seed there, which must not reach the next test
+            with patch.dict(os.environ):  # Lightning writes a seed there, which must not affect the next function
                 answer = moved(function(rank, *args), "cpu")
             _send(connection, (None, answer))
         except BaseException:

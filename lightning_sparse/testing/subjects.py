@@ -1,4 +1,4 @@
-"""Compressors under test, by name or custom, and their declared properties."""
+"""Compressors under test, given by name or as objects, and their declared properties."""
 
 from collections.abc import Callable
 from typing import Any, Optional, Union
@@ -25,12 +25,12 @@ def subject_of(compressor: Subject) -> Compressor:
 
 
 def density_for(compressor: Subject) -> Optional[float]:
-    """Return a density that makes mistakes in the residual visible, or ``None`` if the compressor has no density."""
+    """Return a density for tests, at which wrong residuals are visible, or ``None`` for no density."""
     return None if subject_of(compressor).default_density is None else _DENSITY
 
 
 def settings_of(compressor: Subject, **others: Any) -> dict[str, Any]:
-    """Return arguments of :func:`~lightning_sparse.testing.wrapping.sparse_ddp`."""
+    """Return arguments of :func:`~lightning_sparse.testing.wrapping.sparse_ddp`, with a density for tests."""
     return {"compressor": compressor, "density": density_for(compressor), **others}
 
 
@@ -40,15 +40,15 @@ def keeps(compressor: Compressor) -> bool:
 
 
 def is_exact(compressor: Compressor) -> bool:
-    """Return whether a compressor can equal DDP: at density 1, or without a density if it is lossless."""
+    """Return whether a compressor can equal DDP: at density 1, or if it is lossless and has no own ``wire``."""
     return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
 
 
 def agrees(compressor: Compressor) -> bool:
-    """Return whether replicas stay identical."""
+    """Return whether all ranks train bitwise identical replicas with a compressor."""
     return not compressor.replicas_diverge
 
 
 def is_bucketing_free(compressor: Compressor) -> bool:
-    """Return whether the buckets have no influence on the selection."""
+    """Return whether a compressor selects the same elements with any buckets."""
     return not compressor.selects_across_bucket

@@ -1,4 +1,4 @@
-"""The device of tests, which all ranks share (the first GPU or the CPU), and bitwise comparison of tensors."""
+"""The device of tests, which all ranks share (the first GPU or the CPU), and exact comparison of tensors."""
 
 import os
 from typing import Any
@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _KIND = os.environ.get("LIGHTNING_SPARSE_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # as in `parameter.device`
+DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # with an index, as `parameter.device` has
 
 
 def moved(value: Any, device: "torch.device | str") -> Any:
-    """Return a value with all tensors moved to a device, through tuples, lists and dictionaries."""
+    """Return a copy of a value with all tensors on a device, including tensors in tuples, lists and dictionaries."""
     return tree_map_only(Tensor, lambda each: each.to(device), value)
 
 
 def differences(one: Any, other: Any, place: str = "") -> list[str]:
-    """Return the places of differences: tensors compare bitwise, dictionaries and sequences entry by entry."""
+    """Return a line per difference. Tensors compare by ``Tensor.equal``, dictionaries and sequences by entry."""
     if type(one) is not type(other):
         return [f"{place}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, dict):
@@ -34,6 +34,6 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Assert that two values are equal, or fail with the places of all differences."""
+    """Assert that two values are equal. The error lists all differences."""
     found = differences(one, other)
     assert not found, "\n".join(found)

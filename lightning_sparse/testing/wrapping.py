@@ -1,4 +1,4 @@
-"""Models trained with the engine in a pool's processes without a Trainer, and their gradients and residuals."""
+"""Trainings with the engine alone, without a Trainer, and copies of gradients and residuals."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,12 +31,15 @@ def sparse_ddp(
     local_world_size: int = 1,
     **given: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
-    """Wrap a model on the device under test, exchange gradients with an engine, and close the engine at the end."""
+    """Wrap a model in DDP with an engine, which exchanges the gradients. The context's end closes the engine.
+
+    ``given`` has further settings of the engine, and arguments of DDP.
+    """
     chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
     chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
     settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
-    settings = replace(settings, local_steps=local_steps)  # also rounds of a single step, which users cannot set
+    settings = replace(settings, local_steps=local_steps)  # also `LocalSteps()`, for which `Settings.of` sets `None`
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
     engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)
@@ -49,15 +52,15 @@ def sparse_ddp(
 
 
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
-    """Replace the model's gradients by exchanged gradients of ``loss``, and raise the worker's errors."""
+    """Run backward of ``loss``, which writes the means over ranks to ``p.grad``. Raise errors of the exchange."""
     ddp.zero_grad()
-    engine.reducer.reduced.forget(ddp.parameters())  # the previous step is over, even without an optimizer's step
+    engine.reducer.reduced.forget(ddp.parameters())  # ends the previous step, even if no optimizer made a step
     loss.backward()
     engine.worker.raise_error()
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Train with SGD, a step per loss, and yield the step's number. The next loss is computed after the step."""
+    """Make an SGD step per loss, and yield the step's number. A generator computes each loss after a step."""
     optimizer = torch.optim.SGD(ddp.parameters(), **settings)
     for step, loss in enumerate(losses):
         backpropagate(ddp, engine, loss)
@@ -79,19 +82,19 @@ class Edges(nn.Module):
         self.decoder.weight = self.encoder.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map ``[batch, 64]`` to a loss. No gradient is all zero. Some are all positive or all negative."""
+        """Map ``[batch, 64]`` to a loss. No gradient is all zero. Some gradients have only one sign."""
         hidden = self.decoder(torch.tanh(self.encoder(inputs @ self.matrix)))
         loss: Tensor = (hidden * self.scale).square().mean()
         return loss + self.pair.sum() * inputs.mean() + (self.prime * inputs.max()).sum()
 
 
 def batch(rank: int, step: int, size: int = 4) -> Tensor:
-    """Return inputs that differ between ranks and steps, the same numbers on every device."""
+    """Return random inputs for a rank and a step. The numbers are equal on every device."""
     return torch.randn(size, 64, generator=torch.Generator().manual_seed(1000 * rank + step)).to(DEVICE)
 
 
 def watch_gradients(model: nn.Module) -> Tensors:
-    """Return a dictionary that holds, after each backward, this rank's gradients before their exchange."""
+    """Return a dictionary of this rank's gradients before the exchange, updated in every backward."""
     gradients = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.register_hook(gradients[name].copy_)
@@ -99,7 +102,7 @@ def watch_gradients(model: nn.Module) -> Tensors:
 
 
 def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
-    """Copy the residuals: zeros if none is allocated, flat if a node's ranks share the residuals."""
+    """Copy the residual of each gradient, or zeros if not allocated. Copies are flat on two levels."""
     state = engine.memory.state_dict().get("residual", {})
     kept = {name: state.get(name, torch.zeros_like(gradient)).clone() for name, gradient in gradients.items()}
     is_shared = engine.levels.local_world_size > 1
@@ -107,10 +110,10 @@ def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
 
 
 def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors, loss: Tensor) -> dict[str, Tensors]:
-    """Backpropagate. Return this rank's gradients, the applied gradients, and the residuals before and after."""
+    """Run backward. Return this rank's gradients, the exchanged gradients, and residuals before and after."""
     before = residuals_like(engine, gradients)
     for gradient in gradients.values():
-        gradient.zero_()  # no hook runs for an unused parameter
+        gradient.zero_()  # an unused parameter runs no hook, which would overwrite the last gradient
     backpropagate(ddp, engine, loss)
     nothing = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
     return {
@@ -122,7 +125,7 @@ def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors
 
 
 def gradients_of(ddp: DistributedDataParallel) -> Tensors:
-    """Copy the gradients, without parameters that have none."""
+    """Copy the gradients of all parameters that have a gradient."""
     parameters = ddp.module.named_parameters()
     return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
 
