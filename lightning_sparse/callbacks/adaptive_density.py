@@ -22,25 +22,26 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
-_CHANGE = 1.25  # factor of a density that is worth a new point in the log
+_CHANGE = 1.25  # factor of change from which a density is logged again
 
 
 class AdaptiveDensity(StepObserver):
     """Set the density of each parameter by rules.
 
-    A parameter gets the largest density of any rule, and at least the density set by the user; the strategy's warm-up
-    and plan may raise it. Checkpoints have the state of the rules. When a density has changed by a quarter, loggers get
-    ``sparse_parameters/density/<parameter name>`` (unless a :class:`CompressionMonitor` logs it), and TensorBoard a
-    table with reasons. Rank 0 logs when another rule decides.
+    A parameter gets the largest of the rules' densities and the user's density. The strategy's warm-up and plan may
+    raise this density. Checkpoints have the state of the rules. When a density has changed by a quarter, loggers get
+    ``sparse_parameters/density/<parameter name>``, unless ``CompressionMonitor(by_parameter=True)`` logs the same.
+    TensorBoard also gets a table with reasons. Rank 0 logs a line when other rules raise densities.
 
     Args:
-        rules: such as :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`.
-        max_density: largest density from a rule, or from a plan that uses spare time.
-        every_n_steps: optimizer steps between two measurements, each a pass over gradients and residuals.
+        rules: a list of :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`
+            or your own :class:`~lightning_sparse.callbacks.DensityRule`.
+        max_density: largest density that a rule or ``LAGS(adaptive_density=True)`` sets.
+        every_n_steps: optimizer steps between two measurements. A measurement reads all gradients and residuals.
 
     Raises:
-        ValueError: without a rule, or for an argument out of range. At the start of ``fit``, if the compressor has no
-            density per parameter, the schedule chooses the method (``"auto"``), or another callback sets densities.
+        ValueError: without a rule, or for an argument out of range. At the start of ``fit``, for a compressor
+            without densities per parameter, for ``schedule="auto"``, or for a second callback that sets densities.
         TypeError: for an object that is not a rule.
 
     Example::
@@ -66,7 +67,7 @@ class AdaptiveDensity(StepObserver):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._targets, self._logged = dict[str, float](), dict[str, float]()
-            self._decided_at = (-1, -1)  # last decision: step and epoch
+            self._decided_at = (-1, -1)  # step and epoch of the last decision
             self._has_measured = False
             self._deciders: set[str] = set()
             for rule in self.rules:
@@ -74,7 +75,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._finish_step(trainer)  # an earlier callback may save before this callback has processed the step
+        self._finish_step(trainer)  # an earlier callback may save before this callback has read the step
         checkpoint[_KEY] = [{"rule": type(rule).__name__, "state": rule.state_dict()} for rule in self.rules]
 
     @override
@@ -102,9 +103,9 @@ class AdaptiveDensity(StepObserver):
         engine, now = engine_of(trainer), (step_of(trainer), trainer.current_epoch)
         if engine is None or now == self._decided_at:
             return
-        # Rules store the state of frozen parameters, too, because these may be unfrozen later.
+        # Frozen parameters are still in `_targets`, because rules use their states after unfreezing.
         self._targets = {**self._targets, **engine.target_densities()}
-        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # a plan may have changed
+        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # a new plan needs a decision, too
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, engine)
         self._decided_at, self._has_measured = now, False
@@ -112,7 +113,7 @@ class AdaptiveDensity(StepObserver):
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
         if (samples := engine.recorder.last_samples) is None:
-            return  # plain DDP made the step, so there is no residual
+            return  # plain DDP exchanged the step, without measurements
         facts = facts_over_ranks(engine, samples)
         gradients = {name: each.gradient_norm for name, each in facts.items()}
         residuals = {name: each.residual_norm for name, each in facts.items()}
@@ -136,7 +137,7 @@ class AdaptiveDensity(StepObserver):
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
         present, logged = engine.present_densities(), {**self._targets, **self._logged}
         if not all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
-            # The strategy's warm-up or plan may exceed the rules.
+            # A rule decides only if its density is not below that of the strategy's warm-up or plan.
             deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
             self._report(trainer, deciding, present, context.step)
 

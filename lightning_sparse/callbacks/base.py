@@ -1,4 +1,4 @@
-"""The base of callbacks: choice of steps, checks of the strategy, and reductions over ranks."""
+"""The base class of callbacks: choice of observed steps, checks of the strategy, and reductions over ranks."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule,
 
 
 class StepObserver(Callback):
-    """Observe some steps of a sparse strategy on several processes, chosen before the first batch of a step."""
+    """Observe some optimizer steps of a sparse strategy. The choice is made before the first batch of a step."""
 
     every_n_steps: Optional[int] = None  # steps between observations; ``None`` for the Trainer's ``log_every_n_steps``
     works_on_shards = False  # whether sharded models are supported
@@ -24,15 +24,15 @@ class StepObserver(Callback):
     _steps_before = 0
 
     def observes(self, trainer: Trainer, step: int) -> bool:
-        """Return whether to observe a step, equal on all ranks."""
+        """Return whether to observe a step. All ranks must return the same."""
         every: int = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
         return every > 0 and (step + 1) % every == 0
 
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        """Request the measurements of the step."""
+        """Request measurements of the next step from the engine."""
 
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
-        """Process the step, on all ranks."""
+        """Process the measurements of the observed step. All ranks call this."""
         raise NotImplementedError
 
     @override
@@ -65,13 +65,13 @@ class StepObserver(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # A step of several batches needs only a single request.
+        # With gradient accumulation, only the first batch of a step requests measurements.
         if not self._is_observed:
             self._steps_before = trainer.global_step
             self._is_observed = self.observes(trainer, step_of(trainer))
             engine = engine_of(trainer)
             if self._is_observed and engine is not None:
-                engine.worker.drain()  # otherwise a slow rank would still apply the request to the previous step
+                engine.worker.drain()  # otherwise the worker might apply the request to the previous step
                 self.before_step(trainer, engine)
 
     @override
@@ -86,7 +86,7 @@ class StepObserver(Callback):
             engine = engine_of(trainer)
             if engine is not None:
                 engine.worker.drain()
-                if engine.rounds is None:  # local steps are sampled when a round is exchanged
+                if engine.rounds is None:  # with local steps, the round's exchange takes the samples
                     engine.recorder.stop_sampling()
                     engine.memory.is_watched = False
                 self.after_step(trainer, engine, step_of(trainer))
@@ -98,12 +98,12 @@ def engine_of(trainer: Trainer) -> Optional[Engine]:
 
 
 def step_of(trainer: Trainer) -> int:
-    """Return Lightning's log step of the current step, from 0."""
+    """Return the number of the current step, from 0, as in Lightning's loggers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def parameter_tag(statistic: str, parameter: str) -> str:
-    """Return the tag of a parameter's statistic, with a separate prefix because there are hundreds."""
+    """Return a logger's tag for a parameter's statistic. A separate prefix groups these hundreds of tags."""
     return f"sparse_parameters/{statistic}/{parameter}"
 
 
@@ -114,12 +114,12 @@ def log_scalars(trainer: Trainer, scalars: dict[str, float], step: int) -> None:
 
 
 def log_line(callback: Callback, line: str) -> None:
-    """Log a line to the console, once for all ranks."""
+    """Log a line to the console, on rank 0 only."""
     rank_zero_info(f"{type(callback).__name__}: {line}")
 
 
 _Key = TypeVar("_Key", bound=Hashable)
-# All ranks wait for the slowest rank, and the throughput counts the samples of all ranks.
+# Reductions that are no mean: all ranks wait for the slowest rank, and throughputs add up.
 _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
     "exposed_seconds": max,
     "exposed_share": max,
@@ -128,13 +128,13 @@ _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
 
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
-    """Return the mean over ranks by name. With local steps the local values, because ranks need not synchronize."""
+    """Return each value's mean over ranks, or, with local steps, this rank's value, because ranks do not meet then."""
     rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, zip(*rows))}
 
 
 def facts_over_ranks(engine: Engine, samples: ParameterSamples) -> dict[str, ParameterFacts]:
-    """Return facts per parameter: norms are root mean squares over ranks, or over nodes of a node's summed shares."""
+    """Return facts of each parameter. Norms are root mean squares over ranks, or over nodes on two levels."""
     facts, shares = samples.facts(), engine.levels.local_world_size if engine.rounds is None else 1
     rows = {
         (name, place): fact if place < 2 else shares * fact**2

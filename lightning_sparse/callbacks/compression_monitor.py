@@ -22,13 +22,13 @@ from lightning_sparse.strategy.lightning import LightningModule, Trainer
 class CompressionMonitor(StepObserver):
     """Log statistics of compression as scalars ``sparse/<name>``, at the Trainer's ``log_every_n_steps``.
 
-    The page on monitoring lists the scalars: means over ranks and over the steps since the last log line; with local
-    steps, values of rank 0. A logged step costs one more pass over gradients and residuals, a small all-gather, and a
-    synchronization with the GPU. With another strategy, such as ``"ddp"``, the monitor warns once.
+    The page on monitoring lists the scalars. Most are means over ranks and over the steps since the last log. With
+    local steps, rank 0's values are logged. A logged step also reads gradients and residuals once more, runs a small
+    all-gather, and waits for the GPU. With another strategy, such as ``"ddp"``, the monitor warns and logs nothing.
 
     Args:
         progress_bar: also show the total compression ratio and the exposed milliseconds in the progress bar.
-        by_parameter: also log ``sparse_parameters/<name>/<parameter name>`` of the logged step.
+        by_parameter: also log scalars ``sparse_parameters/<name>/<parameter name>`` of the logged step.
 
     Raises:
         ValueError: at the start of ``fit``, if the Trainer has two monitors.
@@ -42,17 +42,17 @@ class CompressionMonitor(StepObserver):
     def __init__(self, progress_bar: bool = False, by_parameter: bool = False) -> None:
         self.progress_bar = progress_bar
         self.by_parameter = by_parameter
-        self.works_on_shards = not by_parameter  # ranks have shards of different parameters
+        self.works_on_shards = not by_parameter  # facts by parameter need whole parameters
         self._began = 0.0
 
     @override
     def _refuse(self, message: str) -> None:
-        rank_zero_warn(f"nothing is logged: {message}")  # no error, so that a list of callbacks fits all runs
+        rank_zero_warn(f"nothing is logged: {message}")  # no error: runs with "ddp" may have the same callbacks
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plan: Any = ()  # () before the first plan is shown
-        self._totals: dict[str, float] = {}  # totals at the last log line
+        self._plan: Any = ()  # last logged plan, () before the first
+        self._totals: dict[str, float] = {}  # the engine's totals at the last logged step
         self._samples, self._began = 0.0, perf_counter()
         if not trainer.loggers and not self.progress_bar:
             rank_zero_warn("CompressionMonitor has no logger: give the Trainer a logger, or remove the callback")
@@ -80,7 +80,7 @@ class CompressionMonitor(StepObserver):
         records = [each for each in engine.recorder.records if not each.is_logged]
         samples = engine.recorder.last_samples
         if not records or (samples is None and not records[-1].is_dense):
-            return  # a round of local steps continues, or the engine was rebuilt after the request
+            return  # no samples: a round of local steps continues, or the engine was rebuilt after the request
         stats = over_ranks(engine, self._statistics(engine, records))
         stats = {name: value for name, value in stats.items() if not math.isnan(value)}
         scalars = {f"sparse/{name}": value for name, value in stats.items()}
@@ -118,11 +118,11 @@ class CompressionMonitor(StepObserver):
             return stats
         if engine.memory.corrects_adam:
             stats |= {name: float(each) for name, each in engine.memory.statistics().items()}
-        # A residual of updates is compared with updates. The memory has only the updates of the last exchange.
+        # With corrected Adam, residuals hold updates. Only parameters of the last exchange have update norms.
         facts, name = samples.facts(), "residual_to_gradient"
         if "update_error" in stats:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"
-        moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # frozen parameters are excluded
+        moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # excludes frozen parameters
         residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *moving]))
         return {**stats, name: _ratio(residual, added)}
 
@@ -151,6 +151,6 @@ def _ratio(norm: float, other: float) -> float:
 
 
 def batch_size(batch: Any) -> float:
-    """Return the size of the first dimension that all tensors of a batch share, or NaN if sizes differ."""
+    """Return the size of the first dimension of a batch's tensors, or NaN if tensors differ in this size."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else math.nan

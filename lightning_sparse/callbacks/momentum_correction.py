@@ -1,4 +1,4 @@
-"""SGD's momentum before compression instead of after, for any compressor."""
+"""The callback that accumulates SGD's momentum before compression, instead of in the optimizer."""
 
 from typing import Any, Optional, Union
 
@@ -14,10 +14,10 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 class MomentumCorrection(StepObserver):
-    """Accumulate SGD's momentum before compression, with the settings of :class:`~lightning_sparse.compressors.DGC`.
+    """Accumulate SGD's momentum before compression, with the arguments of :class:`~lightning_sparse.compressors.DGC`.
 
-    At the Trainer's ``log_every_n_steps`` loggers get ``sparse/momentum_norm``, with masking also
-    ``sparse/masked_fraction``, and with clipping ``sparse/local_clip_factor``.
+    At the Trainer's ``log_every_n_steps``, loggers get ``sparse/momentum_norm``. With ``masks_momentum`` loggers also
+    get ``sparse/masked_fraction``, and with ``clip_norm`` also ``sparse/local_clip_factor``.
 
     Raises:
         ValueError: for an argument out of range. At the start of ``fit``, for an optimizer other than SGD, or for an

@@ -17,19 +17,19 @@ from lightning_sparse.strategy.lightning import LightningModule, PyTorchProfiler
 
 _STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # later than the trial steps of ``schedule="merged"``
 _WORKER = {"select": "#f0b429", "encode": "#8d6e63", "exchange": "#2186eb", "commit": "#3f9142"}
-_ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # rows of the picture
+_ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # rows of the picture, with colours
 
 
 class OverlapTimeline(StepObserver):
     """Profile some steps of rank 0 with torch, and write a trace and a picture of the last profiled step.
 
-    View the trace at https://ui.perfetto.dev. ``sparse.exposed`` is the end of ``sparse.backward``, a wait for the
-    exchange. On a GPU a span shows when kernels are queued, not when they run.
+    View the trace at https://ui.perfetto.dev. The span ``sparse.exposed``, at the end of ``sparse.backward``, is the
+    wait for the exchange. On a GPU, spans show when the CPU queues kernels, not when the GPU runs the kernels.
 
     Args:
-        steps: steps to profile, from 0, in the loggers' count. The first steps of ``schedule="merged"`` are trials.
-        path: trace file. The picture gets the suffix ``.png``. ``None`` for ``overlap.json`` in the log directory.
-        pictures: whether to draw the picture.
+        steps: numbers of steps, from 0, as in loggers. The first steps of ``schedule="merged"`` time other buckets.
+        path: file of the trace, or ``None`` for ``overlap.json`` in the log directory. The picture ends in ``.png``.
+        pictures: whether to draw the picture, which needs matplotlib.
 
     Example::
 
@@ -49,7 +49,7 @@ class OverlapTimeline(StepObserver):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        directory = Path(trainer.log_dir or ".")  # log_dir broadcasts from rank 0, so all ranks must read it
+        directory = Path(trainer.log_dir or ".")  # reading log_dir broadcasts from rank 0: all ranks must read
         self._target = directory / "overlap.json" if self.path is None else Path(self.path)
         self._has_recorded = False
 
@@ -59,7 +59,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # torch has one
+        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # only one runs
             self._profile = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             self._profile.start()
 
@@ -103,7 +103,7 @@ def _draw(profiled: profile, step: int, path: Path) -> None:
     spans: dict[str, list[tuple[float, float]]] = {stage: [(0.0, 0.0)] for stages in _ROWS for stage in stages}
     for event in profiled.events() or ():
         if event.device_type.name != "CPU":
-            continue  # the device repeats the spans of the CPU
+            continue  # a GPU's events repeat the CPU's spans
         start, end = event.time_range.start / 1e3, event.time_range.end / 1e3
         spans.get(event.name.partition("sparse.")[2], []).append((start, end - start))
     exposed = sum(duration for _, duration in spans["exposed"])

@@ -14,14 +14,14 @@ from lightning_sparse.strategy.lightning import Trainer
 
 
 class ReplicaSentinel(StepObserver):
-    """Compare an 8-byte fingerprint of every parameter over ranks, and name the first parameter that differs.
+    """Compare an 8-byte fingerprint of every parameter between ranks, and name the first parameter that differs.
 
     Args:
-        every_n_steps: number of steps between checks.
+        every_n_steps: optimizer steps between two checks.
         action: ``"raise"`` to end training on all ranks, ``"warn"`` to continue.
 
     Raises:
-        ValueError: for an interval below 1 or an unknown action; at the start of ``fit``, if replicas drift by design.
+        ValueError: for an invalid argument. At the start of ``fit``, if the settings let replicas differ by design.
         ReplicaError: in training, when a parameter differs.
 
     Example::

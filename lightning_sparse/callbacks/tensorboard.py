@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
-# Each chart has a single statistic, because all lines of a run have the same colour and there is no legend.
+# Each chart has a single statistic, because all lines of a run have one colour and no legend.
 _CHARTS = {
     "sparse: how much is sent": {
         "log10_density": "Density, log10 of the fraction of elements",
@@ -34,7 +34,7 @@ _CHARTS = {
 
 
 def log_layout(trainer: Trainer, shown: Container[str]) -> None:
-    """Define the charts of "Custom Scalars". Tags are regular expressions, so each ends with ``$``."""
+    """Define charts of the statistics in ``shown``. Tags end with ``$``, because they are regular expressions."""
     some = {category: {name: charts[name] for name in charts if name in shown} for category, charts in _CHARTS.items()}
     layout = {key: {title: ["Multiline", [f"sparse/{name}$"]] for name, title in some[key].items()} for key in some}
     for logger in trainer.loggers:

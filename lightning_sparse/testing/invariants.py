@@ -198,7 +198,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
 
 @_invariant(_WAYS)
 def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str) -> None:
-    """A parameter gets a gradient on all ranks if any rank uses the parameter, else on no rank. Mass is conserved."""
+    """A parameter gets a gradient on all ranks if any rank uses the parameter, else on no rank. No residual is lost."""
     books = pool.run(train_branches, settings_of(compressor, **way))
     if keeps(subject_of(compressor)):
         assert_mass_is_conserved(books)
@@ -323,10 +323,10 @@ GAPS = list(product((float("nan"), float("inf"), float("-inf")), _PLACES))
 
 
 def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[list[str], bool, bool]]:
-    """Train. For each of ``GAPS``, rank ``gap_rank`` has a step with this value, and then a step without.
+    """Train. For each of ``GAPS``, a gradient of rank ``gap_rank`` has the value in one step, but not in the next.
 
-    Return for each of ``GAPS``: changes of the engine's state, whether this rank's exchanged gradient is non-finite,
-    and whether all gradients of the next step are finite.
+    Return for each step with a value: changes of the engine's state, whether this rank's exchanged gradient is
+    non-finite, and whether all gradients of the next step are finite.
     """
     torch.manual_seed(0)
     gaps = []

@@ -70,7 +70,7 @@ class Pool:
     ) -> list[tuple[Optional[str], Any]]:
         """Run ``function(rank, *args)`` on all ranks. Return ``(None, result)`` or ``(failure, None)`` of each rank.
 
-        The first rank must answer within ``timeout`` seconds (0: of the pool), each later rank within ``patience``
+        The first rank must return within ``timeout`` seconds (0: of the pool), each later rank within ``patience``
         seconds after the previous (0: ``timeout``). After a failure, all processes end.
         """
         self._start()
