@@ -1,8 +1,8 @@
 """Train PyTorch Lightning models over ordinary networks: send only the part of each gradient that matters most.
 
 Importing this package registers its strategy names with Lightning: ``Trainer(strategy="sparse_topk")`` and
-``Fabric(strategy="sparse_topk")`` then work. The package uses ``lightning.pytorch`` if your process imported that
-first, and ``pytorch_lightning`` otherwise.
+``Fabric(strategy="sparse_topk")`` then work. The package uses ``lightning.pytorch`` if your process imported
+``lightning.pytorch`` first, and ``pytorch_lightning`` otherwise.
 """
 
 from importlib.metadata import version
@@ -27,7 +27,7 @@ __version__ = version("lightning-sparse")
 
 
 def __getattr__(name: str) -> NoReturn:
-    refuse_removed(f"{__name__}.{name}", name, ImportError)  # `from` imports then fail with this message too
+    refuse_removed(f"{__name__}.{name}", name, ImportError)  # `from` imports then fail with this message, too
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

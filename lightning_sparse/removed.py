@@ -39,7 +39,7 @@ RENAMED: dict[str, str] = {
 
 
 def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError) -> None:
-    """Raise an error with the alternative or the new name, if this version no longer has the name."""
+    """Raise ``kind`` if this version has renamed or removed ``name``. The message has the new name or alternative."""
     if name in RENAMED:
         raise kind(f"{what} has a new name: use {RENAMED[name]} instead")
     if name in REMOVED:
@@ -47,7 +47,7 @@ def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError)
 
 
 def refusing(kind: Kind) -> Kind:
-    """Reject removed arguments of a class with a message that names the replacement."""
+    """Decorate a class: a renamed or removed argument raises ``ValueError`` with the replacement."""
     build = kind.__init__
 
     @wraps(build)

@@ -65,7 +65,7 @@ class StepObserver(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # With gradient accumulation, only the first batch of a step requests measurements.
+        # A step of several batches (gradient accumulation) needs only a single request.
         if not self._is_observed:
             self._steps_before = trainer.global_step
             self._is_observed = self.observes(trainer, step_of(trainer))
@@ -86,7 +86,7 @@ class StepObserver(Callback):
             engine = engine_of(trainer)
             if engine is not None:
                 engine.worker.drain()
-                if engine.rounds is None:  # with local steps, the round's exchange takes the samples
+                if engine.rounds is None:  # the exchange of a round samples local steps
                     engine.recorder.stop_sampling()
                     engine.memory.is_watched = False
                 self.after_step(trainer, engine, step_of(trainer))

@@ -118,7 +118,7 @@ class CompressionMonitor(StepObserver):
             return stats
         if engine.memory.corrects_adam:
             stats |= {name: float(each) for name, each in engine.memory.statistics().items()}
-        # With corrected Adam, residuals hold updates. Only parameters of the last exchange have update norms.
+        # Residuals of a corrected Adam hold updates. Only parameters of the last exchange have update norms.
         facts, name = samples.facts(), "residual_to_gradient"
         if "update_error" in stats:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"

@@ -17,7 +17,7 @@ _EPILOG = (
 def main(args: ArgsType = None) -> None:
     """Run ``lightning-sparse fit|validate|test|predict|estimate|check`` with ``args`` (default: ``sys.argv``)."""
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
-        sys.path.insert(0, os.getcwd())  # `python -m` does the same; the model is often a local file
+        sys.path.insert(0, os.getcwd())  # like `python -m`: the model is often in a file of the current folder
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words:
         refuse_removed(f"lightning-sparse {words[0]}", words[0], SystemExit)
@@ -25,7 +25,7 @@ def main(args: ArgsType = None) -> None:
             commands[words[0]](words[1:])
             return
     defaults = {}
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun chooses the number of nodes
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has set the number of nodes
         defaults["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    overwrite = {"overwrite": True}  # a restarted job finds the file of its first run
+    overwrite = {"overwrite": True}  # otherwise the config file of the first run stops a restarted job
     LightningCLI(args=args, save_config_kwargs=overwrite, trainer_defaults=defaults, parser_kwargs={"epilog": _EPILOG})

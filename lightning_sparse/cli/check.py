@@ -18,7 +18,7 @@ from lightning_sparse.cli.probes import Probes
 
 
 def check(args: Sequence[str]) -> None:
-    """Run the subcommand with its arguments, or exit with status 1 if a row has failed."""
+    """Run the rows under torchrun or SLURM, or else start local processes. Exit with status 1 if a row has failed."""
     options = _parsed(args)
     if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ:
         logging.disable(logging.WARNING)

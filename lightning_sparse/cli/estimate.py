@@ -16,19 +16,19 @@ REASONS = {
     "sparse_lags": "the network is the bottleneck",
     "local steps": "compressed gradients would delay each step, too; see sparse_diloco and sparse_loco",
 }
-PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over the fp32 model per compressed step, see docs/choose-a-strategy.md
-BACKWARD = 2 / 3  # share of a step's computation, the longest that can hide an exchange
-# Bytes of a selection per parameter: 1 % with values in float32, 5 % with values in bfloat16, both with indices.
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # added memory passes of 4 bytes per parameter, see docs/choose-a-strategy.md
+BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
+# Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
-_SELECTIONS = 7  # received by a rank at most, because owners replace the gather on many ranks
-_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round, and steps to DDP's loss / DDP's steps
+_SELECTIONS = 7  # most selections that a rank receives: owners replace the gather on many ranks
+_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round, and ratio of local steps to DDP's steps for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 class Estimate(NamedTuple):
-    """Estimated seconds per step of ``parameters`` on ``world_size`` ranks.
+    """Estimate seconds per step of a model with ``parameters`` on ``world_size`` ranks.
 
     Attributes:
         compute: seconds of a step without communication.
@@ -49,14 +49,14 @@ class Estimate(NamedTuple):
 
     @property
     def r(self) -> float:
-        """Ratio of DDP's exchange to the computation."""
+        """Seconds of DDP's exchange / seconds of a step's computation."""
         return self.exchange / self.compute
 
     def steps(self, hidden: float = BACKWARD) -> dict[str, float]:
-        """Return seconds per step of each way to train.
+        """Return seconds per step for each way to train: the keys of ``REASONS`` except ``sparse_auto``.
 
         Args:
-            hidden: share of the computation that hides an exchange.
+            hidden: share of the computation during which an exchange can run.
         """
         dense = dense_bytes(self.parameters, self.world_size)
         received = min(self.world_size - 1, _SELECTIONS) * self.parameters
@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
 
     @property
     def strategy(self) -> str:
-        """The fastest way, or ``sparse_auto`` if LAGS-SGD is faster than dense exchanges only without overlap.
+        """The fastest way, or ``sparse_auto`` if a dense exchange is fastest with overlap, and LAGS-SGD without.
 
         >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1).strategy for r in (0.1, 0.9, 3, 300)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']
@@ -119,7 +119,7 @@ def _estimated(options: argparse.Namespace) -> str:
 
 
 def read_rate(text: str, noun: str = "bandwidth") -> float:
-    """Return bits per second from text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``. A capital B would mean bytes."""
+    """Return bits per second from text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``. ``"1GB/s"`` is an error."""
     bits = read(noun, re.sub(r"([kmgKMG])(?:[bB]it|b)(?:/s|ps)?$", r"\1", text), _BITS, "1gbit")
     if bits < 1e3:
         raise ValueError(f"{noun}={text!r} must be 1000 bits per second or more, such as '1gbit', '25Gb/s' or '1e9'")

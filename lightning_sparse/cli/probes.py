@@ -33,13 +33,13 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 _QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
 _STEPS = 40
 _SLOW = 1 / 3  # share of the fastest link's rate below which a link is too slow
-_CLOSE = 1e-4  # difference between two orders of summation, relative to the largest element
+_CLOSE = 1e-4  # accepted difference between two orders of summation, relative to the largest element
 _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 _ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class _OddModel(LightningModule):
-    """Prime sizes, a tied weight, an embedding, a bf16 layer, and two layers of which each rank uses one."""
+    """A model with prime sizes, a tied weight, an embedding and a bf16 layer. Each rank uses one of two more layers."""
 
     def __init__(self, optimizer: Callable[..., Any], coarse: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # a resumed loader repeats its first batches
+        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # by index: a resumed loader repeats batches
         words = (words.view(-1, 1) * 31 + torch.arange(8, device=self.device) * (rank + 1)) % 211
         hidden = torch.tanh(self.first(self.embedding(words)))
         hidden = self.coarse(hidden.to(self.coarse.weight.dtype)).float()
@@ -67,11 +67,7 @@ class _OddModel(LightningModule):
 
 
 class Probes:
-    """Trainings and timings on this rank, a process of torchrun or SLURM.
-
-    Attributes:
-        rows: the runner of the rows.
-    """
+    """Trainings and timings on this rank, a process of torchrun or SLURM. ``rows`` runs each row on all ranks."""
 
     _exchange, _select, _memory = Line(), Line(), 0.0  # seconds by bytes, seconds by elements, bytes per second
 
@@ -94,7 +90,7 @@ class Probes:
         self._ranks, self.rows = ranks, Rows(dist.get_rank(), names, options.time, options.output)
 
     def table(self) -> dict[str, Callable[[], str]]:
-        """Return the rows by name."""
+        """Return the function of each row, by name, in order."""
         accumulated = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_steps": _STEPS // 2}
         of_two: dict[str, Callable[[], str]] = {
             "one seed, one model": lambda: self._agreement(_OddModel(_SGD)),
@@ -148,7 +144,7 @@ class Probes:
         return f"the same parameters on {self._ranks} ranks"
 
     def _equals_ddp(self, optimizer: Any = _SGD, **more: Any) -> str:
-        # More ranks sum in another order than DDP, which bfloat16 magnifies.
+        # Three or more ranks sum in another order than DDP. Rounding to bfloat16 would magnify the difference.
         dtype = torch.bfloat16 if self._ranks == 2 else torch.float32
         ddp, ours, sparse = (_OddModel(optimizer, dtype) for _ in range(3))
         self._fit("ddp_find_unused_parameters_true", ddp, **more)
@@ -175,7 +171,7 @@ class Probes:
         return f"bitwise identical {when}, {density:.2%} sent"
 
     def _conserves(self) -> str:
-        from lightning_sparse.testing import invariants  # the import reads the device from the environment
+        from lightning_sparse.testing import invariants  # the module reads the device from the environment
         from lightning_sparse.testing.tensors import moved
 
         book = invariants.balance(dist.get_rank(), {"compressor": "lags", "density": 0.05, "wire": "bfloat16"}, 4)
@@ -230,7 +226,7 @@ class Probes:
         line, words = self._measured("B", sizes, lambda n: partial(dist.all_reduce, torch.ones(n // 4)))
         self._exchange = Line(line.startup, line.per_unit / sent_bytes("all_reduce", 1.0, self._ranks))
         store = default_store()
-        # A request within the host of the store takes no time on the network.
+        # Rank 0's request stays on the host of the store, and so takes no time on the network.
         trips = all_gather_object(min(self._times(lambda: store.check(["none"]), 100)))
         latency, rate = max(0.0, (max(trips) - trips[0]) / 2), 8e-9 / max(self._exchange.per_unit, 1e-15)
         return f"{words}: {rate:.3g} Gbit/s, {1e6 * latency:.3g} us one way"
@@ -270,4 +266,4 @@ def _difference(one: Any, other: Any) -> tuple[float, str]:
     names, ours = zip(*one.named_parameters())
     pairs = zip(ours, (each.to(own) for own, each in zip(ours, other.parameters())))
     apart = torch.tensor([float((own - each).detach().abs().max() / each.abs().max()) for own, each in pairs])
-    return float(apart.max()), names[apart.argmax()]  # NaN is the largest
+    return float(apart.max()), names[apart.argmax()]  # NaN counts as the largest

@@ -1,4 +1,4 @@
-"""Rows of a check, one by one on all ranks. A thread per rank ends the command if a rank hangs or dies."""
+"""Run the rows of ``check`` one by one on all ranks. A thread per rank ends the command if a rank hangs or dies."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from lightning_sparse.engine.store import default_store
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 6.0  # time without a heartbeat after which a rank counts as dead
 _GRACE_SECONDS = 10.0  # time for the other ranks to end a row after one rank has failed
-_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # parts of a waiting rank's path
+_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # code in which a rank waits
 
 
 class NotApplicableError(Exception):
@@ -26,11 +26,11 @@ class NotApplicableError(Exception):
 
 
 class Rows:
-    """Run rows on all ranks until ``limit`` seconds are over. Rank 0 prints rows, and writes them to ``output``.
+    """Run rows on all ranks, for at most ``limit`` seconds. Rank 0 prints each row and writes all rows to ``output``.
 
     Attributes:
-        names: names of the ranks.
-        environment: entries of the report besides the rows.
+        names: name of each rank, with the host.
+        environment: further entries of the report in ``output``.
         deadline: end of the time limit, by ``time.monotonic()``.
     """
 
@@ -40,12 +40,12 @@ class Rows:
         self._name, self._failure, self._is_over = "", "", threading.Event()
         self.deadline, self._patience = time.monotonic() + limit, math.inf
         self._store, self._watched = default_store().clone(), default_store().clone()  # threads cannot share a store
-        self._store.set_timeout(timedelta(days=1))  # the watching thread enforces the time limit
+        self._store.set_timeout(timedelta(days=1))  # instead, the watching thread enforces `limit`
 
     def run(self, table: Mapping[str, Callable[[], str]]) -> int:
-        """Run functions by the names of their rows, and return the command's status."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run inside a collective
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends SIGTERM before the others can name a dead rank
+        """Run the function of each row. Return the command's exit status: 1 if a row has failed, else 0."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would not run inside a collective
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends SIGTERM before other ranks report a dead rank
         self._beat()
         self._gather("start")
         thread = threading.Thread(target=self._watch, daemon=True)
@@ -56,9 +56,9 @@ class Rows:
             self._conclude()
         self._gather("end")  # a rank that ends early would count as dead
         self._is_over.set()
-        thread.join()  # the interpreter aborts at its end if a thread still waits in a call of the store
+        thread.join()  # the interpreter would abort at exit if the thread still waited for the store
         self._store.set(f"check/over/{self._rank}", "")
-        if self._rank == 0:  # rank 0 may host the store
+        if self._rank == 0:  # rank 0 may host the store, so rank 0 waits for all ranks
             self._store.wait([f"check/over/{rank}" for rank in range(len(self.names))], timedelta(seconds=10))
         return int(any(row["state"] == "failed" for row in self._ended))
 
@@ -73,7 +73,7 @@ class Rows:
             self._failure = detail
         found = [json.loads(each) for each in self._gather(name, json.dumps([state, detail]))]
         failed = {self.names[rank]: text for rank, (each, text) in enumerate(found) if each == "failed"}
-        # An ExchangeError is a rank's wait for the rank that failed.
+        # An ExchangeError means that this rank waited for a rank that failed.
         causes = {rank: text for rank, text in failed.items() if not text.startswith("ExchangeError")} or failed
         if len(causes) == len(found) > 1 and len(set(causes.values())) == 1:
             causes = {"all ranks": detail}
@@ -138,6 +138,6 @@ class Rows:
             self._end_row("failed", reason, 0.0, reports)
             if reports:
                 self._conclude()
-                time.sleep(3 * _BEAT_SECONDS)  # the store of rank 0 serves the other ranks' last beats
+                time.sleep(3 * _BEAT_SECONDS)  # other ranks still read the last beats from rank 0's store
         finally:
             os._exit(1)
