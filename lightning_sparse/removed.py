@@ -1,4 +1,4 @@
-"""Names and arguments that this version has renamed or removed, with replacements for one release."""
+"""Names and arguments that this version has renamed or removed. For one release, errors name the replacement."""
 
 from functools import wraps
 from typing import Any, TypeVar

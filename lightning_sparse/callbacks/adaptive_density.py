@@ -41,7 +41,7 @@ class AdaptiveDensity(StepObserver):
 
     Raises:
         ValueError: without a rule, or for an argument out of range. At the start of ``fit``, for a compressor
-            without densities per parameter, for ``schedule="auto"``, or for a second callback that sets densities.
+            without densities per parameter, for ``schedule="auto"``, or for a second ``AdaptiveDensity``.
         TypeError: for an object that is not a rule.
 
     Example::
@@ -103,9 +103,9 @@ class AdaptiveDensity(StepObserver):
         engine, now = engine_of(trainer), (step_of(trainer), trainer.current_epoch)
         if engine is None or now == self._decided_at:
             return
-        # Frozen parameters are still in `_targets`, because rules use their states after unfreezing.
+        # Targets of frozen parameters stay: rules have states of parameters that may be unfrozen later.
         self._targets = {**self._targets, **engine.target_densities()}
-        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # a new plan needs a decision, too
+        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # or plans may have changed
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, engine)
         self._decided_at, self._has_measured = now, False
@@ -137,7 +137,7 @@ class AdaptiveDensity(StepObserver):
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
         present, logged = engine.present_densities(), {**self._targets, **self._logged}
         if not all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
-            # A rule decides only if its density is not below that of the strategy's warm-up or plan.
+            # The strategy's warm-up or plan may set a larger density than the rules. Then no rule decides.
             deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
             self._report(trainer, deciding, present, context.step)
 

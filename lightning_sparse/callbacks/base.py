@@ -16,7 +16,7 @@ from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule,
 
 
 class StepObserver(Callback):
-    """Observe some optimizer steps of a sparse strategy. The choice is made before the first batch of a step."""
+    """Observe some optimizer steps of a sparse strategy. :meth:`observes` chooses before the first batch of a step."""
 
     every_n_steps: Optional[int] = None  # steps between observations; ``None`` for the Trainer's ``log_every_n_steps``
     works_on_shards = False  # whether sharded models are supported
@@ -93,7 +93,7 @@ class StepObserver(Callback):
 
 
 def engine_of(trainer: Trainer) -> Optional[Engine]:
-    """Return the engine, or ``None`` on a single process and for other strategies."""
+    """Return the engine, or ``None`` on a single process and without a sparse strategy."""
     return getattr(trainer.strategy, "engine", None)
 
 
@@ -119,7 +119,7 @@ def log_line(callback: Callback, line: str) -> None:
 
 
 _Key = TypeVar("_Key", bound=Hashable)
-# Reductions that are no mean: all ranks wait for the slowest rank, and throughputs add up.
+# Reductions other than the mean: all ranks wait for the slowest rank, and throughputs add up.
 _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
     "exposed_seconds": max,
     "exposed_share": max,
@@ -128,7 +128,7 @@ _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
 
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
-    """Return each value's mean over ranks, or, with local steps, this rank's value, because ranks do not meet then."""
+    """Reduce each value over ranks. With local steps, return this rank's values, because ranks do not meet then."""
     rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, zip(*rows))}
 

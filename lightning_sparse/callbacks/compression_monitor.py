@@ -22,8 +22,8 @@ from lightning_sparse.strategy.lightning import LightningModule, Trainer
 class CompressionMonitor(StepObserver):
     """Log statistics of compression as scalars ``sparse/<name>``, at the Trainer's ``log_every_n_steps``.
 
-    The page on monitoring lists the scalars. Most are means over ranks and over the steps since the last log. With
-    local steps, rank 0's values are logged. A logged step also reads gradients and residuals once more, runs a small
+    The page on monitoring lists the scalars. Most are means over ranks and over the steps since the last logged step.
+    With local steps, rank 0's values are logged. A logged step reads gradients and residuals once more, runs a small
     all-gather, and waits for the GPU. With another strategy, such as ``"ddp"``, the monitor warns and logs nothing.
 
     Args:

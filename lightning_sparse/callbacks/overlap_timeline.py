@@ -27,7 +27,7 @@ class OverlapTimeline(StepObserver):
     wait for the exchange. On a GPU, spans show when the CPU queues kernels, not when the GPU runs the kernels.
 
     Args:
-        steps: numbers of steps, from 0, as in loggers. The first steps of ``schedule="merged"`` time other buckets.
+        steps: numbers of steps, from 0, as in loggers. The first steps of ``schedule="merged"`` are timed trials.
         path: file of the trace, or ``None`` for ``overlap.json`` in the log directory. The picture ends in ``.png``.
         pictures: whether to draw the picture, which needs matplotlib.
 
@@ -59,7 +59,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # only one runs
+        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # torch runs one
             self._profile = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             self._profile.start()
 

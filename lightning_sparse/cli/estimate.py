@@ -1,4 +1,4 @@
-"""The command ``lightning-sparse estimate``: compute r, and recommend a strategy, without any measurement."""
+"""The command ``lightning-sparse estimate``: compute r = exchange / computation, and recommend a strategy."""
 
 import argparse
 import re
@@ -16,7 +16,7 @@ REASONS = {
     "sparse_lags": "the network is the bottleneck",
     "local steps": "compressed gradients would delay each step, too; see sparse_diloco and sparse_loco",
 }
-PASSES = {"adamw": 29.0, "sgd": 14.0}  # added memory passes of 4 bytes per parameter, see docs/choose-a-strategy.md
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over memory (4 bytes per parameter), see docs/choose-a-strategy.md
 BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1

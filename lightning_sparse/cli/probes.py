@@ -52,7 +52,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # by index: a resumed loader repeats batches
+        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # not `batch`: a resumed loader repeats it
         words = (words.view(-1, 1) * 31 + torch.arange(8, device=self.device) * (rank + 1)) % 211
         hidden = torch.tanh(self.first(self.embedding(words)))
         hidden = self.coarse(hidden.to(self.coarse.weight.dtype)).float()

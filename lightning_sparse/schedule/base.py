@@ -15,7 +15,8 @@ class Schedule(ABC):
     """Divide gradients into buckets, in the order of backward.
 
     All ranks must end the same buckets, so results must be equal on all ranks. If the exchange starts after backward,
-    all gradients form one bucket, without a call. ``selects_across_bucket`` always uses the schedule's buckets.
+    all gradients form a single bucket, without a call of the schedule. Only compressors with ``selects_across_bucket``
+    use the schedule's buckets then, too.
     """
 
     @abstractmethod
@@ -95,6 +96,6 @@ class Auto(Merged):
     """Compress gradients and exchange like :class:`Merged`, or use plain DDP if compression saves too little time.
 
     Steps with compression and steps of DDP are timed in turns. Compression must save a minimum share of DDP's step,
-    because unsent gradients act later. DDP is used unless the saved time exceeds this minimum by the measurement error.
+    because compression delays gradients. DDP is used unless saved time exceeds the minimum by the measurement error.
     The comparison repeats after 5000 steps. Because timings decide, two runs are not bitwise identical.
     """

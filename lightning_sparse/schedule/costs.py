@@ -1,9 +1,9 @@
 """Seconds of a bucket by size, and densities of buckets at which backward hides the exchange, as in LAGS-SGD.
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose a compression ratio for
-each layer. The ratio is the lowest that hides selection and exchange behind the backward of the next layer, and at most
-``c_u``. The printed formula takes the larger of ``c_u`` and the lowest ratio, but only the smaller makes ``c_u`` an
-upper bound. The released code never runs this rule, and its rule ignores the time of selection. If backward could hide
+each layer: the lowest ratio that hides selection and exchange behind the backward of the next layer. ``c_u`` is the
+upper bound. The printed formula takes the larger of ``c_u`` and the lowest ratio, although only the smaller is within
+the bound. The released code has a rule that never runs, and that ignores the time of selection. If backward could hide
 a dense exchange of a layer, that rule sends a twentieth of the layer. Here buckets replace layers, and a bucket of
 density 1 is sent densely.
 """

@@ -21,7 +21,7 @@ Cost = Callable[[int], float]
 
 
 # A plan for the first tensors: seconds for which selections have stopped backward, the time when the channel (worker or
-# network) is free, the first tensor of the last bucket, and the index of the plan for the tensors before this bucket.
+# network) is free, the first tensor of the last bucket, and the index of the plan for earlier tensors.
 _Plan = tuple[float, float, int, int]
 
 

@@ -25,7 +25,7 @@ def subject_of(compressor: Subject) -> Compressor:
 
 
 def density_for(compressor: Subject) -> Optional[float]:
-    """Return a density for tests, at which wrong residuals are visible, or ``None`` for no density."""
+    """Return a density at which wrong residuals are visible, or ``None`` if the compressor has no density."""
     return None if subject_of(compressor).default_density is None else _DENSITY
 
 
@@ -40,7 +40,7 @@ def keeps(compressor: Compressor) -> bool:
 
 
 def is_exact(compressor: Compressor) -> bool:
-    """Return whether a compressor can equal DDP: at density 1, or if it is lossless and has no own ``wire``."""
+    """Return whether a compressor can equal DDP: at density 1, or if lossless and without an own ``wire``."""
     return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
 
 
