@@ -105,7 +105,7 @@ class AdaptiveDensity(StepObserver):
             return
         # Targets of frozen parameters stay: rules have states of parameters that may be unfrozen later.
         self._targets = {**self._targets, **engine.target_densities()}
-        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # or plans may have changed
+        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # plans may have changed
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, engine)
         self._decided_at, self._has_measured = now, False

@@ -27,8 +27,8 @@ class OverlapTimeline(StepObserver):
     wait for the exchange. On a GPU, spans show when the CPU queues kernels, not when the GPU runs the kernels.
 
     Args:
-        steps: numbers of steps, from 0, as in loggers. The first steps of ``schedule="merged"`` are timed trials.
-        path: file of the trace, or ``None`` for ``overlap.json`` in the log directory. The picture ends in ``.png``.
+        steps: steps to profile, counted from 0 as in loggers. The first steps of ``schedule="merged"`` are trials.
+        path: file of the trace, or ``None`` for ``overlap.json`` in the log directory. The picture gets ``.png``.
         pictures: whether to draw the picture, which needs matplotlib.
 
     Example::

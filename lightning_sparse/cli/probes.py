@@ -171,7 +171,7 @@ class Probes:
         return f"bitwise identical {when}, {density:.2%} sent"
 
     def _conserves(self) -> str:
-        from lightning_sparse.testing import invariants  # the module reads the device from the environment
+        from lightning_sparse.testing import invariants  # this import reads the device from the environment
         from lightning_sparse.testing.tensors import moved
 
         book = invariants.balance(dist.get_rank(), {"compressor": "lags", "density": 0.05, "wire": "bfloat16"}, 4)
