@@ -22,12 +22,12 @@ from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
-SMALL = LARGE  # elements; below, a copy takes less time than a call for each gradient
-_OWN_USES = 2  # references to a gradient's storage: the gradient, and the query
+SMALL = LARGE  # elements of a gradient; below this size a copy into a package costs less than an operation of its own
+_OWN_USES = 2  # references to the storage of an unshared gradient: p.grad, and the query itself
 
 
 class ParamEntry:
-    """A parameter with an exchanged gradient. The entry hashes faster than a tensor."""
+    """A parameter with an exchanged gradient, as a key of dictionaries that hashes faster than a tensor."""
 
     __slots__ = ("name", "numel", "parameter", "position")
 
@@ -35,30 +35,30 @@ class ParamEntry:
         self.name = name
         self.parameter = parameter
         self.numel = local_tensor(parameter).numel()
-        self.position = -1  # position among the exchanged parameters, in order of definition
+        self.position = -1  # index among exchanged parameters, in order of definition
 
 
 class ParamOrder:
-    """Order of exchange of all parameters on every rank. The order is empty until the ranks agree."""
+    """The order in which all ranks exchange parameters. Empty until rank 0 sets the order, after its first backward."""
 
     def __init__(self, members: Sequence[ParamEntry], device: torch.device) -> None:
         self.members = members
         self.places = {each.name: place for place, each in enumerate(members)}
-        self.travelling = [each for each in members if each.numel]  # parameters that are sent in a bucket
+        self.travelling = [each for each in members if each.numel]  # parameters with elements: sent in buckets
         self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags of use, all set
 
 
 class Package(NamedTuple):
-    """A flat buffer with small gradients side by side, so that few kernels replace many."""
+    """A flat buffer with copies of small gradients side by side, so that few kernels process many gradients."""
 
-    gradients: Mapping[str, LocalGradient]  # flat, by name
-    views: list[Tensor]  # views of the gradients with the shapes and strides of the parameters
+    gradients: Mapping[str, LocalGradient]  # flat pieces of the buffer, by name
+    views: list[Tensor]  # the same pieces, with the shapes and strides of the parameters
 
     @classmethod
     def of(cls, members: Sequence[ParamEntry], like: Tensor) -> "Package":
         """Allocate a buffer for parameters, with the dtype and the device of the gradient ``like``."""
         flats = like.new_empty(sum(each.numel for each in members)).split([each.numel for each in members])
-        # The memory of a parameter may have gaps, the memory of a gradient has none.
+        # Strides without gaps, because a parameter's memory may have gaps, and a gradient's has none.
         forms = [torch.empty_like(local_tensor(each.parameter), device="meta") for each in members]
         return cls(
             {each.name: LocalGradient(each.name, flat, True) for each, flat in zip(members, flats)},
@@ -67,24 +67,24 @@ class Package(NamedTuple):
 
 
 class ReducerContext(NamedTuple):
-    """Objects and settings that every backward uses."""
+    """Objects and settings of a :class:`SparseReducer` that every backward uses."""
 
     pipeline: Pipeline
     schedule: Schedule
     worker: ExchangeWorker
     among: Communicator  # ranks that average dense gradients and agree on the order
     overlaps_backward: bool  # whether buckets are sent during backward
-    is_sharded: bool
+    is_sharded: bool  # whether FSDP shards the model
     packages: dict[tuple[str, ...], "Package"]  # buffers of the previous backward, by parameter names
-    dense_dtype: Optional[torch.dtype] = None  # dtype that wider dense gradients are sent in
+    dense_dtype: Optional[torch.dtype] = None  # dense gradients of wider dtypes are sent in this dtype
 
     def dense_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which dense gradients of a dtype are sent."""
+        """Return the dtype in which a dense gradient of ``dtype`` is sent."""
         narrow = self.dense_dtype
         return dtype if narrow is None or narrow.itemsize >= dtype.itemsize else narrow
 
 
-class _Missing(NamedTuple):  # a parameter that this rank has not used
+class _Missing(NamedTuple):  # a parameter that this rank has not used in this step
     parameter: Tensor
     gradient: Tensor  # zeros in place of the gradient, later the mean
 
@@ -92,15 +92,20 @@ class _Missing(NamedTuple):  # a parameter that this rank has not used
 class Backward(ABC):
     """The reduction of one backward, from the first gradient until all gradients are means.
 
-    All ranks exchange all parameters in one order. A bucket is sent when this bucket and all earlier ones are complete.
-    Gradients that are missing at the end are sent as zeros. The last message has flags of the parameters that each rank
-    has used. If no rank has used a parameter, gradient and residual do not change. ``used`` has the parameters that
-    this rank has used, also in earlier backwards without an exchange.
+    All ranks exchange all parameters in one order. A bucket is sent when this bucket and all earlier buckets are
+    complete. Gradients that are missing when backward ends are sent as zeros. The last message has the flags of use:
+    one flag per parameter, set if this rank has used the parameter. Gradient and residual of a parameter that no rank
+    has used do not change.
+
+    Args:
+        route: objects and settings of the reducer.
+        order: order of exchange; empty in the first backward.
+        used: parameters that this rank has used since the last exchange, in this or an earlier backward.
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # by a caller or the model's output; by an autograd callback
-        self.marks: dict[ParamEntry, Timestamp] = {}  # time at which each gradient was ready, in order of backward
+        self.is_announced = self.has_end = False  # begun before the first gradient; end callback queued
+        self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
         self._order = order
         self._waiting = deque(order.members)  # parameters not yet in a bucket
@@ -109,13 +114,13 @@ class Backward(ABC):
         self._bucket: list[ParamEntry] = []
         self._bucket_numel = 0
         self._missing: list[_Missing] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient, exchanged copy)
-        self._own_flags: Optional[Tensor] = None  # referenced while a device may read the flags
-        self._used_by_any: Optional[Tensor] = None  # flags in the agreed order
+        self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient, copy that is exchanged instead)
+        self._own_flags: Optional[Tensor] = None  # a reference while a device reads the flags
+        self._used_by_any: Optional[Tensor] = None  # flags of use by any rank, in the order of exchange
         self._committed: Optional[threading.Event] = None
 
     def take(self, member: ParamEntry) -> None:
-        """Add a ready gradient, and put all gradients that are next in order into buckets."""
+        """Record a ready gradient. Put ready gradients into buckets, up to the next missing gradient in the order."""
         self.marks[member] = self._mark()
         waiting = self._waiting
         if not (waiting and member is waiting[0] and self._context.overlaps_backward):
@@ -126,7 +131,7 @@ class Backward(ABC):
             self._end()
 
     def finalize_backward(self, order: ParamOrder) -> Set[Tensor]:
-        """Replace all gradients by their means, and return the parameters that no rank has used."""
+        """Send the remaining gradients, wait for all means, and return the parameters that no rank has used."""
         if not self._order.members:
             self._order, self._waiting = order, deque(order.members)
         while self._waiting:
@@ -144,15 +149,15 @@ class Backward(ABC):
                 parameter.grad = gradient
 
     def _enqueue(self, member: ParamEntry) -> None:
-        if not member.numel:  # an empty shard still needs a gradient if any rank has one
+        if not member.numel:  # not sent, but gets an empty gradient if any rank used the parameter
             self._local_of(member)
             return
         dtype = member.parameter.dtype
         if self._bucket and dtype is not self._bucket[0].parameter.dtype and not self._goes_with(dtype):
-            self._close_bucket()  # a message has values of one dtype
+            self._close_bucket()  # all values of a message have one dtype
         self._bucket.append(member)
         self._bucket_numel += member.numel
-        # The last message has the flags of use, so it waits for the end of backward.
+        # The last bucket has the flags of use. _end() closes this bucket after all parameters are in buckets.
         if self._closes(member) and member is not self._order.travelling[-1]:
             self._close_bucket()
 
@@ -175,15 +180,15 @@ class Backward(ABC):
 
     @abstractmethod
     def _closes(self, member: ParamEntry) -> bool:
-        """Return whether the bucket is complete with ``member`` as its last parameter."""
+        """Return whether the current bucket ends with ``member``."""
 
     @abstractmethod
     def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
-        """Send a bucket, with flags of use if the bucket is a step's last."""
+        """Queue a bucket for the worker. ``flags`` are the flags of use, only with the last bucket."""
 
     @abstractmethod
     def _commit(self) -> None:
-        """Replace this rank's gradients by their means, and read which parameters any rank used. Runs on the worker."""
+        """Replace this rank's gradients by means, and set ``_used_by_any``. Runs on the worker after all buckets."""
 
     def _is_used(self, member: ParamEntry) -> bool:
         return member in self._used and member.parameter.grad is not None
@@ -213,7 +218,7 @@ class Backward(ABC):
         assert gradient is not None
         if self._context.is_sharded:
             return shard_of(parameter, gradient).view_as(local_tensor(parameter))
-        return gradient.detach() if gradient.requires_grad else gradient  # because of create_graph=True
+        return gradient.detach() if gradient.requires_grad else gradient  # requires_grad after create_graph=True
 
     def _flags(self) -> Tensor:
         all_used = self._order.all_used
@@ -221,21 +226,22 @@ class Backward(ABC):
             return all_used
         missing = {each.parameter for each in self._missing}
         flags = torch.tensor([each.parameter not in missing for each in self._order.members], dtype=torch.uint8)
-        # non_blocking is safe, because a copy from unpinned memory has read its source when the call returns.
+        # non_blocking is safe, because a copy from unpinned memory returns only after the read of the source.
         return flags.to(all_used.device, non_blocking=True)
 
     def _unused_anywhere(self) -> set[Tensor]:
-        """Return the missing parameters that no rank has used. Only such a step synchronizes with a GPU."""
+        """Return the parameters that no rank has used. Synchronizes with a GPU only if this rank has not used all."""
         if not self._missing or self._used_by_any is None:
             return set()
         return {each.parameter for each, used in zip(self._order.members, self._used_by_any.tolist()) if not used}
 
 
 class SparseBackward(Backward):
-    """Reduction that sends the elements that a compressor selects of each bucket, and stores the rest as residuals.
+    """Reduction that sends the elements that a compressor selects, and stores all other elements as residuals.
 
     Args:
-        arrived: means of earlier exchanges of the same step, equal on all ranks; ``None`` for a step's first exchange.
+        arrived: means of earlier exchanges of the same optimizer step, to check that ranks agree; ``None`` in the
+            first exchange.
     """
 
     def __init__(
@@ -244,8 +250,8 @@ class SparseBackward(Backward):
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
-        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # (gradients, views in a flat buffer to copy back)
-        # Buckets that wait for the norm of all gradients.
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # (gradients, views of a package to copy back from)
+        # Buckets of this backward. If gradients are clipped, no bucket is sent before the norm of all gradients.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
         self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
@@ -260,8 +266,8 @@ class SparseBackward(Backward):
 
     @override
     def _closes(self, member: ParamEntry) -> bool:
-        # Without overlap, one message holds all gradients. A selection across a bucket always needs the schedule's
-        # buckets, because the timing must not change numbers.
+        # Without overlap, all gradients form one bucket. A selection across a bucket (OMGS) depends on the buckets, so
+        # the schedule ends these buckets without overlap, too.
         return self._has_buckets and self._context.schedule.closes_bucket(member.name, self._bucket_numel)
 
     @override
@@ -283,7 +289,7 @@ class SparseBackward(Backward):
 
     @override
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
-        # With the format "reduce" each message is one flat tensor anyway.
+        # The format "reduce" makes a flat tensor of each message, so a package would be a second copy.
         packs = self._context.pipeline.compressor.wire_format != "reduce"
         small = [each for each in members if each.numel < SMALL and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
@@ -305,7 +311,7 @@ class SparseBackward(Backward):
     def _end(self) -> threading.Event:
         recorder = self._context.pipeline.recorder
         recorder.end_backward()
-        # The agreed order; missing gradients count as ready at the end of backward.
+        # A gradient that is missing counts as ready when backward ends.
         end = self._mark()
         recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
         return super()._end()
@@ -331,14 +337,14 @@ class SparseBackward(Backward):
 
 
 def _shares_memory(parameter: Tensor) -> bool:
-    """Return whether a gradient's storage has other references, for example the gradient of a summed parameter."""
+    """Return whether another tensor may share the storage of ``parameter.grad``, as after backward of ``a + b``."""
     assert parameter.grad is not None
     storage = parameter.grad.untyped_storage()
     return storage.nbytes() == parameter.grad.nbytes and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
 
 
 def is_replaceable(flat: Tensor, parameter: Tensor) -> bool:
-    """Return whether a flat tensor is a complete CPU gradient that backward has just created, without a graph."""
+    """Return whether ``flat`` is ``parameter.grad`` on the CPU, without a graph, and unchanged since its creation."""
     gradient = parameter.grad
     if gradient is None or gradient.requires_grad or gradient._version:
         return False

@@ -1,4 +1,4 @@
-"""The backward of a dense step, which averages complete gradients, as DDP does."""
+"""The backward of a dense step, which averages complete gradients over ranks, as DDP does."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,28 +12,28 @@ from typing_extensions import override
 from lightning_sparse.engine.step.backward import SMALL, Backward, ParamEntry, is_replaceable
 from lightning_sparse.engine.step.step import LocalGradient
 
-_FIRST_DENSE_BYTES = 1024 * 1024  # first message of a dense step, short so that the network starts early
-_DENSE_BYTES = 25 * 1024 * 1024  # limit of the later messages, which double in size; DDP's bucket size
+_FIRST_DENSE_BYTES = 1024 * 1024  # bytes of a step's first message, short so that the network starts early
+_DENSE_BYTES = 25 * 1024 * 1024  # bytes; each later message doubles, up to DDP's bucket size
 
 
 class _Message(NamedTuple):
-    """A running all-reduce of a dense step."""
+    """A running all-reduce of several gradients."""
 
-    wait: Callable[[], None]
+    wait: Callable[[], None]  # waits for the all-reduce
     parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]  # flat gradients of the parameters
-    means: Sequence[Tensor]
-    used: Tensor  # number of ranks that used each parameter; only in the last message
+    gradients: Sequence[Tensor]  # flat gradient of each parameter
+    means: Sequence[Tensor]  # flat mean of each parameter, after wait()
+    used: Tensor  # number of ranks that used each parameter; empty before the last message
 
     def write(self) -> None:
-        """Wait for the means, and replace gradients by them, or copy the means into gradients on a device."""
+        """Wait for the means. Replace gradients by means if possible, or copy the means into the gradients."""
         self.wait()
         copies, sources = list[Tensor](), list[Tensor]()
         for parameter, gradient, mean in zip(self.parameters, self.gradients, self.means):
-            # On a device the mean belongs to the worker's stream, which could reuse the memory while other streams
-            # read.
+            # On a device, a copy is necessary: the mean's memory belongs to the worker's stream, which could reuse the
+            # memory while other streams read.
             if mean.dtype is gradient.dtype and is_replaceable(gradient, parameter):
-                parameter.grad = mean.view_as(parameter).data  # .data gives the gradient a new version counter
+                parameter.grad = mean.view_as(parameter).data  # .data starts a version counter at 0
             else:
                 copies.append(gradient)
                 sources.append(mean)
@@ -42,15 +42,15 @@ class _Message(NamedTuple):
 
 
 class DenseBackward(Backward):
-    """Reduction that averages complete gradients, as DDP does, with an all-reduce per message, without residuals."""
+    """Reduction that averages complete gradients by all-reduces, as DDP does. Residuals do not change."""
 
     _bytes = _FIRST_DENSE_BYTES
-    _message: Optional[_Message] = None  # the running message
+    _message: Optional[_Message] = None  # the message with a running all-reduce
 
     def close(self) -> None:
-        """Finish the running message on the worker, because a pending collective must not lose its process group."""
+        """Wait for the running all-reduce, before its process group is destroyed. Runs on the worker."""
         if self._message is not None:
-            with suppress(RuntimeError):  # other ranks may have exited after an error that is already reported
+            with suppress(RuntimeError):  # other ranks may have exited after an error
                 self._message.wait()
 
     @override
@@ -60,7 +60,7 @@ class DenseBackward(Backward):
     @override
     def _zeros_for(self, parameter: Tensor) -> Tensor:
         flat = super()._zeros_for(parameter)
-        if parameter.grad is not None:  # an earlier backward may have added to the gradient
+        if parameter.grad is not None:  # the gradient may come from an earlier exchange of the step
             self._missing[-1].gradient.copy_(parameter.grad.detach())
         return flat
 
@@ -71,7 +71,7 @@ class DenseBackward(Backward):
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
     def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
-        """Start to average flat gradients of one dtype, with the flags of use, and finish the previous message."""
+        """Start an all-reduce of flat gradients of one dtype and flags of use. Then write the previous means."""
         among = self._context.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
@@ -82,7 +82,7 @@ class DenseBackward(Backward):
             torch._foreach_copy_(copies, sources)
             torch._foreach_mul_(copies, 1 / among.world_size)
         for mean, gradient in zip(means, gradients):
-            if gradient.numel() >= SMALL:  # a single pass copies and scales
+            if gradient.numel() >= SMALL:  # one pass copies and scales, without a list of kernels
                 torch.mul(gradient, 1 / among.world_size, out=mean)
         if flags is not None:
             rest.copy_(flags)

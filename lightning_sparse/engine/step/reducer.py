@@ -1,4 +1,4 @@
-"""The reducer: it collects gradients during backward, and writes means when backward ends."""
+"""The reducer, which collects gradients during backward, and writes means over ranks when backward ends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
@@ -18,8 +18,8 @@ from lightning_sparse.engine.step.topology import UnwrappedModule, named_module
 from lightning_sparse.functional.elements import local_tensor
 
 Wrapper = Union[DistributedDataParallel, UnwrappedModule]
-graph_number = torch._C._current_graph_task_id  # grows with each backward; -1 outside of a backward
-_LATER = torch.autograd.Variable._execution_engine.queue_callback  # calls a function at the end of the running backward
+graph_number = torch._C._current_graph_task_id  # number of the running backward, ascending; -1 outside
+_LATER = torch.autograd.Variable._execution_engine.queue_callback  # queues a function for the end of this backward
 
 SPARSE_LAYOUT = (
     "the gradient of {name!r} has a sparse layout, which this package does not exchange. Set sparse=False in its layer:"
@@ -40,7 +40,7 @@ _FAILED = (
 
 
 class NoOpReducer:
-    """No-op replacement for DDP's reducer and logger, which would hold the memory of DDP's buckets."""
+    """No-op replacement for DDP's reducer and logger, so that DDP's buckets take no memory."""
 
     def _do_nothing(self, *given: Any) -> Any:
         return None
@@ -50,7 +50,7 @@ class NoOpReducer:
 
 
 class State(Enum):
-    """The state of a reducer."""
+    """The state of a :class:`SparseReducer`."""
 
     IDLE = "no gradient waits for its exchange"
     COLLECTING = "a backward collects gradients"
@@ -58,25 +58,26 @@ class State(Enum):
 
 
 class ReducedGradients:
-    """The means in gradients, apart from this rank's contributions to the next exchange of the same step.
+    """Record of the means in ``p.grad``, if several backwards of one optimizer step each end with an exchange.
 
-    When an exchange begins, earlier means are taken out of ``p.grad``. At its end they are added to the new means.
+    A later backward adds this rank's gradient to a mean. Before the exchange, :meth:`take_means` removes the mean from
+    ``p.grad``. After the exchange, :meth:`add_means` adds the removed mean to the new mean.
     """
 
     def __init__(self) -> None:
-        self.begun: set[Tensor] = set()  # parameters with an exchange since the optimizer step
-        self._means: dict[Tensor, Tensor] = {}  # gradients without an addition since the exchange
-        self._copies: dict[Tensor, Tensor] = {}  # copies of means in gradients with an addition
-        self._taken: dict[Tensor, Tensor] = {}  # means of earlier exchanges during an exchange
+        self.begun: set[Tensor] = set()  # parameters exchanged since their last optimizer step
+        self._means: dict[Tensor, Tensor] = {}  # ``p.grad`` that is exactly a mean: no backward has added
+        self._copies: dict[Tensor, Tensor] = {}  # copy of the mean, if a backward may have added to ``p.grad``
+        self._taken: dict[Tensor, Tensor] = {}  # means removed from ``p.grad`` while an exchange runs
         self._handles: dict[Tensor, Any] = {}
 
     @property
     def has_means(self) -> bool:
-        """Whether a gradient holds a mean."""
+        """Whether any ``p.grad`` contains a mean."""
         return bool(self._means or self._copies)
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Copy means before a backward adds to the gradients. Frozen parameters need another call later."""
+        """Register tensor hooks that copy a mean before a backward adds to ``p.grad``, except on frozen parameters."""
         if len(self._handles) == len(parameters):
             return
         for parameter in parameters:
@@ -84,13 +85,13 @@ class ReducedGradients:
                 self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
 
     def unwatch(self) -> None:
-        """Copy all means now, and remove the hooks."""
+        """Copy all means now, and remove the hooks of :meth:`watch`."""
         self.keep()
         while self._handles:
             self._handles.popitem()[1].remove()
 
     def keep(self) -> None:
-        """Copy all means."""
+        """Copy all means that have no copy yet."""
         for parameter in list(self._means):
             self._keep(parameter)
 
@@ -98,25 +99,25 @@ class ReducedGradients:
         mean = self._means.pop(parameter, None)
         if parameter.grad is None:
             self._copies.pop(parameter, None)
-        elif parameter.grad is mean:  # else it was replaced
+        elif parameter.grad is mean:  # otherwise a user has replaced the gradient
             self._copies[parameter] = mean.detach().clone()
 
     @property
     def continued(self) -> set[Tensor]:
-        """Parameters with a mean of the step in progress in their gradient."""
+        """Parameters with ``p.grad`` that contains a mean of the optimizer step in progress."""
         held = {each for each in self._copies if each.grad is not None}
         held |= {each for each, mean in self._means.items() if each.grad is mean}
-        return held & self.begun  # the gradient of an unused parameter may hold the mean of an earlier step
+        return held & self.begun  # an unused parameter's gradient may contain an earlier step's mean
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
-        """Take means out of gradients, and return the means of ``parameters`` if a step continues."""
+        """Remove all means from ``p.grad``. Return the means of ``parameters``: ``None`` in a step's first exchange."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
         for parameter, mean in means.items():
             if parameter.grad is mean:
                 self._taken[parameter], parameter.grad = mean, None
         for parameter, mean in copies.items():
-            if parameter.grad is not None and parameter not in self._taken:  # infinities become NaN, and stay visible
+            if parameter.grad is not None and parameter not in self._taken:  # inf - inf is NaN, still non-finite
                 self._taken[parameter], parameter.grad = mean, (parameter.grad - mean).detach()
         members = list(parameters)
         if self.begun.isdisjoint(members):
@@ -124,8 +125,8 @@ class ReducedGradients:
         return [local_tensor(self._taken[each]) for each in members if each in self._taken]
 
     def add_means(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
-        """Add the taken means to the new means in gradients, and record the sums, also of ``unused`` parameters."""
-        for parameter, mean in self._taken.items():  # not in place, because gradients may share memory
+        """Add removed means to new means, and record the sums. ``unused`` parameters do not count as exchanged."""
+        for parameter, mean in self._taken.items():  # not in place, because several gradients may share memory
             parameter.grad = mean if parameter.grad is None else (mean + parameter.grad).detach()
         self._taken.clear()
         for parameter in parameters:
@@ -135,14 +136,14 @@ class ReducedGradients:
                     self.begun.add(parameter)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the records of parameters at the end of their step."""
+        """Drop the records of parameters when their optimizer step ends."""
         for parameter in parameters:
             self.begun.discard(parameter)
             self._means.pop(parameter, None)
             self._copies.pop(parameter, None)
 
     def clear(self) -> None:
-        """Treat all gradients as this rank's own contributions."""
+        """Drop all records, so that the next exchange sends every ``p.grad`` as a gradient of this rank."""
         self.begun.clear()
         self._means.clear()
         self._copies.clear()
@@ -151,14 +152,17 @@ class ReducedGradients:
 class SparseReducer(SharedOnCopy):
     """Collect gradients during backward and average them over ranks, in place of DDP's reducer.
 
-    All ranks exchange parameters in the same order: the order of rank 0's first backward. A replicated model is
-    exchanged at the end of every backward. A sharded model is exchanged between :meth:`prepare_for_backward` and
-    :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged, as by DDP, without residuals.
+    All ranks exchange gradients in the order of rank 0's first backward. With a replicated model, the exchange is
+    complete when backward ends. With a sharded model, a caller begins the exchange by :meth:`prepare_for_backward`, and
+    ends the exchange by :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged as in DDP.
 
     Args:
+        wrapper: wrapper of the model.
+        route: objects and settings of every backward.
         begin: called before the first gradient of a backward is collected. The argument is true if
             :meth:`prepare_for_backward` was called for this backward.
         end: called when all gradients are means.
+        is_dense: whether to average complete gradients at first.
     """
 
     def __init__(
@@ -170,26 +174,26 @@ class SparseReducer(SharedOnCopy):
         is_dense: bool,
     ) -> None:
         self.is_dense = is_dense
-        self.is_paused = False  # gradients stay this rank's own, as with local steps
-        self.allow_implicit_backward = True  # a backward is exchanged without prepare_for_backward, too
+        self.is_paused = False  # whether gradients are not exchanged, as in local steps
+        self.allow_implicit_backward = True  # whether prepare_for_backward is optional
         self.state = State.IDLE
         self._wrapper = wrapper
         self._context = route
         self._begin = begin
         self._end = end
-        # Frozen parameters have hooks, too: they may be unfrozen within a step.
+        # Frozen parameters have hooks, too, because a user may unfreeze parameters within a step.
         self._hooked: dict[Tensor, tuple[ParamEntry, Any]] = {}
         self.reduced = ReducedGradients()
         self._used: set[ParamEntry] = set()  # parameters with a gradient since the last exchange
-        self._last_graph = -1  # the last backward with an end
-        self._model_graph = -1  # the last backward through the output of the model
+        self._last_graph = -1  # number of the last backward that finalize_backward has ended
+        self._model_graph = -1  # number of the backward in which _attend() last ran
         self._backward: Optional[Backward] = None  # the backward in progress, unless IDLE
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = NoOpReducer()  # type: ignore[assignment]
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
-        """Exchange the gradients of these parameters from the next backward on."""
-        self.reduced.unwatch()  # other parameters have means next
+        """Exchange the gradients of the parameters in ``trained`` (by name) from the next backward on."""
+        self.reduced.unwatch()  # the next means may be of other parameters
         self.reduced.forget(self._hooked.keys() - set(trained.values()))
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
@@ -208,39 +212,39 @@ class SparseReducer(SharedOnCopy):
 
     @property
     def order(self) -> list[str]:
-        """Names of parameters in the order of exchange, empty until the ranks agree."""
+        """Names of parameters in the order of exchange. Empty until rank 0 sets the order in the first exchange."""
         return [each.name for each in self._order.members]
 
     def restore_order(self, names: Sequence[str]) -> None:
-        """Restore an earlier order, and so the buckets, if the order has the same parameters."""
+        """Restore a saved order of exchange, and thus the buckets, if ``names`` are the exchanged parameters."""
         known = {each.name: each for each in self._members}
         if known.keys() == set(names):
             self._order = ParamOrder([known[name] for name in names], self._order.all_used.device)
 
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
-        """Set the dtype of dense messages from the next backward on, and return the bytes of all dense gradients."""
+        """Send wider dense gradients in ``dtype`` from the next backward on. Return the bytes of all messages."""
         self._context = self._context._replace(dense_dtype=dtype)
         return sum(each.numel * self._context.dense_dtype_of(each.parameter.dtype).itemsize for each in self._members)
 
     @property
     def numel(self) -> int:
-        """Number of elements of all parameters."""
+        """Number of elements of all exchanged parameters on this rank."""
         return sum(each.numel for each in self._members)
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients of a backward wait for their exchange."""
+        """Whether gradients of a backward are collected or exchanged now."""
         return self.state is not State.IDLE
 
     def holds_own(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether a parameter has a gradient of this rank alone that should have been exchanged."""
+        """Return whether a gradient in ``parameters`` was not exchanged, although the reducer is not paused."""
         if self.is_paused or self.is_open or not self._used:
             return False
         used = {each.parameter for each in self._members if each in self._used}
         return any(each in used and each.grad is not None for each in parameters)
 
     def close(self) -> None:
-        """Remove all hooks, and finish the pending messages of a failed backward."""
+        """Remove all hooks. If a dense backward has failed, wait for its running all-reduce."""
         if isinstance(self._backward, DenseBackward):
             self._context.worker.submit(self._backward.close, always=True)
         self.reduced.unwatch()
@@ -248,7 +252,7 @@ class SparseReducer(SharedOnCopy):
             handle.remove()
 
     def prepare_for_backward(self) -> None:
-        """Begin a backward that ends with :meth:`finalize_backward`."""
+        """Prepare for a backward that the caller ends by :meth:`finalize_backward`."""
         if self._backward is not None and self._backward.marks and not is_in_backward():
             raise RuntimeError(_FAILED)
         self._record_start()
@@ -257,11 +261,11 @@ class SparseReducer(SharedOnCopy):
             self._open(is_announced=True)
 
     def on_backward_start(self, gradient: Optional[Tensor] = None) -> None:
-        """Begin a backward through the output of the model or through its loss, before any gradient of it."""
+        """Prepare for the gradients of a backward. A hook on the output of the model, or on the loss, calls this."""
         if self._backward is not None:
             self._finalize_at_end(self._backward)
             return
-        if graph_number() != self._model_graph:  # False if this backward has passed another output before
+        if graph_number() != self._model_graph:  # False if another output has called this in the same backward
             self._record_start()
         self._attend()
 
@@ -270,12 +274,12 @@ class SparseReducer(SharedOnCopy):
         return bool(self._wrapper.require_backward_grad_sync) and not self.is_paused
 
     def _record_start(self) -> None:
-        # In dense mode the current record may belong to a round of local steps, and the worker writes that record.
+        # In dense mode the worker may be writing the current record, which belongs to a round of local steps.
         if self._exchanges and not self.is_dense:
             self._context.pipeline.recorder.begin_backward()
 
     def _attend(self) -> None:
-        """Register the hooks last on each parameter, so that users' hooks run before, and protect means."""
+        """Move this reducer's hooks behind users' hooks on each parameter, and copy means before gradients change."""
         self._model_graph = graph_number()
         for parameter, (member, handle) in self._hooked.items():
             if next(reversed(parameter._post_accumulate_grad_hooks or ()), None) != handle.id:
@@ -283,7 +287,7 @@ class SparseReducer(SharedOnCopy):
                 self._hooked[parameter] = member, register_grad_hook(parameter, partial(self._on_grad_ready, member))
         if self._context.is_sharded:
             if not self._exchanges:
-                self.reduced.keep()  # FSDP adds to gradients without calling a tensor hook first
+                self.reduced.keep()  # FSDP adds to gradients without calling tensor hooks
         elif self.reduced.has_means:
             self.reduced.watch([each.parameter for each in self._members])
 
@@ -297,7 +301,7 @@ class SparseReducer(SharedOnCopy):
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError(SPARSE_LAYOUT.format(name=member.name))
         self._finalize_at_end(backward)
-        self._context.worker.wait_for_caller()  # a retained graph may write gradients on several streams
+        self._context.worker.wait_for_caller()  # with retain_graph, gradients may come from several streams
         backward.take(member)
 
     def _begins_exchange(self) -> bool:
@@ -321,13 +325,13 @@ class SparseReducer(SharedOnCopy):
         return self._backward
 
     def _finalize_at_end(self, backward: Backward) -> None:
-        """Finalize when the running backward ends. FSDP writes shards until the end and later."""
+        """Call :meth:`finalize_backward` when this backward ends, except with FSDP, which writes shards later."""
         if not (backward.has_end or self._context.is_sharded):
             backward.has_end = True
             _LATER(self.finalize_backward)
 
     def finalize_backward(self) -> None:
-        """Exchange the rest of the gradients, all ranks together, and write means; do nothing unless COLLECTING."""
+        """Exchange all gradients that are not sent yet, and write means. A no-op unless COLLECTING."""
         self._last_graph = max(self._last_graph, graph_number())
         backward = self._backward
         if backward is None or self.state is State.FINALIZING:
@@ -341,13 +345,13 @@ class SparseReducer(SharedOnCopy):
                 self.reduced.add_means([each.parameter for each in self._members], unused)
         self._used, self._backward, self.state = set(), None, State.IDLE
         self._end()
-        if not backward.is_announced:  # the next backward may also begin without a hook
+        if not backward.is_announced:  # no hook may announce the next backward, either
             self._attend()
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:
-        """Return rank 0's order of gradients, with unused parameters last in reverse order of definition."""
+        """Return rank 0's order of ready gradients, then unused parameters in reverse order of definition."""
         unused = [each for each in reversed(self._members) if each not in backward.marks]
-        if self._context.is_sharded:  # FSDP reduces all gradients of a module at once, so they have no order
+        if self._context.is_sharded:  # FSDP reduces a module's gradients at once, in no order
             return self._members[::-1]
         route, order = self._context, [*backward.marks, *unused]
         own = torch.tensor([each.position for each in order]).to(route.among.device)
@@ -356,12 +360,12 @@ class SparseReducer(SharedOnCopy):
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward is running, also if a checkpoint recomputes a forward."""
+    """Return whether a backward is running on this thread. True inside a forward that a checkpoint recomputes."""
     return graph_number() > -1
 
 
 def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
-    """Return a step pre-hook that calls ``act`` when gradients are complete: after the step's closure, if any."""
+    """Return an optimizer's step pre-hook that calls ``act`` before the step, or after each call of the closure."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_named = "closure" in kwargs
@@ -381,7 +385,7 @@ def after_closure(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
 
 
 def register_grad_hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
-    """Register a post-accumulate-grad hook, also on a frozen parameter."""
+    """Register ``act`` as post-accumulate-grad hook on a trained or frozen parameter. Return the handle."""
     is_trained = parameter.requires_grad
     try:
         return parameter.requires_grad_().register_post_accumulate_grad_hook(act)
