@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed, and the thread that runs them during backward."""
+"""Collectives of torch.distributed, and the thread that runs collectives during backward."""
 
 import queue
 import threading
@@ -32,19 +32,19 @@ class SharedOnCopy:
 
 
 def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) -> str:
-    """Return the name of a group's backend for a device, or ``""`` without a backend."""
+    """Return the name of a process group's backend for a device type, or ``""`` if the group has none."""
     by_kind: dict[str, str] = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return by_kind.get(device.type, "")
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the process group of the job."""
+    """Return the default process group, which has all ranks of the job."""
     assert GroupMember.WORLD is not None
     return GroupMember.WORLD
 
 
 def timeout_of_job(device: torch.device) -> Optional[timedelta]:
-    """Return the timeout of the default process group, or ``None`` if the backend hides the timeout."""
+    """Return the timeout of the default process group, or ``None`` if the backend does not reveal the timeout."""
     with suppress(RuntimeError, AttributeError):
         timeout: timedelta = default_group()._get_backend(device).options._timeout
         return timeout
@@ -52,14 +52,14 @@ def timeout_of_job(device: torch.device) -> Optional[timedelta]:
 
 
 def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
-    """Gather a picklable object from every rank of a group (default: all ranks)."""
+    """Gather a picklable object from every rank of a process group; ``None`` for all ranks of the job."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, thing, group)
     return gathered
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite tensors by the group's first rank's tensors. All ranks of the group must call this."""
+    """Copy tensors from the group's first rank, in place. All ranks of the group must call this."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for each in tensors:
         if each.numel():
@@ -91,15 +91,15 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 
 
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
-    """Copy buffers from a group's first rank in place, without an error in a backward of an earlier forward."""
+    """Copy buffers from a group's first rank, in place. A backward of an earlier forward still works."""
     group, left_out = group or default_group(), ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: no version changes
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data does not count as a change
     broadcast_tensors(buffers, group)
 
 
 @contextmanager
 def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
-    """Raise :class:`ExchangeError` for an error of a backend inside, except an error of this rank's device."""
+    """Convert a backend's error inside the context to :class:`ExchangeError`, except an error of this rank's device."""
     try:
         yield
     except RuntimeError as error:
@@ -108,7 +108,7 @@ def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelt
         raise exchange_error(error, subject, name, timeout) from error
 
 
-# torch 2.13 renamed the function, and the old name warns.
+# torch 2.13 renamed this function, and the old name warns.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _CAPTURED = (
@@ -116,27 +116,28 @@ _CAPTURED = (
     " of this step. Capture forward and backward of a part of the model (torch.cuda.make_graphed_callables,"
     " torch.compile(mode='reduce-overhead')), without the exchange and the optimizer step."
 )
-_ONE_HOP = 2  # ranks in a ring that takes a single hop
-_NUMBERS_AT_ONCE = 1 << 20  # numbers of all ranks together, 8 MiB
+_ONE_HOP = 2  # ranks of a group in which a ring algorithm has one hop
+_NUMBERS_AT_ONCE = 1 << 20  # float64 numbers in one all-gather, over all ranks: 8 MiB
 _PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-# arguments of submit(); events of the inputs' streams
+# run, done and always of submit(), then the CUDA events to wait for
 _Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]
 
 
 class Communicator(SharedOnCopy):
     """Collectives over one process group, with records of bytes and seconds.
 
-    User code launches collectives from another thread, so in a shared group the order could differ between ranks.
+    The process group is a new one, because user code may start collectives on another thread. With a common group, the
+    order of collectives could then differ between ranks.
 
     Args:
         ranks: global ranks of the group.
         timeout: timeout of each collective; by default the timeout of the job's process group.
-        parts: all groups of ranks to create, if the ranks are divided; ``None`` for a single group.
-        shared: an existing group to use, because each NCCL group takes GPU memory.
-        recorder: the recorder of the engine; by default a new one.
+        parts: ranks of all groups to create, for example one per node; ``None`` for ``ranks`` only.
+        shared: an existing process group to use instead, because each NCCL group takes GPU memory.
+        recorder: recorder of bytes and seconds; by default a new recorder.
         is_inside_node: whether all bytes stay inside a node.
     """
 
@@ -155,12 +156,12 @@ class Communicator(SharedOnCopy):
         self._is_shared = shared is not None
         self.group = shared
         if shared is not None and timeout is not None:
-            # Meshes create groups with torch's default timeout. TORCH_DISTRIBUTED_DEBUG hides the setter.
+            # A device mesh's groups have torch's default timeout. With TORCH_DISTRIBUTED_DEBUG no setter exists.
             with suppress(RuntimeError):
                 shared.set_timeout(timeout)
         elif shared is None:
-            # All ranks of the job create each group. With use_local_synchronization a new group could get the name of
-            # a destroyed group, and would read stale addresses from the store.
+            # All ranks of the job create each group. Otherwise, with use_local_synchronization, a new group could get
+            # the name of a destroyed group, and would read stale addresses from the store.
             groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
             self.group = next(group for part, group in groups if part == ranks)
         self.device = device
@@ -172,11 +173,11 @@ class Communicator(SharedOnCopy):
 
     @property
     def backend(self) -> str:
-        """Name of the group's backend for the device."""
+        """Name of the process group's backend for the device."""
         return backend_of(self.device, self.group)
 
     def run(self, phases: Phases[Result]) -> Result:
-        """Run the collective of each phase, and send the result to the next phase."""
+        """Run the collective of each payload that ``phases`` yields, and send the result back to the generator."""
         received: Optional[Tensor] = None
         while True:
             try:
@@ -188,40 +189,40 @@ class Communicator(SharedOnCopy):
             received = self.call(payload)
 
     def call(self, payload: Payload) -> Tensor:
-        """Run a collective, and record bytes and seconds."""
+        """Run the collective of a payload, and record bytes and seconds."""
         self.recorder.add_bytes(self.sent_bytes(payload.collective, payload.tensor), self._is_inside_node)
         with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, payload.collective):
             return self.issue(*payload)
 
     def issue(self, name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Run the collective called ``name``. ``out`` may be a buffer for the result."""
+        """Run the method called ``name``, without a record. ``out`` may be a buffer for the result."""
         received: Tensor = getattr(self, name)(tensor, out)
         return received
 
     def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
-        """Call :func:`translate_backend_errors` with the timeout of this group."""
+        """Return :func:`translate_backend_errors` with the timeout of this group."""
         return translate_backend_errors(subject, name, self._timeout)
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Bytes sent per input byte for each collective: ``2 (n - 1) / n`` for a ring all-reduce."""
+        """Bytes that a rank sends per input byte, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
         return {name: sent_bytes(name, 1, self.world_size) for name in _PROBE_SHAPES}
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
-        """Return the bytes that this rank sends in a collective of equally large tensors."""
+        """Return the bytes that this rank sends in the collective ``name``, if all ranks pass tensors of one size."""
         return self._shares[name] * (tensor.numel() * tensor.element_size())
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[world_size, numel]``."""
         gathered = tensor.new_empty(self.world_size, tensor.numel()) if out is None else out
-        # gloo's all-gather takes a ring of steps. An all-to-all sends the same bytes in a single round trip.
+        # gloo's all-gather goes around a ring of ranks. An all-to-all sends the same bytes in one round trip.
         if self._goes_around and 0 < gathered.nbytes <= DIRECT_BYTES:
             return self.all_to_all(tensor.expand(self.world_size, -1).contiguous(), gathered)
         _all_gather_into(gathered.view(-1), tensor, group=self.group)
         return gathered
 
     def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Send row ``r`` of ``[world_size, numel]`` to rank ``r``. Row ``r`` of the result came from rank ``r``."""
+        """Send row ``r`` of ``[world_size, numel]`` to rank ``r``. Row ``r`` of the result is from rank ``r``."""
         received = torch.empty_like(tensor) if out is None else out
         # gloo lacks some 16-bit dtypes, so the rows are sent as bytes.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8), group=self.group)
@@ -232,7 +233,7 @@ class Communicator(SharedOnCopy):
         if not self._goes_direct(tensor):
             dist.all_reduce(tensor, group=self.group)
             return tensor
-        # A reduce-scatter and an all-gather: two round trips, while gloo's all-reduce goes twice around a ring.
+        # A reduce-scatter and an all-gather take two round trips. gloo's all-reduce goes twice around a ring.
         parts = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.world_size)).view(self.world_size, -1)
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
@@ -241,7 +242,7 @@ class Communicator(SharedOnCopy):
         return self._goes_around and 0 < tensor.nbytes <= DIRECT_BYTES
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an in-place sum of a tensor over ranks, and return a function that waits for the result."""
+        """Start an in-place sum of a tensor over ranks, and return a function that waits for the sum."""
         if self._goes_direct(tensor):
             self.all_reduce(tensor)
             return lambda: None
@@ -254,15 +255,15 @@ class Communicator(SharedOnCopy):
         return wait
 
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
-        """Gather equally many numbers from every rank, as float64 ``[world_size, numbers]`` on the device."""
+        """Gather numbers from every rank, as float64 ``[world_size, len(numbers)]`` on the device."""
         handed_in = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
         with self.translate_errors(f"{len(numbers)} numbers on which ranks agree"):
             return self.all_gather(handed_in)
 
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the means of numbers over ranks, gathered in chunks to bound the memory.
+        """Return the mean of each number over ranks, equal on all ranks. Chunks bound the memory.
 
-        The CPU adds in rank order: GPUs of several kinds may round differently, so that ranks decide differently.
+        The CPU adds in rank order, because different GPUs may round differently, and ranks decide by these means.
         """
         count = max(1, _NUMBERS_AT_ONCE // self.world_size)
         parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
@@ -270,8 +271,8 @@ class Communicator(SharedOnCopy):
         return [total / self.world_size for of_part in sums for total in of_part.tolist()]
 
     def check(self, names: Iterable[str]) -> None:
-        """Run each collective once on a few bytes. Raise an error if the backend lacks a collective on this device."""
-        # NCCL's first all-to-all connects all pairs of ranks, which takes gigabytes of GPU memory.
+        """Run each named collective once on a few bytes, and raise an error if the backend lacks the collective."""
+        # gloo and NCCL run only all-gather: NCCL's first all-to-all takes gigabytes of GPU memory.
         knows_all = self.backend in ("gloo", "nccl")
         for name in names:
             if knows_all and name != "all_gather":
@@ -286,9 +287,9 @@ class Communicator(SharedOnCopy):
                 ) from error
 
     def close(self, has_failed: bool = False) -> None:
-        """Destroy the process group, unless this rank ``has_failed`` and other ranks wait. Safe to call twice."""
-        # With gloo, destroying the group ends the wait of other ranks. NCCL would first wait for other ranks here and
-        # hide this rank's error, so an NCCL group stays until the process ends.
+        """Destroy the process group, except a shared group, or an NCCL group if this rank ``has_failed``."""
+        # With gloo, a destroyed group ends the wait of other ranks. NCCL would first wait here for the other ranks, and
+        # this rank's error would not appear. An NCCL group therefore lives until the process ends.
         is_there = self.group is not None and not self._is_shared and dist.is_initialized()
         if is_there and not (has_failed and self.backend != "gloo"):
             dist.destroy_process_group(self.group)
@@ -296,39 +297,38 @@ class Communicator(SharedOnCopy):
 
 
 class ExchangeWorker:
-    """Run tasks in order on a separate thread and, on a device, a separate stream.
+    """Run tasks in order on a separate thread and, on a GPU, on a separate stream.
 
-    After an error the remaining tasks are skipped. All collectives start on this thread, because a collective started
-    in a continuation of another one races on gloo.
+    After an error, later tasks are skipped. All collectives start on this thread: gloo has a race if a callback of one
+    collective starts another collective.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.error: Optional[BaseException] = None
         self._device = device
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
-        # High priority, because the many small kernels would otherwise wait behind the kernels of backward.
+        # High priority, so that the many small kernels of a task do not wait behind the kernels of backward.
         self._stream = self._device_module.Stream(device, priority=-1) if self._device_module else None
-        # Only some devices can capture graphs of kernels.
+        # Only some device types can capture graphs of kernels.
         self._is_captured = getattr(self._device_module, "is_current_stream_capturing", lambda: False)
-        self._updated: set[Any] = set()
+        self._updated: set[Any] = set()  # streams with work that the next task must wait for
         self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
-        # A daemon, because a collective that waits for a dead peer blocks until a timeout, and must not block the
-        # interpreter's exit.
+        # A daemon thread does not block the interpreter's exit while a collective waits for a dead rank.
         self._thread = threading.Thread(target=self._loop, name="lightning_sparse.exchange", daemon=True)
         self._thread.start()
 
     def wait_for_caller(self) -> None:
-        """Let the next task also wait for the work queued so far on the calling thread's current stream."""
+        """Order the next task after the work queued so far on the calling thread's current stream."""
         if self._device_module:
             self._updated.add(self._device_module.current_stream(self._device))
 
     def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None, always: bool = False) -> None:
-        """Queue a task that starts after the work on the caller's current stream.
+        """Queue a task. On a GPU, the task starts after the work queued so far on the caller's current stream.
 
         Args:
             run: the task.
             done: event that is set after the task.
-            always: run the task even after an error of an earlier task.
+            always: whether to run the task even after an error of an earlier task.
         """
         if self._is_captured():
             raise RuntimeError(_CAPTURED)
@@ -338,18 +338,18 @@ class ExchangeWorker:
         self._tasks.put((run, done, always, ready))
 
     def run(self, task: Callable[[], Result]) -> Result:
-        """Run a task after the queued tasks, and return the result, or raise the error of this or an earlier task."""
+        """Run a task after the queued tasks, and return its result. Raise the error of this or an earlier task."""
         done, results = threading.Event(), list[Result]()
         self.submit(lambda: results.append(task()), done=done)
         self.wait(done)
         return results[0]
 
     def drain(self) -> None:
-        """Wait for the queued tasks, and raise their error, if any."""
+        """Wait for the queued tasks, and raise the first error of a task, if any."""
         self.run(lambda: None)
 
     def wait(self, done: threading.Event) -> None:
-        """Wait for the task that sets ``done``, also with the calling thread's current stream on a device."""
+        """Wait for the task that sets ``done``. On a GPU, the caller's current stream waits for the worker's stream."""
         done.wait()
         self.raise_error()
         self._sync_caller_stream()
@@ -360,13 +360,13 @@ class ExchangeWorker:
             raise self.error
 
     def close(self, patience: float = 5.0) -> bool:
-        """End the thread after the queued tasks, and return whether this took at most ``patience`` seconds."""
+        """End the thread after the queued tasks. Return whether the thread has ended within ``patience`` seconds."""
         self._tasks.put(None)
         self._thread.join(patience)
         has_ended = not self._thread.is_alive()
         if has_ended:
-            # After an interrupted backward no one else waits for the kernels that the thread has queued, although the
-            # residuals are read next and the memory of gradients is reused.
+            # After an interrupted backward, nothing else waits for the worker's kernels. The caller may next read the
+            # residuals, or reuse the memory of gradients.
             self._sync_caller_stream()
         return has_ended
 
@@ -376,11 +376,11 @@ class ExchangeWorker:
 
     def _loop(self) -> None:
         if self._device_module:
-            self._device_module.set_device(self._device)  # a new thread starts on the first device
+            self._device_module.set_device(self._device)  # a new thread's current device is device 0
         with torch.no_grad(), self._device_module.stream(self._stream) if self._device_module else nullcontext():
             while (task := self._tasks.get()) is not None:
                 self._perform(*task)
-                del task  # a task holds gradients, which must be freed while the thread waits
+                del task  # a task references gradients, so that their memory is not free
 
     def _perform(
         self, run: Callable[[], None], done: Optional[threading.Event], always: bool, ready: Sequence[Any]
@@ -391,7 +391,7 @@ class ExchangeWorker:
                     for event in ready:
                         self._stream.wait_event(event)
                 run()
-        except BaseException as error:  # raise_error() raises any error on the user's thread
+        except BaseException as error:  # raise_error() raises this error on the caller's thread
             self.error = self.error or error
         finally:
             if done is not None:

@@ -1,4 +1,4 @@
-"""Selection of the elements of a bucket to send, and the split of the bucket by wire format."""
+"""Selection of a bucket's elements to send, and of a wire format for each parameter."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from lightning_sparse.functional.elements import counts_of
 
 
 class Part(NamedTuple):
-    """Parameters of a bucket that are sent in one wire format."""
+    """Parameters of a bucket that are sent in one wire format. A merged part has one selection for all parameters."""
 
     wire: WireFormat
     positions: Sequence[int]  # positions in the bucket
-    selection: Sequence[Selection]  # one for each parameter, or one for the concatenation of all
-    counts: Sequence[float]  # number of elements to send by parameter; fractions of the total if merged
+    selection: Sequence[Selection]  # one per parameter; if merged: one of all parameters concatenated
+    counts: Sequence[float]  # elements to send of each parameter; if merged: the total in proportion to sizes
     tensors: list[Tensor]  # gradient plus residual of each parameter
-    laid: Sequence[Tensor] = ()  # if merged: the concatenated tensors, and memory for the mean
+    laid: Sequence[Tensor] = ()  # if merged: the concatenated tensors, and a buffer for the mean
     are_used: Sequence[Optional[bool]] = ()  # whether this rank used each parameter; ``None`` if untracked
 
     def exchange(self, communicator: Communicator, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         Args:
             communicator: communicator of the ranks that exchange selections.
             names: parameter names of the part.
-            used: uint8 flags of used parameters to send along, if any.
+            used: uint8 flags of the parameters that this rank has used; only with the last message of a step.
         """
         communicator.recorder.see_selection(self.selection, self.counts)
         result = communicator.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
@@ -54,7 +54,7 @@ class Part(NamedTuple):
         return result
 
     def _split(self, result: ExchangeResult) -> ExchangeResult:
-        """Split a merged result by parameter. Nothing of an unused parameter was sent."""
+        """Split the result of a merged part by parameter. All of an unused parameter is unsent."""
         numels = list(map(Tensor.numel, self.tensors))
         flat, mean = self.laid
         scatter([mean], result.means)
@@ -64,7 +64,7 @@ class Part(NamedTuple):
         return result._replace(means=whole(mean.split(numels)), kept=whole(kept))
 
     def _sent(self) -> Sequence[Selection]:
-        """Split a merged selection by parameter. Synchronizes with a device."""
+        """Split the selection of a merged part by parameter. The host waits for the device."""
         values, indices, _, filled = self.selection[0]
         if indices is None:
             return whole(self.tensors)
@@ -73,9 +73,9 @@ class Part(NamedTuple):
 
 
 class BucketSelector:
-    """Select the elements of a bucket. A tensor is sent dense at density 1, or if dense takes far fewer bytes."""
+    """Select the elements of a bucket. A parameter is sent dense at density 1, or if dense takes far fewer bytes."""
 
-    checks_on_device = False  # True synchronizes the host with the device; for the conformance kit
+    checks_on_device = False  # the conformance kit sets True, which synchronizes with a GPU
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
         feedback = compressor.feedback
@@ -88,8 +88,8 @@ class BucketSelector:
         self._wires = wires
         self._formats = wires.formats
         self._holding = [wire for wire in self._formats if type(wire).release is not WireFormat.release]
-        self._used: set[WireFormat] = set()  # wire formats of this step
-        self._used_before: set[WireFormat] = set()
+        self._used: set[WireFormat] = set()  # wire formats used in this step
+        self._used_before: set[WireFormat] = set()  # wire formats used in the previous step
         self._format_for = cache(wires.format_for)
         self._workspace = Workspace()
 
@@ -134,7 +134,7 @@ class BucketSelector:
                 continue
             tensors = [accumulated[each] for each in positions]
             selection = chosen
-            if positions != few:  # otherwise the compressor's own object is used without a copy
+            if positions != few:  # otherwise the compressor's list is used without a copy
                 of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
                 selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
             parts.append(Part(wire, positions, grouped(selection), [counts[each] for each in positions], tensors))
@@ -142,7 +142,7 @@ class BucketSelector:
         return parts
 
     def _ask(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        """Run the compressor, and raise ``ValueError`` for an invalid selection, which would fail or hang later."""
+        """Run the compressor. Raise ``ValueError`` for an invalid selection, which would fail or hang later."""
         selections = self._compressor.select(names, accumulated, counts)
         is_listed = not isinstance(selections, FlatSelection)  # a FlatSelection is valid by construction
         if self.checks_on_device or (is_listed and accumulated[0].device.type == "cpu"):
@@ -179,11 +179,11 @@ class BucketSelector:
 
     def _way_of_some(self, numel: int, count: int) -> WireFormat:
         wire = self._format_for(numel, count)
-        # A sparse selection is never sent dense, because the rest of the tensor is in the residual.
+        # A sparse selection is never sent dense, because the unselected elements must stay in the residual.
         return self._wires.sparse if wire is self._wires.dense else wire
 
     def release(self) -> None:
-        """End the step: release working memory, and the memory of wire formats that this step did not use."""
+        """End the step: release working memory, and buffers of wire formats that this step did not use."""
         self._workspace.release()
         for wire in self._holding:
             if wire in self._used or wire in self._used_before:
@@ -204,7 +204,7 @@ class BucketSelector:
         flat, mean = (self._workspace.take(sum(numels), tensors[0]) for _ in range(2))
         torch.cat(tensors, out=flat)
         for piece, is_used in zip(flat.split(numels), are_used):
-            if is_used is False:  # the residual of an unused parameter would be selected again in every step
+            if is_used is False:  # otherwise the residual of an unused parameter would be selected
                 piece.zero_()
         count = _merged_count(tensors, densities)
         selection = grouped(self._ask(names, [flat], [count]))
@@ -213,7 +213,7 @@ class BucketSelector:
 
 
 class Workspace:
-    """Memory that all buckets of a step share, so that large blocks are allocated only once."""
+    """Working memory of a step's buckets. The next steps reuse the memory, so that no step allocates large blocks."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
@@ -233,13 +233,13 @@ class Workspace:
         return self._held[place]
 
     def release(self) -> None:
-        """Make all tensors available again."""
+        """Make all tensors available again, and free tensors that were not taken since the last release."""
         del self._held[self._taken :]
         self._taken = 0
 
 
 def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:
-    # Element counts are added before the multiplication by density, as in the paper, to round only once.
+    # As in the paper of OMGS, sizes are added before the multiplication by density, so that only the sum is rounded.
     numels: defaultdict[float, int] = defaultdict(int)
     for tensor, density in zip(tensors, densities):
         numels[density] += tensor.numel()

@@ -1,38 +1,39 @@
 """One optimizer step: compensate, select, encode, exchange, decode, and finally commit.
 
-The exchange of one parameter's gradient ``g`` on one rank, with a residual ``e``, at a density below 1:
+The exchange of one parameter's gradient ``g`` on one rank, with a residual ``e``, at a density below 1, in four stages:
 
-1. **Compensate**: the loss scale is divided out, and the memory computes ``v = e + g`` in place of ``g``. ``e`` does
-not change yet. 2. **Select**: the compressor selects the elements of ``v`` to send. 3. **Encode, exchange, decode**: a
-wire format encodes them into payloads, and a collective sends each payload. Decoding returns the mean over ranks,
-whether all values are finite, whether any rank used the parameter, and this rank's error from rounding to the wire
-dtype. 4. **Commit**, after all buckets of the step have arrived: the new residual is ``v``, with the rounding error at
-the sent indices. The mean over ranks, zero at indices that no rank sent, is written to the gradient.
+1. **Compensate**: ``g`` is divided by the loss scale. Then the memory computes ``v = e + g``. ``e`` does not change.
+2. **Select**: the compressor selects the elements of ``v`` to send.
+3. **Encode, exchange, decode**: a wire format encodes the selection into payloads, and a collective sends each payload.
+   Decoding returns the mean over ranks, and this rank's error from rounding to the wire dtype. Two flags show whether
+   all values are finite, and whether any rank used the parameter.
+4. **Commit**, after all buckets of the step have arrived: the new residual is ``v``, with the rounding error at sent
+   indices. The mean over ranks is written to the gradient, with zeros at indices that no rank sent.
 
-**State between steps**, which only commit changes: each rank's own residuals and, with momentum correction, velocities;
-equal on all ranks are Adam's second moments and a compressor's thresholds. If a received value is not finite, on any
-rank, no state changes, and the gradient becomes non-finite for a gradient scaler, as with DDP. If no rank used a
-parameter, the residual stays, and the gradient is not written, as with DDP.
+**State between steps** changes only in commit. Residuals and, with momentum correction, velocities differ between
+ranks. Adam's second moments and a compressor's thresholds are equal on all ranks. If any rank receives a non-finite
+value, no state changes, and the gradient becomes non-finite, as with DDP. If no rank used a parameter, its residual and
+its gradient do not change.
 
-**Sent dense**, as a separate part of their bucket and with their residual, are parameters with density 1, if the
-compressor has a ``dense_wire_format``, and parameters that take far fewer bytes when dense.
+**Dense parameters**: all elements of ``v`` are sent, in a separate message, if the density is 1 or a selection would
+need far more bytes. This requires a compressor with a ``dense_wire_format``.
 
-**Momentum correction** replaces ``g`` by a velocity (1); with masking, the velocity of sent elements is reset (4).
+**Momentum correction** replaces ``g`` by a velocity in stage 1. Masking resets sent elements of the velocity in stage 4.
 
 **Adam and AdamW** (:mod:`~lightning_sparse.engine.adam`), if corrected:
 
-- The first steps are dense, and the optimizer runs unchanged, until its second moment is estimated. Then the density
+- The first steps are dense, and the optimizer runs unchanged, until the second moment is estimated. Then the density
   falls.
-- From then on the memory replaces ``g`` by Adam's update ``g / sqrt(second moment)`` (1), so that the residual holds
-  updates. The first moment is moved into the residual once, and is zero from then on.
-- Every step begins with the mean, in 16 bits, of a few gradients of the previous step, which update their second
-  moments. This mean is sent during backward.
-- The mean update is written as the equivalent gradient (4), for code that reads gradients before the step. This package
-  applies the update and weight decay in place of the optimizer.
+- From then on, stage 1 replaces ``g`` by Adam's update ``g / sqrt(second moment)``, so that the residual holds updates.
+  The first moment is moved into the residual once, and is zero from then on.
+- At the start of every step, ranks average a few parameters' gradients of the previous step, in 16 bits. The means
+  update the second moments of these parameters. The messages are sent during backward.
+- Stage 4 converts the mean update to an equivalent gradient, for code that reads gradients before the optimizer step.
+  This package applies the update and weight decay in place of the optimizer.
 
-With two levels (:class:`~lightning_sparse.engine.step.topology.HierarchicalTopology`) ``g`` is this rank's share of the
-node's mean gradient, and the exchange is with the ranks of other nodes that have the same share. Commit ends with an
-all-gather of the shares inside the node.
+With two levels (:class:`~lightning_sparse.engine.step.topology.HierarchicalTopology`), the ranks of a node average
+gradients and divide the mean into shares, one per rank. ``g`` is then this rank's share. Ranks with the same share on
+different nodes exchange selections. Commit ends with an all-gather of the shares inside the node.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,7 @@ _ODD = 0x100000001B3  # FNV prime: makes the hash depend on the order of gradien
 class StepContext(NamedTuple):
     """Properties of the current step that come from outside the pipeline."""
 
-    loss_scale: Optional[Tensor] = None  # one element; changes between steps, so the state is stored unscaled
+    loss_scale: Optional[Tensor] = None  # one element; the scale may change, so the state is stored unscaled
     hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty without an optimizer
     dense: AbstractSet[str] = frozenset()  # names to send dense, because Adam's second moment is not estimated yet
     warm_up_progress: float = 1.0  # completed fraction of Adam's warm-up, from 0 to 1
@@ -81,11 +82,11 @@ _NO_PLACES: Mapping[str, int] = {}
 
 
 class BucketResult(NamedTuple):
-    """Parameters of a bucket that were sent together, and their means over ranks, not yet in the gradients."""
+    """Parameters of a bucket that were sent in one wire format, and the means, which commit writes to gradients."""
 
     names: list[str]
     bucket: Sequence[LocalGradient]
-    accumulated: list[Tensor]  # flat gradients plus residuals, in place or as wider copies; later the means
+    accumulated: list[Tensor]  # flat gradients plus residuals, in fp32 or wider; commit writes the means here
     result: ExchangeResult
 
 
@@ -108,7 +109,7 @@ class Pipeline:
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
         self._planner = Planner() if planner is None else planner
-        self._shares: dict[str, LocalGradient] = {}  # shares, if a clip measures norms first
+        self._shares: dict[str, LocalGradient] = {}  # this rank's shares, if measure_norms() came first
         self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # whether the memory's refresh has run in this step
 
@@ -118,13 +119,13 @@ class Pipeline:
         self.memory.clip_to(context.clips)
 
     def refresh(self) -> None:
-        """Run the memory's refresh once in a step, before the first bucket."""
+        """Refresh Adam's second moments in the memory, in the first call of a step. Later calls do nothing."""
         if not self._has_refreshed:
             self._has_refreshed = True
             self.memory.refresh(self.context.hyperparameters, self.levels)
 
     def measure_norms(self, gradients: Sequence[LocalGradient]) -> None:
-        """Pass the norms of this rank's gradients, in order of definition, to the memory, which clips by the norms."""
+        """Compute the norms of all gradients of a step, in order of definition, and pass the norms to the memory."""
         self.refresh()
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
@@ -135,18 +136,18 @@ class Pipeline:
         self.memory.take_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
 
     def _norms_of(self, names: Sequence[str]) -> Tensor:
-        if not names:  # this backward has made none of the gradients
+        if not names:  # none of these gradients is in this step
             return torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
         return norms_of([self._shares[name].gradient for name in names])
 
     def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
         """Add residuals to a bucket, send the selected elements, and receive the selections of other ranks.
 
-        The gradients are working memory until :meth:`commit`.
+        The gradients have undefined values until :meth:`commit` writes the means.
 
         Args:
             bucket: gradients of one dtype.
-            used: with a step's last bucket, uint8 flags of the parameters that this rank has used in the step.
+            used: uint8 flags of the parameters that this rank has used in the step; only with the last bucket.
         """
         names = [local.name for local in bucket]
         self.refresh()
@@ -170,12 +171,12 @@ class Pipeline:
     def exchange_in_buckets(
         self, gradients: Sequence[LocalGradient], closes_bucket: Callable[[str, int], bool]
     ) -> list[BucketResult]:
-        """Exchange gradients in buckets of one dtype each, closed by ``closes_bucket(name, numel)``."""
+        """Exchange gradients in buckets of one dtype. A bucket ends if ``closes_bucket(name, numel)`` is true."""
         exchanged: list[BucketResult] = []
         bucket: list[LocalGradient] = []
         numel = 0
         for local in gradients:
-            if bucket and bucket[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one dtype
+            if bucket and bucket[0].gradient.dtype is not local.gradient.dtype:  # a bucket has one dtype
                 exchanged += self.exchange(bucket)
                 bucket, numel = [], 0
             bucket.append(local)
@@ -196,30 +197,30 @@ class Pipeline:
     def check_arrived(self, arrived: Sequence[Tensor]) -> None:
         """Raise on every rank if means of earlier exchanges of this step differ between ranks.
 
-        Synchronizes with a device.
+        The host waits for the device.
         """
         if self.compressor.replicas_diverge:
             return
         held = torch.zeros(1, dtype=torch.int64, device=self.levels.inter.device)
         for tensor in arrived:
-            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # add 1, because a zero gradient differs from no gradient
+            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # the 1 separates a zero gradient from no gradient
         everywhere = self.levels.same_shard.call(Payload("all_gather", held))
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
 
     def commit(self, step: Sequence[BucketResult], places: Mapping[str, int] = _NO_PLACES) -> None:
-        """Store the unsent elements, if all values are finite, and write the means over ranks to the step's gradients.
+        """End the step: store unsent elements if all values are finite, and write the means to the gradients.
 
         Args:
             step: results of all buckets of the step.
-            places: position of each parameter's flag in the last bucket's flags of use.
+            places: index of each parameter in the flags of use, by name.
         """
         if not step:
             return  # no parameter is trained
         finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
-        finite = self.levels.all_of(finite)  # a non-finite value is in the share of one rank
+        finite = self.levels.all_of(finite)  # other ranks of the node have other shares
         self.memory.on_finite(finite)
-        # An infinite scale makes all gradients of a rejected step non-finite, so that no optimizer applies a part.
+        # If a value is not finite, an infinite scale makes all gradients non-finite. No optimizer then applies a part.
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)
@@ -235,7 +236,7 @@ class Pipeline:
     def close_record(self) -> None:
         """Close the record of the exchange, and pass the record to the planner."""
         record = self.recorder.end_exchange()
-        # The samples come after the record's end, because their time must not count as time of the step.
+        # This follows the end of the record, so that the time of sampling does not count as time of the step.
         if (samples := self.recorder.samples) is not None:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
@@ -251,16 +252,16 @@ class Pipeline:
         self.memory.keep(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
 
     def _write_back(self, exchanged: BucketResult, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
-        means = exchanged.accumulated  # the means overwrite the accumulated gradients
+        means = exchanged.accumulated  # the means overwrite the sums of gradient and residual
         self.memory.write_means(exchanged.names, means, mean)
         if scale is not None:
             torch._foreach_mul_(means, scale)
         narrow: list[tuple[Tensor, Tensor]] = []  # (gradient, mean of a wider dtype)
         for local, tensor in zip(exchanged.bucket, means):
             if local.parameter is not None and tensor.dtype is local.gradient.dtype:
-                if tensor is not local.gradient:  # the memory has stored local.gradient as the residual
+                if tensor is not local.gradient:  # local.gradient is the residual now
                     assert local.parameter.grad is not None
-                    # other references to the gradient see the mean, too
+                    # .data changes the gradient for all other references, too
                     local.parameter.grad.data = tensor.view_as(local.parameter)
             elif tensor is not local.gradient:
                 narrow.append((local.gradient, tensor))
@@ -269,7 +270,7 @@ class Pipeline:
     def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> list[Sequence[Selection]]:
         means = [exchanged.result.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
-            return means  # most compressors have no state, and need no loop over parameters
+            return means  # most compressors have no finish_step, and change no mean
         asked = {
             name: mean
             for exchanged in step
@@ -290,7 +291,7 @@ class Pipeline:
         encoding = ExitStack()
 
         def all_gather(tensor: Tensor) -> Tensor:
-            encoding.close()  # collectives count as network time, not as compressor time
+            encoding.close()  # the time of the collective must not count as encoding
             gathered = self.levels.inter.call(Payload("all_gather", tensor))
             encoding.enter_context(self.recorder.span("encode"))
             return gathered

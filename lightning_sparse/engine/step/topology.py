@@ -25,9 +25,9 @@ from lightning_sparse.functional.reductions import norm_of_all
 
 
 class UnwrappedModule(Module):
-    """Replacement for a DDP wrapper that broadcasts buffers, reduces no gradient, and may be called like the model."""
+    """Wrapper in place of DDP. A call broadcasts buffers and runs the model. Backward reduces no gradients."""
 
-    process_group: Any = None  # group of the buffer broadcasts; None: all ranks
+    process_group: Any = None  # process group of the buffer broadcasts; None for all ranks
     require_backward_grad_sync = require_forward_param_sync = True
 
     def __init__(self, module: Module, broadcast_buffers: bool = True) -> None:
@@ -37,7 +37,7 @@ class UnwrappedModule(Module):
 
     @override
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Call the model with the buffers of rank 0."""
+        """Broadcast buffers from rank 0 if due, and call the model."""
         self.begin_forward()
         return self.module(*inputs, **named_inputs)
 
@@ -52,14 +52,14 @@ class UnwrappedModule(Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_forward(self) -> None:
-        """Broadcast buffers from rank 0 like DDP: before the first forward of a step, and of a validation."""
+        """Broadcast buffers from rank 0, as DDP does, unless the previous forward was without gradients or exchange."""
         if self.require_forward_param_sync and self.broadcast_buffers:
             broadcast_buffers(self.module, self.process_group)
         self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
 
 
 class ShardedModel(UnwrappedModule):
-    """A model with a shard on every rank: FSDP averages the gradients inside a replica, but never between replicas.
+    """A model that FSDP shards inside each replica. FSDP averages gradients inside a replica, not between replicas.
 
     Args:
         module: the model.
@@ -72,7 +72,7 @@ class ShardedModel(UnwrappedModule):
 
     @property
     def groups(self) -> tuple[Any, Any]:
-        """Process groups (or ``None``): ranks of this replica, and ranks with the same shards."""
+        """Process groups of this replica's ranks, and of the ranks with the same shards. ``None``: not available."""
         mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
         return mesh.get_group() if mesh.ndim == 1 else None, self._same_shards
 
@@ -98,12 +98,12 @@ def named_module(wrapper: Any) -> Module:
 
 
 def fsdp_modules(module: Module) -> Iterator[Any]:
-    """Yield FSDP2 modules, found by an attribute, because torch's class would import all of FSDP."""
+    """Yield FSDP2 modules, identified by a method, because an import of torch's class would import all of FSDP."""
     return (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync"))
 
 
 def reshard(module: Module) -> None:
-    """Free unsharded parameters, because FSDP does not reshard the root after a forward without a backward."""
+    """Free unsharded parameters. After a forward without a backward, FSDP does not reshard the root module."""
     for each in fsdp_modules(module):
         each.reshard()
 
@@ -118,7 +118,7 @@ def shard_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     return local_tensor(gradient).view(-1)
 
 
-# Maximum elements of a message inside a node. Two messages are in memory at once. GPU links need longer messages.
+# Maximum elements of a message inside a node, on a CPU and on a GPU. Links of GPUs need longer messages.
 _MESSAGE_ELEMENTS, _DEVICE_MESSAGE_ELEMENTS = 1 << 22, 1 << 24
 _ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes
 
@@ -127,26 +127,28 @@ class LocalGradient(NamedTuple):
     """One parameter's gradient on this rank, before the exchange."""
 
     name: str
-    gradient: Tensor  # flat view of the gradient's storage; later the mean, unless other memory replaces the gradient
+    gradient: Tensor  # flat view of p.grad, or a copy; commit writes the mean here, or replaces p.grad.data
     is_used: Optional[bool]  # whether backward has added to the gradient on this rank; ``None`` if untracked
-    parameter: Optional[Tensor] = None  # the parameter, if other memory may replace the gradient
+    parameter: Optional[Tensor] = None  # set if commit may replace p.grad.data by other memory
 
 
 class Topology(NamedTuple):
-    """The number of ranks, and the number of ranks that share the state of one replica or node."""
+    """The number of all ranks, and the number of ranks in a node with two levels, or in a sharded replica."""
 
     world_size: int
-    local_world_size: int = 1  # ranks that share the state; 1 if each rank stores the full state
+    local_world_size: int = 1  # ranks that divide each gradient and residual; 1 if every rank has all
 
 
 class FlatTopology:
     """A topology in which every rank exchanges complete gradients with all other ranks.
 
+    In subclasses several ranks divide each gradient, and a rank's part is named share. Here a share is the gradient.
+
     Attributes:
         inter: communicator of the ranks that exchange selections.
         world: communicator of all ranks.
         same_shard: communicator of the ranks with the same tensors of the model, one in each replica.
-        local_world_size: number of ranks that share each gradient.
+        local_world_size: number of ranks that divide each gradient.
     """
 
     local_world_size = 1
@@ -156,7 +158,7 @@ class FlatTopology:
         self.world = self.same_shard = inter if world is None else world
 
     def share_numel(self, numel: int) -> int:
-        """Return the size of each rank's share of a tensor with ``numel`` elements."""
+        """Return the number of elements in each rank's share of a tensor with ``numel`` elements."""
         return numel
 
     def local_share(self, flat: Tensor) -> Tensor:
@@ -164,11 +166,11 @@ class FlatTopology:
         return flat
 
     def shares(self, bucket: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        """Average gradients in the node, and return this rank's share of each mean, under the parameter's name."""
+        """Average gradients inside the node, if any, and return this rank's share of each mean."""
         return bucket
 
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
-        """Return for each gradient or share whether backward produced a value, or ``None`` if untracked."""
+        """Return for each share whether a rank of the node has used the parameter, or ``None`` if untracked."""
         return [local.is_used for local in shares]
 
     def all_of(self, flag: Tensor) -> Tensor:
@@ -176,37 +178,37 @@ class FlatTopology:
         return flag
 
     def norms_of(self, norms: Tensor) -> Tensor:
-        """Combine a vector of norms of shares into norms of complete gradients."""
+        """Return the norms of complete gradients, given the norms of this rank's shares."""
         return norms
 
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the norms of complete gradients for each vector of norms, and the total norm of each vector."""
+        """Return :meth:`norms_of` each vector of norms, and the total norm of each vector's gradients."""
         whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
         return whole, torch.stack(list(map(norm_of_all, whole)))
 
     def write_back(self) -> None:
-        """Write the shares into the complete gradients on all ranks of the node, and end the step."""
+        """End the step: all-gather the shares inside the node, if any, and write complete gradients."""
 
     def any_of(self, flags: Tensor) -> Tensor:
         """Return the uint8 flags that are set on any rank of this rank's node."""
         return flags
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return the concatenated means over ranks of complete flat bfloat16 gradients with ``numels`` elements."""
+        """Return the means over ranks of flat bfloat16 shares, as complete gradients of ``numels``, concatenated."""
         return self.inter.call(Payload("all_reduce", torch.cat(list(gradients.values())))).div_(self.inter.world_size)
 
     def mean_squares(self, squares: Tensor) -> Tensor:
-        """Return the mean over nodes of squared gradient norms, if the ranks of a node have shares of the gradients."""
+        """Return the mean over nodes of squared norms of gradients, given the squared norms of this rank's shares."""
         return self.same_shard.call(Payload("all_reduce", squares)).div_(self.inter.world_size)
 
     def close(self, has_failed: bool) -> None:
-        """Release the process groups."""
+        """Destroy the process groups, unless this rank ``has_failed`` and the backend requires the groups."""
         for each in (self.inter, self.world):
             each.close(has_failed)
 
 
 class DividedRanks(FlatTopology):
-    """A topology in which ``intra`` ranks divide each gradient. Ranks with equal parts exchange over ``inter``."""
+    """A topology in which the ranks of ``intra`` divide each gradient. The ranks of ``inter`` have the same share."""
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(inter, world)
@@ -230,7 +232,7 @@ class DividedRanks(FlatTopology):
 
 
 class Shards(DividedRanks):
-    """A topology for sharded models: FSDP gives every rank its shard of the gradients' mean over the replica."""
+    """A topology for sharded models. A rank's share is the shard of the gradient, averaged by FSDP in the replica."""
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
@@ -238,11 +240,11 @@ class Shards(DividedRanks):
 
     @override
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        # Some parameters have no shard on this rank, so norms of single gradients stay norms of this rank's shards.
+        # Ranks of a replica may have shards of different parameters, so only the total norms are combined.
         return norms, self.norms_of(torch.stack(list(map(norm_of_all, norms))))
 
     def total_of(self, numbers: Tensor) -> Tensor:
-        """Return the sum of numbers over the ranks of one replica."""
+        """Return the sums of ``numbers`` over the ranks of this replica."""
         return self._intra.call(Payload("all_gather", numbers)).sum(dim=0)
 
 
@@ -250,16 +252,16 @@ class HierarchicalTopology(DividedRanks):
     """A topology in which the ranks of a node average gradients, and each rank exchanges a share of the means.
 
     The network inside a node is assumed to be fast. Every tensor is cut separately into equal shares, with zeros as
-    padding, so that shares do not depend on other tensors. Each rank receives all parts of its share (all-to-all) and
-    averages the parts in rank order. The rank then exchanges this mean with the ranks that have the same share on other
-    nodes. Finally all shares are sent to all ranks of the node (all-gather).
+    padding, so that shares do not depend on other tensors. In an all-to-all, each rank receives the gradients of its
+    share from all ranks of the node, and averages these gradients in rank order. The rank then exchanges this mean with
+    the ranks of other nodes that have the same share. An all-gather finally sends all shares to all ranks of the node.
     """
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
         self._workspace = Workspace()
         self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
-        # Buckets that the node has averaged, this rank's shares of the means, and the messages' dtype.
+        # Per message of this step: complete gradients, this rank's shares of the node's means, dtype of the message.
         self._averaged: list[tuple[Sequence[Tensor], Tensor, torch.dtype]] = []
 
     @override
@@ -283,7 +285,7 @@ class HierarchicalTopology(DividedRanks):
     @override
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
         idle = [local.gradient.any() for local in shares if local.is_used is False]
-        # Other ranks of the node may have used the parameters. Only such a step synchronizes with a GPU.
+        # Other ranks of the node may have used these parameters. To read this, the host waits for a GPU.
         found = iter(torch.stack(idle).tolist() if idle else ())
         return [next(found) if local.is_used is False else local.is_used for local in shares]
 
@@ -317,7 +319,7 @@ class HierarchicalTopology(DividedRanks):
         yield message
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
-        """Return this rank's share of each mean, in fp32 or wider, in working memory until :meth:`write_back`."""
+        """Average a message in the node. Return this rank's shares, fp32 or wider, valid until :meth:`write_back`."""
         dtypes = {gradient.dtype for gradient in gradients}
         dtype = dtypes.pop() if len(dtypes) == 1 else widened(gradients[0].dtype)
         numels = [self.share_numel(gradient.numel()) for gradient in gradients]
@@ -330,14 +332,14 @@ class HierarchicalTopology(DividedRanks):
         return list(shares[: sum(numels)].split(numels))
 
     def _memory(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory ``[world_size, columns]``, reused between messages of the same name if large enough."""
+        """Return a buffer ``[local_world_size, columns]``, which all messages with this ``name`` and dtype reuse."""
         numel, held = self.local_world_size * columns, self._messages.get((name, dtype))
         if held is None or held.numel() < numel:
             held = self._messages[name, dtype] = torch.empty(numel, dtype=dtype, device=self._intra.device)
         return held[:numel].view(self.local_world_size, columns)
 
     def _hand_out(self, shares: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Phases[None]:
-        """All-gather the ranks' concatenated shares, and write them into complete flat tensors."""
+        """All-gather concatenated shares inside the node, and write complete flat ``tensors``."""
         rows = yield Payload("all_gather", round_to(shares, dtype), out=self._memory("parts", len(shares), dtype))
         numels = [self.share_numel(tensor.numel()) for tensor in tensors]
         for tensor, piece in zip(tensors, rows[:, : sum(numels)].split(numels, dim=1)):
