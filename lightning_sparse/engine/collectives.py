@@ -93,7 +93,7 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
     """Copy buffers from a group's first rank, in place. A backward of an earlier forward still works."""
     group, left_out = group or default_group(), ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data does not count as a change
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: no version bump
     broadcast_tensors(buffers, group)
 
 

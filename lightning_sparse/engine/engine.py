@@ -1,4 +1,4 @@
-"""The engine, which builds the parts of a model's exchange, starts the worker, and hooks the gradients."""
+"""The engine, which builds all parts of the exchange for a model, starts the worker, and registers gradient hooks."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -36,21 +36,23 @@ from lightning_sparse.engine.wire import Wires
 from lightning_sparse.schedule import Merged
 
 _LOGGER = logging.getLogger(__name__)
-_RECEIVED_BYTES = 12  # bytes of a selected element: a float32 value and an int64 index
-_RESIDUAL_BYTES = 4
+_RECEIVED_BYTES = 12  # bytes of a received element: a float32 value and an int64 index
+_RESIDUAL_BYTES = 4  # bytes of a residual per parameter element
 
 
 class Engine(SharedOnCopy):
     """Exchange the gradients of a wrapped model, from construction until :meth:`close`.
 
     Args:
-        local_world_size: ranks per node that average gradients first, or that hold a sharded replica.
-        begin: called before the first gradient of a backward, with whether the backward was announced.
-        end: called when all gradients hold means.
-        trained: parameters to exchange, by name; by default all that require a gradient.
+        timeout: timeout of each collective; by default the timeout of the job.
+        log: writes a line to the log.
+        local_world_size: ranks per node if nodes average gradients first, or ranks per sharded replica; otherwise 1.
+        begin: called before the first gradient of a backward, with true if ``prepare_for_backward`` came first.
+        end: called when all gradients are means.
+        trained: parameters to exchange, by name; by default all parameters that require a gradient.
 
     Attributes:
-        densities: may be raised between two steps, equally on all ranks.
+        densities: densities of parameters. A caller may raise densities between two steps, equally on all ranks.
     """
 
     def __init__(
@@ -67,10 +69,10 @@ class Engine(SharedOnCopy):
         self.module = module = named_module(ddp)
         compressor = settings.compressor
         if settings.replicas_diverge:
-            # This raises an error for models that cannot be averaged, before a thread runs.
+            # Raise the error for a model that cannot be averaged now, before the worker thread starts.
             averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
-        # NCCL takes memory for each group. Existing groups are safe if no exchange overlaps with other collectives.
+        # Each NCCL group takes memory. Existing groups may be used if no exchange overlaps with other collectives.
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
         shares_groups = is_nccl and local_world_size > 1 and has_their_timeout and not settings.overlaps_backward
         levels = _levels_between(device, ddp, local_world_size, timeout, shares_groups)
@@ -82,8 +84,8 @@ class Engine(SharedOnCopy):
         self.densities = settings.densities()
         self._settings = settings
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
-        self._numels: dict[str, int] = {}  # elements that this rank exchanges or has exchanged, by parameter name
-        self._begin(self._layout_of(trained))  # This call may raise, so it precedes the worker thread.
+        self._numels: dict[str, int] = {}  # elements of each parameter that this rank has ever exchanged
+        self._begin(self._layout_of(trained))  # This call may raise an error, so the worker thread starts later.
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
@@ -99,7 +101,7 @@ class Engine(SharedOnCopy):
 
     @property
     def topology(self) -> Topology:
-        """Number of ranks, and of ranks per node or replica."""
+        """Number of all ranks, and of ranks in a node with two levels, or in a sharded replica."""
         return Topology(self.levels.world.world_size, self.levels.local_world_size)
 
     def _reducer_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> SparseReducer:
@@ -113,7 +115,7 @@ class Engine(SharedOnCopy):
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            begin = partial(type(self)._begin_exchange, proxy(self))  # A cycle would delay the release of GPU memory.
+            begin = partial(type(self)._begin_exchange, proxy(self))  # A reference cycle would free memory late.
             return LocalStepsController(local, shared, self.levels.world, self.worker, begin)
         if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world)
@@ -122,7 +124,7 @@ class Engine(SharedOnCopy):
 
     @property
     def rounds(self) -> Optional[LocalStepsController]:
-        """Controller of local steps, or ``None`` if every step exchanges gradients."""
+        """Controller of local steps, or ``None`` without local steps."""
         return self.replicas if isinstance(self.replicas, LocalStepsController) else None
 
     def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
@@ -157,10 +159,10 @@ class Engine(SharedOnCopy):
         self.reducer.track(trained)
 
     def send_dense(self, is_dense: bool) -> None:
-        """Send dense gradients in the next steps, as DDP does, or compressed gradients again."""
+        """Set whether the next steps send dense gradients, as DDP does, or compressed gradients."""
         if self.rounds is None:
             self.reducer.is_dense = is_dense
-            if is_dense:  # DDP averages gradients: the memory must not accumulate updates.
+            if is_dense:  # Dense steps exchange gradients, so the memory must not store Adam's updates.
                 self.reducer.reduced.clear()
                 self.worker.run(self.memory.leave)
         else:
@@ -168,7 +170,7 @@ class Engine(SharedOnCopy):
             self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense
 
     def target_densities(self) -> dict[str, float]:
-        """Return the density that the user chose for each exchanged parameter, by name."""
+        """Return the density that the user has set for each exchanged parameter, by name."""
         return {name: self.densities.target(name) for name in self.parameter_names}
 
     def present_densities(self) -> dict[str, float]:
@@ -176,19 +178,19 @@ class Engine(SharedOnCopy):
         return {name: self.densities.of(name) for name in self.parameter_names}
 
     def mean_over_ranks(self, number: float) -> float:
-        """Return the mean of a number over ranks. All ranks must call, between two steps. Synchronizes with the GPU."""
+        """Return the mean of a number over ranks. All ranks must call this, between two steps. Synchronizes."""
         return self.worker.run(lambda: self.levels.world.mean_of_numbers([number]))[0]
 
     def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
         parts = (settings.schedule, self.levels.world, self.recorder, self._numels, self.densities)
-        memory = proxy(self.memory)  # The planner's generator is in a reference cycle, the memory must not be.
+        memory = proxy(self.memory)  # The planner's generator is in a reference cycle, and would free the memory late.
         adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
         return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
 
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
-        """Begin a backward, before the first gradient is collected."""
+        """Begin a backward with an exchange of compressed gradients. Call this before the first gradient is ready."""
         if self.recorder.current.backward_start is None:  # No hook saw the start of this backward.
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
@@ -196,15 +198,15 @@ class Engine(SharedOnCopy):
         self.densities.begin_step(context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
-        """Begin a backward that sends dense gradients, in bfloat16 if this is the wire's dtype and ``is_warm_up``."""
+        """Begin a backward that sends dense gradients: in Adam's warm-up in bfloat16, if this is the wire's dtype."""
         wire = self._settings.wire
         nbytes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
         self.recorder.add_dense_step(self.reducer.numel, nbytes)
 
     def end_step(self, optimizer: int = 0) -> None:
-        """End a step."""
+        """End a step of the optimizer with this number."""
         self.densities.count_step(optimizer)
-        if type(self.replicas) is not Replicas:  # The base class counts no steps.
+        if type(self.replicas) is not Replicas:  # The base class does not count steps.
             self.replicas.count_step(optimizer)
         self.recorder.totals.end_step()  # The time of the replicas' exchange belongs to this step.
 
@@ -213,7 +215,7 @@ class Engine(SharedOnCopy):
         return StepContext()
 
     def compression_stats(self) -> dict[str, float]:
-        """Return the statistics of the last complete step, empty before the first step."""
+        """Return the statistics of the last complete step, or an empty dictionary before the first step."""
         recorder = self.recorder
         if recorder.last is None:
             return {}
@@ -222,7 +224,7 @@ class Engine(SharedOnCopy):
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return the state as plain tensors and numbers, not copied. With ``together`` all ranks must call this."""
+        """Return the state as tensors and numbers, without copies. With ``together`` all ranks must call this."""
         compressor = self.pipeline.compressor
         state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
         state["order"] = self.reducer.order
@@ -231,7 +233,7 @@ class Engine(SharedOnCopy):
         return {**state, **self.replicas.state_dict(together)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the parts that ``state`` holds by copies. Other parts stay unchanged."""
+        """Load a copy of each part in ``state``. All other parts of the engine's state do not change."""
         if "warm_up" in state:
             self.densities.load_state_dict(state["warm_up"])
 
@@ -242,16 +244,16 @@ class Engine(SharedOnCopy):
             if "compressor" in state:
                 self.pipeline.compressor.load_state_dict(dict(state["compressor"]))
 
-        # The worker allocates the copies on the worker's stream. A copy can be freed while a queued kernel still reads
-        # the memory. The caching allocator reuses this memory safely only on the stream of the allocation.
+        # The worker allocates the copies, on the worker's stream. A copy may later be freed while a queued kernel reads
+        # its memory. The caching allocator can reuse this memory safely only on the stream of the allocation.
         self.worker.run(load)
-        self.recorder.forget()  # A search for a learning rate restores the first state, and its steps do not count.
+        self.recorder.forget()  # After a learning-rate search, the records of the search must not count.
 
     def close(self, has_failed: bool = False) -> bool:
-        """Stop the worker, destroy the process groups, and return whether the state is of a complete step."""
+        """Stop the worker, and destroy the process groups. Return whether the worker has ended without an error."""
         self.reducer.close()
         self.wrapper.broadcast_buffers = self._broadcasts_buffers
-        # A worker that hangs in a collective still uses the process group.
+        # A worker that has not ended may still use the process groups.
         has_ended = self.worker.close()
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
@@ -262,7 +264,7 @@ def _levels_between(
     device: torch.device, wrapper: Wrapper, local_world_size: int, timeout: Optional[timedelta], shares_groups: bool
 ) -> FlatTopology:
     world_size, is_sharded = dist.get_world_size(), isinstance(wrapper, ShardedModel)
-    # With shards, dense gradients are averaged between equal shards of replicas, not inside a node.
+    # With FSDP, this package sends dense gradients between replicas only: for the record each replica is one rank.
     sizes = (world_size // local_world_size, 1) if is_sharded else (world_size, local_world_size)
     recorder = Recorder(device, *sizes)
     shared = dist.group.WORLD if shares_groups else None
@@ -270,7 +272,7 @@ def _levels_between(
     if local_world_size == 1:
         return FlatTopology(world)
     nodes = [list(range(first, first + local_world_size)) for first in range(0, world_size, local_world_size)]
-    rows = [list(row) for row in zip(*nodes)]  # each row: ranks with the same share
+    rows = [list(row) for row in zip(*nodes)]  # a row has the ranks with the same share, one per node
     number, place = divmod(world.rank, local_world_size)
     shards, replicas = wrapper.groups if shares_groups and isinstance(wrapper, ShardedModel) else (None, None)
     intra = Communicator(nodes[number], device, timeout, nodes, shards, recorder, is_inside_node=True)
@@ -280,7 +282,7 @@ def _levels_between(
 
 
 def _wires_between(levels: FlatTopology, settings: Settings, log: Callable[[str], None]) -> Wires:
-    """Build the wire formats. Log if received selections take more memory than the residual."""
+    """Build the wire formats. Log a line if the received selections take more memory than the residual."""
     world_size, shared_by = levels.inter.world_size, levels.local_world_size
     wires = settings.wires_for(levels.inter.rank, world_size)
     levels.world.check(wires.collectives)
@@ -296,7 +298,7 @@ def _wires_between(levels: FlatTopology, settings: Settings, log: Callable[[str]
 
 
 def _memory_of(module: nn.Module, settings: Settings, levels: FlatTopology) -> Memory:
-    """Build the memory of residuals. Frozen parameters count, because they may be unfrozen later."""
+    """Build the memory for the dtypes of all parameters. Frozen parameters may be unfrozen later."""
     dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
     local_share = levels.local_share if isinstance(levels, HierarchicalTopology) else None
     total_of = (levels.total_of,) if isinstance(levels, Shards) else ()

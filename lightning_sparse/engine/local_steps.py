@@ -1,10 +1,10 @@
-"""Rounds of local steps: each rank trains alone for some steps, then ranks exchange the changes of parameters.
+"""Rounds of local steps: each rank trains alone for several steps, then ranks exchange changes of parameters.
 
-Changes use the path of gradients: any compressor, memory and wire. The mean change over ranks is the pseudo-gradient of
-an outer step, which moves the shared model. With dense changes this is local SGD (Stich, arXiv 1805.09767), with an
-outer Nesterov momentum DiLoCo (Douillard et al., arXiv 2311.08105), and with top-k and error feedback SparseLoCo
-(Sarfi et al., arXiv 2508.15706). SparseLoCo's formula also averages over all ranks. The released code of SparseLoCo
-divides by the number of ranks that sent an element.
+The exchange handles changes like gradients, with any compressor, memory and wire. The mean change over ranks is the
+gradient of an outer step, which moves the shared model. With dense changes the method is local SGD (Stich, arXiv
+1805.09767), with an outer Nesterov momentum DiLoCo (Douillard et al., arXiv 2311.08105), and with top-k and error
+feedback SparseLoCo (Sarfi et al., arXiv 2508.15706). This package averages over all ranks, as in SparseLoCo's paper.
+SparseLoCo's released code divides an element's sum by the number of ranks that sent the element.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _ENDS = ("", " and has reached a validation or the end")
 
 
 class LocalStepsController(Replicas):
-    """Count steps, and exchange changes at the end of each round. Each exchange calls ``begin``."""
+    """Count steps, and exchange changes at the end of each round. Each exchange first calls ``begin``."""
 
     are_apart = True
 
@@ -48,30 +48,30 @@ class LocalStepsController(Replicas):
         self._communicator = communicator
         self._worker = worker
         self._begin = begin
-        self._origin = 0  # step at which rounds began, or at which a round ended early
+        self._origin = 0  # step of the first round's start, or of the last early end of a round
         self._begun = 0  # step of the last exchange
-        self._step = 0
-        self._steps_of: dict[int, int] = {}
+        self._step = 0  # most steps of any optimizer
+        self._steps_of: dict[int, int] = {}  # steps by number of the optimizer
         self.has_begun = self._has_steps = False
         self._is_stale = False  # whether a step has been made since the last exchange
-        self.is_shared = True  # whether all ranks hold the shared model: before rounds, and after an early end
+        self.is_shared = True  # whether all ranks hold the shared model now: before rounds, and after an early end
 
     @property
     def steps_since_ended(self) -> int:
-        """Steps since rounds began, or since a round ended early."""
+        """Steps since the first round began, or since the last early end of a round."""
         return self._step - self._origin
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the next step is a step of DDP, because rounds begin later."""
+        """Whether the next step exchanges gradients as DDP does, because the rounds have not begun."""
         return not self.has_begun and max(self._steps_of.values(), default=0) < self.local.synchronous_steps
 
     def restart(self, trained: Sequence[str], names: Renaming) -> None:
-        """End the round, and exchange changes of other parameters from now on. All ranks must call this.
+        """End the round early, and exchange changes of ``trained`` parameters from now on. All ranks must call this.
 
         Args:
             trained: names of the parameters to exchange.
-            names: the new name of each earlier parameter.
+            names: new name of each earlier parameter, or ``None`` if the model has lost the parameter.
         """
         self.synchronize()
         self.shared = self.shared.restarted(trained, names)
@@ -84,9 +84,9 @@ class LocalStepsController(Replicas):
             self.reset_shared_model()
 
     def begin_steps(self) -> None:
-        """Begin the first local step: average the trained parameters once more. All ranks must call this.
+        """Before the first local step, average trained parameters once more. All ranks must call this.
 
-        Some layers (ActNorm) set parameters from data in the first forward pass.
+        Some layers (ActNorm) set parameters from a rank's data in the first forward pass.
         """
         self.begin_round()
         if not self._has_steps:
@@ -94,21 +94,21 @@ class LocalStepsController(Replicas):
             self.shared.reset_shared_model(all_of_it=False)
 
     def leave(self) -> None:
-        """Drop the changes of the current round, before a state and a model are loaded. All ranks must call this."""
+        """Drop the changes of the current round, before a model and a state are loaded. All ranks must call this."""
         self.shared.swap_out(own=False)
         self.has_begun, self.is_shared = False, True
 
     @override
     def reset_shared_model(self) -> None:
-        """Make the average of the ranks' present models the shared model. All ranks must call this."""
+        """Set the shared model to the mean of the ranks' present models. All ranks must call this."""
         self.shared.reset_shared_model()
         self._is_stale, self.is_shared = False, True
 
     @override
     def count_step(self, optimizer: int) -> None:
-        """Count a step of an optimizer, and exchange at the end of a round.
+        """Count a step of an optimizer, and exchange changes at the end of a round.
 
-        The optimizer with the most steps, skipped steps included, sets the length of a round.
+        The optimizer with the most steps sets the length of a round. Steps that a gradient scaler skips count, too.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         if not self.has_begun:
@@ -122,10 +122,10 @@ class LocalStepsController(Replicas):
 
     @override
     def synchronize(self) -> None:
-        """End the round early, and continue from the shared model. All ranks must call this."""
+        """End the round early: exchange changes, and set all ranks to the shared model. All ranks must call this."""
         if not self.has_begun:
             return
-        self.shared.swap_out()  # Inside shared_model() the module does not hold this rank's changes.
+        self.shared.swap_out()  # Inside shared_model() the module has the shared model: restore this rank's tensors.
         self.begin_steps()
         inactive, have_moved = self._meet(ends=True)
         if have_moved:
@@ -134,7 +134,7 @@ class LocalStepsController(Replicas):
         self._origin, self.is_shared = self._step, True
 
     def _meet(self, ends: bool) -> tuple[frozenset[str], bool]:
-        """Return names that are inactive on all ranks, and whether any rank's model differs from the shared model."""
+        """Compare ranks. Return names that are inactive on all ranks, and whether any rank's model has changes."""
         inactive = self.shared.inactive()
         has_moved = self._is_stale or self.shared.has_moved()
         mine = (self._step, ends, has_moved, crc32(repr(sorted(inactive)).encode()))
@@ -142,7 +142,7 @@ class LocalStepsController(Replicas):
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in gathered]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
-        rests_alike = len({names for *_, names in gathered}) == 1  # A tensor may be inactive on some ranks only.
+        rests_alike = len({names for *_, names in gathered}) == 1  # If ranks differ, none counts as inactive.
         return inactive if rests_alike else frozenset(), any(moved for _, _, moved, _ in gathered)
 
     def _exchange(self, inactive: frozenset[str]) -> None:
@@ -164,8 +164,8 @@ class LocalStepsController(Replicas):
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        # A save does not end a round. With saves that cut each round in three, the loss of a small GPT ended 1.6 to
-        # 4.5 % higher, with DiLoCo's outer momentum (300 steps, three seeds).
+        # A save does not end a round. When saves cut each round in three, the final loss of a small GPT was higher by
+        # 1.6 to 4.5 %, with DiLoCo's outer momentum (300 steps, three seeds).
         rounds = {
             "has_begun": self.has_begun,
             "has_steps": self._has_steps,
@@ -179,7 +179,7 @@ class LocalStepsController(Replicas):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a saved round. The module's tensors must hold the shared model."""
+        """Continue a saved round. The module must have the values of the shared model."""
         if "rounds" not in state:
             return
         state = state["rounds"]

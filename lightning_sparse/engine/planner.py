@@ -1,4 +1,4 @@
-"""The number of elements to send of each parameter, and the buckets, equal on all ranks."""
+"""The density of each parameter, and the buckets that a planner finds by trials, equal on all ranks."""
 
 import math
 from collections import Counter
@@ -17,10 +17,10 @@ from lightning_sparse.schedule import Merged, plan_buckets
 from lightning_sparse.schedule.costs import BucketCosts, BucketSample, BucketShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 
-_STAGES = 4  # stages of a warm-up; Deep Gradient Compression has a stage per epoch
-_UNKNOWN_STEPS = 1_000_000  # length of a training before the loop has set the length
-_FEW = 64  # cached densities of parameters
-_STAIR = 1.25  # factor between two stairs of Adam's falling density, constant in between so that plans can be timed
+_STAGES = 4  # densities of a warm-up, one after another; Deep Gradient Compression has one per epoch
+_UNKNOWN_STEPS = 1_000_000  # steps of a training, assumed until the loop sets the number
+_FEW = 64  # number of cached densities
+_STAIR = 1.25  # ratio of successive densities after Adam's dense steps; each lasts some steps, so plans can be timed
 
 
 class Densities:
@@ -29,54 +29,54 @@ class Densities:
     1. The user sets the density: ``density=`` of the model, or per parameter (``LAGS(densities=...)``).
     2. Warm-ups raise the density: over ``warmup_steps``, and after the dense steps of a corrected Adam.
     3. Rules (:class:`~lightning_sparse.callbacks.AdaptiveDensity`) raise the density to ``ruled``, up to ``ceiling``.
-    4. A plan raises the density to ``planned``, if the extra elements cost no time.
-    5. With ``sends_all``, before ``sparse_auto`` sends dense gradients, the density is 1, which empties the residuals.
+    4. A plan (:class:`StepPlanner`) raises the density to ``planned``, if the extra elements cost no time.
+    5. ``sends_all`` sets the density to 1, which empties the residuals before ``sparse_auto`` sends dense gradients.
     """
 
     def __init__(self, compressor: Compressor, density: float, warmup_steps: Union[int, float] = 0) -> None:
         self._compressor, self._target = compressor, density
-        self._warmup_steps = warmup_steps  # steps, or a fraction of the training
+        self._warmup_steps = warmup_steps  # int: steps; float: fraction of the training's steps
         self.ruled: Mapping[str, float] = {}
         self.ceiling = 1.0
         self.planned: Mapping[str, float] = {}
         self.sends_all = False
-        self._total_steps: Optional[int] = None  # length of the training
-        self._is_resumed = False  # whether a checkpoint has set the length of the warm-up
-        self._steps: Counter[int] = Counter()  # steps by optimizer
-        self._in_warm_up = lru_cache(_FEW)(_raised)  # Most steps repeat the previous result.
+        self._total_steps: Optional[int] = None  # number of steps of the training
+        self._is_resumed = False  # whether a checkpoint has set _total_steps
+        self._steps: Counter[int] = Counter()  # number of steps, by number of the optimizer
+        self._in_warm_up = lru_cache(_FEW)(_raised)  # Most steps repeat the previous densities.
         self.begin_step()
 
     def begin_step(self, progress: float = 1.0) -> None:
-        """Set the stage of the warm-up. ``progress`` of Adam's warm-up is from 0 to 1."""
+        """Set the stage of the warm-up for the next step. ``progress`` is the part of Adam's warm-up so far, 0 to 1."""
         made, length = max(self._steps.values(), default=0), self._warmup_length
         self._stage = _STAGES if made >= length else _STAGES * made // length
         self._progress = progress
         self._compressor.begin_step(self._in_warm_up(self._target, self._stage, progress))
 
     def of(self, name: str) -> float:
-        """Return the fraction of a parameter's elements to send."""
+        """Return the density of a parameter in the next step."""
         return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
 
     def wanted(self, name: str) -> float:
-        """Return the least density that a plan may send, by the user, a warm-up, or a rule."""
+        """Return the density of a parameter by user, warm-ups and rules. A plan may only raise this density."""
         asked = self._in_warm_up(self.target(name), self._stage, self._progress)
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:
-        """Return the least number of a parameter's elements that a plan may send."""
+        """Return the number of a parameter's elements at the density :meth:`wanted`."""
         return element_count(numel, self.wanted(name))
 
     def target(self, name: str) -> float:
-        """Return the density that the user chose for a parameter, before warm-ups, rules and plans."""
+        """Return the density that the user has set for a parameter."""
         return self._compressor.density_of(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Set the length of the training, unless a checkpoint has. Replaces the length for a learning-rate search."""
+        """Set the number of steps of the training, except after a resume: the checkpoint has set the number."""
         if not self._is_resumed:
             self._total_steps = total_steps
 
     def count_step(self, optimizer: int) -> None:
-        """Count a step of an optimizer."""
+        """Count a step of the optimizer with this number."""
         self._steps[optimizer] += 1
 
     @property
@@ -90,7 +90,7 @@ class Densities:
         return {"steps": dict(self._steps), "total_steps": self._total_steps} if self._warmup_steps else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a warm-up."""
+        """Continue a saved warm-up."""
         if self._warmup_steps:
             self._steps = Counter(state["steps"])
             self._is_resumed = bool(state["total_steps"])
@@ -98,13 +98,13 @@ class Densities:
 
 
 def _raised(target: float, stage: int, progress: float) -> float:
-    # The density falls geometrically by stages, as in the code of Deep Gradient Compression.
+    # In a warm-up the density falls geometrically, in stages, as in the code of Deep Gradient Compression.
     least = falling_density(target, progress)
     return least if stage >= _STAGES else max(least, same_everywhere(target ** ((stage + 1) / (_STAGES + 1))))
 
 
 def falling_density(target: float, progress: float) -> float:
-    """Return a density that falls from 1 to the target in geometric stairs.
+    """Return a density that falls from 1 to the target, in steps of equal ratio.
 
     Args:
         target: density at the end of the fall.
@@ -119,14 +119,14 @@ def falling_density(target: float, progress: float) -> float:
     return same_everywhere(target ** (int(progress * stairs) / stairs))
 
 
-_ROUNDS = 2  # turns of each plan, so that other load of the machine affects all plans equally
-_STEPS = 3  # steps per turn
+_ROUNDS = 2  # times that each plan is tried, so that other processes on the machine affect all plans equally
+_STEPS = 3  # timed steps per trial
 
 
 class StepSample(NamedTuple):
-    """Sizes and times of a step. Sizes are equal on all ranks, times are not."""
+    """Sizes and times of a step, averaged over ranks."""
 
-    ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of readiness
+    ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of exchange
     buckets: tuple[BucketSample, ...]  # in the order of exchange
     exposed_seconds: float  # seconds from the last gradient until all means were written
     total_seconds: float  # seconds from the start of backward until all means were written
@@ -137,18 +137,18 @@ Course = Generator[None, StepRecord, None]
 
 
 class Planner:
-    """A planner without a plan, for schedules that need no plan."""
+    """A planner that does nothing, for schedules that need no plan."""
 
     plan: Optional[Plan] = None
 
     def see_exchange(self, record: StepRecord) -> None:
-        """Process the record of an exchange, on every rank, between two steps."""
+        """Process the record of an exchange. Every rank calls this between two steps."""
 
 
 class StepPlanner(Planner):
-    """Time several plans in the first steps, and follow the fastest. Another order of gradients restarts the trials.
+    """Time several bucket plans in the first steps, and use the fastest. Another order of gradients restarts trials.
 
-    With ``adaptive_density`` the plan raises the density of buckets that are exchanged during backward.
+    A plan sets the buckets and, with ``adaptive_density``, a higher density if backward hides the additional time.
     """
 
     def __init__(
@@ -168,17 +168,17 @@ class StepPlanner(Planner):
         self._numels = numels
         self._densities = densities
         self._adapts_density = adaptive_density
-        self._holds_plan = holds_plan  # whether all exchanges now begin after backward
+        self._holds_plan = holds_plan  # returns whether all exchanges now begin after backward
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
-        self._course: Course  # set once the order of gradients is given
+        self._course: Course  # runs the trials of _order; set in the first exchange with an order
         schedule.reset()
 
     @override
     def see_exchange(self, record: StepRecord) -> None:
         order = tuple(record.ready)
         if not order or not record.is_typical:
-            return  # Nothing was merged, or the step differs from later steps.
+            return  # The record has no order of gradients, or belongs to Adam's warm-up.
         if order == self._order:
             self._course.send(record)
         else:
@@ -186,13 +186,13 @@ class StepPlanner(Planner):
             next(self._course)
 
     def _run(self) -> Course:
-        """Plan for an order of gradients. Each ``yield`` is a step."""
+        """Try and choose a plan for ``_order``. Each ``yield`` waits for the next record."""
         elements = [self._numels[name] for name in self._order]
         seen = yield from self._time([(len(elements),)] if self._holds_plan() else equal_plans(elements))
         costs, ready = _costs_and_times(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
-            # Earlier samples count, too. Otherwise a plan that was fast by chance would meet only a single rival.
+            # Earlier samples count, too. Otherwise a plan that was fast by chance would have only one competitor.
             seen |= {stops: [*seen.get(stops, ()), *steps] for stops, steps in contest.items()}
         best = _fastest(seen)
         densities = self._hidden_densities(best, costs, ready) if self._adapts_density and costs is not None else ()
@@ -201,7 +201,7 @@ class StepPlanner(Planner):
             yield
 
     def _time(self, plans: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
-        """Time steps of some plans. Each turn begins with an untimed step, in which buffers get new sizes."""
+        """Time steps of each plan. A trial begins with an untimed step, in which buffers get new sizes."""
         seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in plans}
         self._recorder.watches_gradients = True
         for stops, steps in list(seen.items()) * _ROUNDS:
@@ -215,7 +215,7 @@ class StepPlanner(Planner):
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], costs: BucketCosts, ready: Sequence[float]) -> Stops:
-        """Return the plan with the earliest end of a step by the measured costs, as in OMGS-SGD."""
+        """Return the plan that ends a step earliest, computed from the measured costs, as in OMGS-SGD."""
         sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
         backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
         buckets = plan_buckets(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
@@ -259,14 +259,14 @@ def _fastest(seen: Samples) -> Stops:
 
 
 def _costs_and_times(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]:
-    """Return costs of buckets, and times of gradients, equal on all ranks like the samples."""
+    """Return the costs of buckets, and the median time of each gradient. Both are equal on all ranks."""
     samples = list(chain.from_iterable(seen.values()))
     ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)
     return costs_of([bucket for sample in samples for bucket in sample.buckets]), list(ready)[1:]
 
 
 def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan: bool) -> list[StepSample]:
-    """Average the times of steps over ranks."""
+    """Return samples of the steps, with times averaged over ranks."""
     times = [_times_of(record, holds_plan) for record in steps]
     means = iter(communicator.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
     return [
@@ -281,10 +281,10 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan
 
 
 def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
-    """Return the times of ready gradients, empty if not recorded, and the rest of a sample's times."""
+    """Return this rank's times: of ready gradients, empty if not recorded, and of buckets, waits and the step."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
-    # Without a Trainer, no hook may record the start of backward.
+    # Without a Trainer, perhaps no hook has recorded the start of backward.
     first = watched[0] if watched else record.backward_end
     start = first if record.backward_start is None else record.backward_start
     backward_seconds = Clock.seconds(start, record.backward_end)

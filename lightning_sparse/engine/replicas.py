@@ -1,4 +1,4 @@
-"""Replicas of the model: identical after every step, or averaged after they have diverged."""
+"""Replicas of the model: identical after every step, or averaged from time to time."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _AVERAGED_AT_ONCE = 1 << 24  # elements
 
 
 def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
-    """Copy parameters and buffers from rank 0 in place, except the names in ``known``. Raise if shapes differ."""
+    """Copy parameters and buffers from rank 0, except names in ``known``. Raise an error if ranks differ in shapes."""
     group, left_out = default_group(), ddp_ignored_names(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
     if len(set(map(str, all_gather_object([list(each.shape) for each in parameters])))) > 1:
@@ -38,31 +38,31 @@ def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
 
 
 class Replicas(SharedOnCopy):
-    """Replicas that the exchange of gradients makes identical after every step, so that each method is a no-op."""
+    """Replicas that are identical after every step, because ranks exchange gradients. Each method is a no-op."""
 
-    are_apart = False  # whether each rank steps with its own gradients
+    are_apart = False  # whether each rank steps with gradients that are not averaged
 
     def begin_round(self) -> None:
-        """Begin the first round of local steps if none has begun. All ranks must call."""
+        """Begin the first round of local steps, unless it has begun. All ranks must call this."""
 
     def reset_shared_model(self) -> None:
-        """Make the model's current weights, averaged over ranks, the shared model. All ranks must call."""
+        """Average the model over ranks, and set the shared model to the mean. All ranks must call this."""
         self.synchronize()
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Set the model to the same weights on all ranks inside the context. All ranks must call."""
+        """Set the model to equal weights on all ranks inside the context. All ranks must call this."""
         self.synchronize()
         yield
 
     def count_step(self, optimizer: int) -> None:
-        """Count a step of an optimizer."""
+        """Count a step of the optimizer with this number."""
 
     def synchronize(self) -> None:
-        """Make all replicas equal. All ranks must call."""
+        """Make all replicas equal. All ranks must call this."""
 
     def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
-        """Add statistics of the replicas to those of the last exchange.
+        """Return ``stats`` with the statistics of the replicas.
 
         Args:
             stats: statistics of the last exchange.
@@ -71,15 +71,15 @@ class Replicas(SharedOnCopy):
         return stats
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return the replicas' part of the engine's state, not copied. All ranks call if ``together``."""
+        """Return the replicas' part of the engine's state. With ``together`` all ranks must call this."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a copy of the replicas' part of an engine's state, if there is one. Runs on the worker."""
+        """Load a copy of the replicas' part of an engine's state, if ``state`` has this part. Runs on the worker."""
 
 
 class AveragedReplicas(Replicas):
-    """Replicas that diverge and are averaged every ``every`` steps, or with ``None`` only in :meth:`synchronize`."""
+    """Replicas that diverge, and are averaged after ``every`` steps; with ``None`` only by :meth:`synchronize`."""
 
     def __init__(self, averager: "ReplicaAverager", every: Optional[int], worker: ExchangeWorker) -> None:
         self._averager = averager
@@ -96,7 +96,7 @@ class AveragedReplicas(Replicas):
 
     @override
     def synchronize(self) -> None:
-        # Replicas can differ without a step: a callback may write each rank's own weights.
+        # Replicas may differ without a step, for example if a callback writes weights.
         self._worker.run(lambda: self._averager.average(are_apart=self._steps > 0))
         self._steps = 0
 
@@ -116,7 +116,7 @@ class AveragedReplicas(Replicas):
 
 
 class ReplicaAverager:
-    """Average replicas, and measure ``divergence``: their RMS distance from the mean, divided by the mean's norm."""
+    """Average replicas. ``divergence`` is the RMS distance of replicas from their mean, divided by the mean's norm."""
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         self._module = module
@@ -126,11 +126,11 @@ class ReplicaAverager:
         self.divergence = torch.zeros(())
 
     def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
-        """Make tensors bitwise identical on all ranks, in place: floats become the mean, other dtypes rank 0's value.
+        """Make tensors bitwise identical on all ranks, in place: floats are averaged, others are copied from rank 0.
 
         Args:
             tensors: the tensors by name; ``None`` for the whole model.
-            are_apart: average all floats, without a comparison of ranks first.
+            are_apart: whether to average all floats. Otherwise only floats that differ between ranks are averaged.
         """
         if tensors is None:
             tensors = averaged(chain(self._module.named_parameters(), self._module.named_buffers()))
@@ -146,15 +146,15 @@ class ReplicaAverager:
                 self._copy_first(firsts)
 
     def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
-        """Return the names of tensors that differ between ranks, or none if their names or shapes differ.
+        """Return the names of tensors with values that differ between ranks. Empty if names or shapes differ, too.
 
         Args:
             tensors: this rank's tensors by name.
-            is_counted: whether the sent bytes count as part of the last exchange.
+            is_counted: whether the bytes sent here count as bytes of the last exchange.
         """
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         form = torch.tensor(crc32(repr(forms).encode()), device=self._communicator.device)
-        # A rank without tensors must take part in the all-gather, too.
+        # A rank without tensors must call the all-gather, too.
         prints = torch.stack(list(map(fingerprint, tensors.values()))) if tensors else form.view(1)
         with self.recorder.of_last_step("the fingerprints of tensors", is_counted):
             everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
@@ -184,9 +184,9 @@ class ReplicaAverager:
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         if self._communicator.rank:
             flat.zero_()
-        first = self._communicator.call(Payload("all_reduce", flat))  # rank 0's bytes, because all others add zeros
+        first = self._communicator.call(Payload("all_reduce", flat))  # rank 0's bytes, because other ranks add zeros
         for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
-            # view(dtype) needs aligned memory: a copy
+            # clone() aligns the memory, as view(dtype) requires
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -197,12 +197,12 @@ class ReplicaAverager:
 
 
 def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return this rank's tensors that replicas must hold alike, complex tensors as pairs of real numbers.
+    """Return this rank's tensors that must be equal in all replicas, complex tensors as pairs of real numbers.
 
-    Frozen tensors of a subclass, such as quantized ones, are left out, and so are those in the memory of a trained one.
+    Frozen tensors of a subclass, for example quantized tensors, are omitted, and frozen views of a trained tensor.
 
     Raises:
-        ValueError: if a tensor overlaps a part of a trained tensor's memory.
+        ValueError: if a frozen tensor has only a part of a trained tensor's memory.
     """
     held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named}
     trained: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
@@ -226,7 +226,7 @@ def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # storage, first 
 
 
 def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[tuple[int, int, str]]]) -> bool:
-    """Return whether a tensor has the memory of a trained one, or raise if the two overlap only in part."""
+    """Return whether a tensor has the memory of a trained tensor. Raise if two tensors overlap only in part."""
     place = _place(tensor)
     if place is None or place[0] not in trained:
         return False
@@ -241,7 +241,7 @@ def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[t
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Yield tensors of one dtype in chunks, because their mean needs memory."""
+    """Group tensors of one dtype, with a limit on a group's elements, because the mean of a group needs memory."""
     alike: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
     numels: defaultdict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Capabilities that each feature requires, and the error for a missing capability."""
+"""Capabilities that each feature requires of the settings, and the error for a missing capability."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,23 +12,23 @@ from lightning_sparse.schedule import Auto, Merged
 
 
 class Capability(NamedTuple):
-    """Property of settings that a feature may need."""
+    """A property of settings that a feature may need."""
 
-    is_given: Callable[[Any], bool]  # whether settings have the capability
-    problem: str  # predicate after the compressor's name, or a sentence if not ``is_of_compressor``
-    is_of_compressor: bool = True
+    is_given: Callable[[Any], bool]  # takes settings, and returns whether the settings have the capability
+    problem: str  # text after the compressor's name, or a clause if not ``is_of_compressor``
+    is_of_compressor: bool = True  # whether the compressor lacks the capability, or another setting
 
 
 class Feature(NamedTuple):
-    """Argument, callback or environment that needs capabilities. ``instead`` is an imperative for the error."""
+    """An argument, a callback or an environment that needs capabilities."""
 
-    needs: tuple[str, ...]
-    instead: str
-    is_asked: Callable[[Any], Any] = lambda value: False  # whether an argument's value asks for the feature
+    needs: tuple[str, ...]  # keys of CAPABILITIES
+    instead: str  # imperative for the error message
+    is_asked: Callable[[Any], Any] = lambda value: False  # whether an argument's value needs the feature
 
 
 def takes_wire(compressor: Compressor, wire: str) -> bool:
-    """Return whether a wire format supports a compressor: formats of few bits need a fixed number of elements."""
+    """Return whether ``wire`` supports a compressor. A wire of few bits needs a fixed number of sent elements."""
     is_sized = compressor.wire_format == "reduce" or (compressor.wire_format == "gather" and compressor.fills_selection)
     return is_sized or wire_values(wire).bits is None
 
@@ -127,7 +127,7 @@ FEATURES = {
 
 
 def refuse(reasons: Iterable[str]) -> None:
-    """Raise ``ValueError`` with the first reason, if there is one."""
+    """Raise ``ValueError`` with the first of ``reasons``. Without reasons, do nothing."""
     for reason in reasons:
         raise ValueError(reason)
 
@@ -150,7 +150,7 @@ def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterat
 
 
 def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield error messages for ``asked`` arguments with missing capabilities and show them as ``given``."""
+    """Yield errors for missing capabilities that ``asked`` arguments need. The messages show ``given`` values."""
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]
         if name in asked and is_asked(asked[name]):

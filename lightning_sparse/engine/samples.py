@@ -1,4 +1,4 @@
-"""Norms and counts of each parameter in a step, gathered on the device and read between two steps."""
+"""Norms and counts of each parameter in a step, computed on the device, and read between two steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional, Union
@@ -13,27 +13,27 @@ class ParameterFacts(NamedTuple):
     """Norms and counts of one parameter in a step, as plain numbers."""
 
     numel: int
-    sent: float  # elements sent by this rank
-    gradient_norm: float  # norm of this rank's gradient, without residual and loss scale
-    residual_norm: float  # 0 without a residual
-    added_norm: float  # norm of the step's addition to the residual: the gradient, or with AdamCorrection the update
+    sent: float  # number of elements that this rank sent
+    gradient_norm: float  # norm of this rank's unscaled gradient, without the residual
+    residual_norm: float  # norm of the residual after the step; 0 without a residual
+    added_norm: float  # norm of the tensor that was added to the residual: gradient, or with AdamCorrection update
 
 
 class ParameterSamples:
-    """Gather facts of parameters as tensors on the device, so that only :meth:`facts` waits for the device.
+    """Collect norms and counts as tensors on the device, so that only :meth:`facts` waits for the device.
 
-    Norms of several exchanges of a step are added as squares, because most parameters are used in only one of them.
+    If a step has several exchanges, squared norms are added. This is exact for a parameter in one of the exchanges.
     """
 
     def __init__(self) -> None:
-        self.update_norms: dict[str, Tensor] = {}  # norms of updates added by the step, with AdamCorrection
+        self.update_norms: dict[str, Tensor] = {}  # norms of updates, with AdamCorrection
         self._numels: dict[str, int] = {}
         self._gradient_norms: dict[str, Tensor] = {}
         self._residual_norms: dict[str, Tensor] = {}
         self._sent: dict[str, Union[int, Tensor]] = {}
 
     def add_gradients(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Optional[Tensor]) -> None:
-        """Record fresh gradients that were multiplied by ``scale`` (``None`` for 1)."""
+        """Record the norms of gradients before the residual is added. ``scale`` is the loss scale, ``None`` for 1."""
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients))])
         norms = norms if scale is None else norms / scale
         self._gradient_norms.update(_with_earlier(dict(zip(names, norms.unbind())), self._gradient_norms))
@@ -44,8 +44,8 @@ class ParameterSamples:
         self._sent.update(zip(names, map(sent_count, sent)))
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
-        """Record norms of residuals, and of updates if residuals hold updates."""
-        # The memory may hold norms of parameters that were frozen since.
+        """Record the norms of residuals, and with AdamCorrection ``update_norms``."""
+        # The memory may still have norms of parameters that are frozen now.
         norms = {name: norm.float() for name, norm in update_norms.items() if name in self._gradient_norms}
         self.update_norms.update(_with_earlier(norms, self.update_norms))
         names = [name for name in self._gradient_norms if name in residuals]
@@ -54,7 +54,7 @@ class ParameterSamples:
             self._residual_norms.update((name, norm.float()) for name, norm in zip(names, kept))
 
     def facts(self) -> dict[str, ParameterFacts]:
-        """Return plain numbers by parameter name. The host waits for the device."""
+        """Return norms and counts as numbers, by parameter name. The host waits for the device."""
         gradients, residuals = self._gradient_norms, self._residual_norms
         if not gradients:
             return {}
@@ -66,5 +66,5 @@ class ParameterSamples:
 
 
 def _with_earlier(norms: dict[str, Tensor], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the norms of sums of vectors, which are taken as orthogonal to earlier ones."""
+    """Return the roots of the summed squares of ``norms`` and ``earlier`` norms, by name."""
     return {name: norm.hypot(earlier[name]) if name in earlier else norm for name, norm in norms.items()}

@@ -1,4 +1,4 @@
-"""Settings: the user's choices, checked and converted to objects."""
+"""Settings: the arguments of the user, checked, and with names replaced by objects."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,17 +31,17 @@ AUTO = "auto"
 @refusing
 @dataclass(frozen=True)
 class LocalSteps:
-    """Rounds of local steps: each rank trains alone, then ranks exchange the changes of their parameters (local SGD).
+    """Rounds of local steps: each rank trains alone, then ranks exchange the changes of parameters (local SGD).
 
-    The mean change over ranks is the gradient of an outer SGD step on the shared model. This model is validated and
-    saved, and is the result of the training (DiLoCo, arXiv 2311.08105).
+    The mean change over ranks is the gradient of an outer SGD step on the shared model (DiLoCo, arXiv 2311.08105).
+    Validation, checkpoints and the result of the training use the shared model.
 
     Args:
         every: optimizer steps per round.
         outer_lr: learning rate of the outer step.
         outer_momentum: momentum of the outer step; 0 for none.
         nesterov: whether the outer momentum is Nesterov's.
-        residual_decay: factor on the residual before a change is added; 1 preserves all of the residual.
+        residual_decay: factor of the residual before a change is added; 1 for no decay.
         synchronous_steps: optimizer steps with DDP's dense gradients before the first round. A resumed training
             continues the count.
 
@@ -90,46 +90,39 @@ class LocalSteps:
 
 
 def rounds_of(local_steps: Union[int, LocalSteps]) -> Optional[LocalSteps]:
-    """Return the rounds of local steps, or ``None`` if gradients are exchanged in every step."""
+    """Return the settings of rounds, or ``None`` if ranks exchange gradients in every step."""
     rounds = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
     return None if rounds == LocalSteps() else rounds
 
 
 class Compression(TypedDict, total=False):
-    """Settings that all entry points share as keyword arguments.
-
-    Entry points take ``compressor`` and ``density``, too, as their first arguments.
+    """Keyword arguments of all entry points, after ``compressor`` and ``density``.
 
     Attributes:
-        schedule: when gradients are sent, and in which buckets: ``"layerwise"``, ``"merged"``, ``"single"`` or an
-            object.
-            The schedule does not change results, except with OMGS, which selects across a bucket. ``"auto"`` may hand
-            steps to DDP.
-        wire: dtype of sent values: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"4bit"`` and ``"2bit"`` for
-            compressors that send everything or a fixed number of elements. Rounding errors stay in the residual. Only
-            Adam's dense warm-up has no residual: it sends bfloat16 for ``"bfloat16"``, ``"4bit"`` and ``"2bit"``.
+        schedule: rule that ends buckets: ``"layerwise"``, ``"merged"``, ``"single"`` or an object. The schedule does
+            not change results, except with OMGS, which selects across a bucket. With ``"auto"`` steps may average
+            complete gradients as DDP does, if that is faster.
+        wire: dtype of sent values: ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``"4bit"`` and ``"2bit"`` require a
+            compressor that sends all elements, or a fixed number of elements. Rounding errors stay in the residual.
+            Only Adam's dense warm-up has no residual: ``"bfloat16"``, ``"4bit"`` and ``"2bit"`` then send bfloat16.
         warmup_steps: optimizer steps over which the density falls geometrically to its target, in four stages: a
             number, or a fraction of the training's steps. ``None`` for the compressor's default.
         optimizer_correction: ``"auto"`` computes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection,
-            with
-            a warm-up, because sparse gradients distort their second moment. It warns about other adaptive optimizers.
-            An
-            :class:`~lightning_sparse.AdamCorrection` sets the numbers, and requires such an optimizer. ``None``: no
-            correction.
+            because sparse gradients distort the second moment. A warm-up with dense gradients comes first. Other
+            adaptive optimizers cause a warning. An :class:`~lightning_sparse.AdamCorrection` sets the numbers of the
+            correction, and requires Adam or AdamW. ``None`` for no correction.
         exchange: collective for selections. ``"gather"`` sends every rank's selection to all ranks, so that bytes grow
-            with the number of ranks. ``"owners"`` reduces each element on one rank, so that bytes do not grow; an
-            :class:`~lightning_sparse.Owners` has its numbers. ``"auto"`` gathers, except for tensors for which owners
+            with the number of ranks. ``"owners"`` adds up each element on one rank, so that bytes do not grow;
+            :class:`~lightning_sparse.Owners` sets the number of elements. ``"auto"`` uses owners for a tensor if owners
             need at most half the bytes, from about 15 ranks on. See the page on scaling.
-        overlaps_backward: whether gradients are sent during backward. ``False`` sends them after backward, so that no
-            other collective of backward runs at the same time, as SyncBatchNorm on NCCL requires. See the page on
-            limits.
-        local_steps: optimizer steps between two exchanges. With 1 ranks exchange gradients in every step. With more
-            they
-            exchange changes of parameters; a :class:`~lightning_sparse.LocalSteps` has more options. See the page on
-            local steps.
-        levels: with 2 the ranks of a node average their gradients first, and each exchanges its share of the means with
-            other nodes. Nodes then send one selection each, and residuals are divided among the ranks of a node.
-            ``"auto"`` takes 2 if several nodes have several ranks each and the compressor works on shares (``topk``,
+        overlaps_backward: whether gradients are sent during backward. With ``False`` the exchange begins after
+            backward, and overlaps with no other collective, as SyncBatchNorm on NCCL requires. See the page on limits.
+        local_steps: optimizer steps between two exchanges. With 1, ranks exchange gradients in every step. With more,
+            ranks exchange changes of parameters. :class:`~lightning_sparse.LocalSteps` has more options. See the page
+            on local steps.
+        levels: with 1, all ranks exchange with each other. With 2, the ranks of a node first average gradients and
+            divide the mean. Each rank then exchanges one part with other nodes, and stores the residual of this part.
+            ``"auto"`` is 2 if several nodes have several ranks each and the compressor can work on parts (``topk``,
             ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``).
 
     Example::
@@ -167,9 +160,8 @@ class Settings:
     """Checked settings of a training, with names replaced by objects.
 
     Attributes:
-        asked: the requested behaviour of the memory.
-        adam: the correction of Adam, if it is active; it replaces momentum, so that ``feedback`` differs from
-            ``asked``.
+        asked: error feedback, as the compressor and the callbacks request. See ``feedback``.
+        adam: the correction of Adam, or ``None`` if Adam is not corrected.
     """
 
     compressor: Compressor
@@ -190,7 +182,7 @@ class Settings:
     def of(
         cls, compressor: Union[str, Compressor], density: Optional[float] = None, **given: Unpack[Compression]
     ) -> Self:
-        """Check the user's settings."""
+        """Check the arguments of the user, and return the settings."""
         chosen: Compression = {**DEFAULTS, **given}
         own = build_by_name("compressor", Compressor, COMPRESSORS, compressor)
         schedule = build_by_name("schedule", Schedule, SCHEDULES, chosen["schedule"])
@@ -221,45 +213,45 @@ class Settings:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The memory's actual behaviour."""
+        """The error feedback of the memory: ``asked``, or without momentum if Adam is corrected."""
         if self.adam is None:
             return self.asked
         return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change, clip_norm=self.asked.clip_norm)
 
-    @cached_property  # read in every step
+    @cached_property  # cached, because every step reads the property
     def replicas_diverge(self) -> bool:
         """Whether ranks hold different models between two steps."""
         return self.compressor.replicas_diverge or self.local_steps is not None
 
     @property
     def can_have_levels(self) -> bool:
-        """Whether ranks of a node can average gradients first and share the rest of the work."""
+        """Whether two levels are possible: the ranks of a node average gradients, and each rank exchanges a part."""
         return not any(missing_capabilities("in shards", self))
 
     @property
     def is_sparse(self) -> bool:
-        """Whether compression delays part of each gradient."""
+        """Whether each step sends only some elements of a gradient, and adds a residual to the next gradient."""
         return self.compressor.feedback.keeps_residual and self.least_density < 1 and self.local_steps is None
 
     @property
     def least_density(self) -> float:
-        """The lowest density of any parameter."""
+        """The lowest density that any parameter may have."""
         return self.compressor.least_density(self.density)
 
     def correcting_adam(self) -> Self:
-        """Return settings with the correction of Adam."""
+        """Return these settings with the correction of Adam."""
         own = self.optimizer_correction
         return replace(self, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
 
     @property
     def can_correct_adam(self) -> bool:
-        """Whether the correction of Adam is allowed by the user, useful, and possible."""
+        """Whether the settings allow the correction of Adam, and the exchange needs the correction."""
         is_wanted = self.optimizer_correction is not None and self.is_sparse
         leaves_room = self.asked.momentum in (None, FROM_OPTIMIZER)
         return is_wanted and leaves_room and not self.compressor.replicas_diverge
 
     def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
-        """Return settings with momentum, masking and clips of ``correction``, or with ``None`` of the compressor."""
+        """Return settings with momentum, masking and clip norm of ``correction``; with ``None`` of the compressor."""
         own = self.compressor.feedback
         if correction is None:
             asked = own._replace(decay=self.asked.decay)
@@ -275,7 +267,7 @@ class Settings:
         return Densities(self.compressor, self.density, self.warmup_steps)
 
     def wires_for(self, rank: int, world_size: int) -> Wires:
-        """Build the wire formats, with a dense one if Adam's warm-up needs one."""
+        """Build the wire formats, with a dense format if the compressor or Adam's warm-up needs one."""
         own = self.compressor
         dense_format = own.dense_wire_format or (None if self.adam is None else "reduce")
         return build_wires(own.wire_format, dense_format, self.wire, rank, world_size, self.exchange, self.wire_bits)
@@ -287,15 +279,14 @@ class Settings:
         local_share: Optional[Callable[[Tensor], Tensor]] = None,
         total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> Memory:
-        """Build the memory, or a no-op memory if compression loses nothing.
+        """Build the memory of residuals, or a no-op memory if all gradients are sent exactly or without a residual.
 
         Args:
             gradient_dtypes: dtypes of the gradients.
-            world_size: number of ranks. The mean of that many independent gradients is shorter than each by its root,
-                so
-                that local clips use a smaller norm.
-            local_share: returns this rank's share of a flat tensor.
-            total_of: adds numbers over the shards of a replica.
+            world_size: number of ranks. A local clip norm is the clip norm divided by the root of this number, because
+                the mean of independent gradients is shorter than each gradient by this factor.
+            local_share: returns this rank's part of a flat tensor, with two levels.
+            total_of: adds numbers over the ranks of a sharded replica.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback
@@ -316,7 +307,7 @@ class Settings:
 
 
 def _of_values(chosen: Compression, rounds: Optional[LocalSteps]) -> Iterator[str]:
-    """Yield error messages for values out of range."""
+    """Yield error messages for arguments with values out of range."""
     warmup: Any = chosen["warmup_steps"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
     if not (warmup is None or is_whole(warmup, 0) or (isinstance(warmup, Real) and 0 < float(warmup) < 1)):

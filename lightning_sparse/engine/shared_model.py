@@ -1,7 +1,7 @@
 """The shared model of local steps: the model that all ranks hold between two rounds.
 
-The mean change over ranks is the gradient of an outer ``torch.optim.SGD`` step on the shared model. The module's
-tensors are looked up at each use, because a module may replace or rename them.
+The mean change over ranks is the gradient of an outer ``torch.optim.SGD`` step on the shared model. A module may
+replace or rename tensors, so each use looks up the module's tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ from lightning_sparse.schedule import Schedule
 
 
 class SharedModel:
-    """Model tensors that all ranks share, moved by the mean of the ranks' changes.
+    """Model tensors that all ranks share. An exchange adds the mean of the ranks' changes.
 
-    Trained parameters and floating-point buffers are exchanged. All other tensors that ranks may write (frozen
-    parameters, parameters without an optimizer, integers, new buffers) are made equal when a round ends early, as
-    before a validation, and at the end.
+    Each exchange includes trained parameters and floating-point buffers. Ranks may also write other tensors: frozen
+    parameters, parameters without an optimizer, integers, new buffers. These tensors become equal on all ranks when a
+    round ends early, for example before a validation, and at the end of the training.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class SharedModel:
         self.trained = frozenset(names)  # names of parameters with exchanged changes
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
-        self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter
-        self._away: Optional[dict[str, Tensor]] = None  # this rank's tensors inside shown()
+        self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter name
+        self._away: Optional[dict[str, Tensor]] = None  # this rank's tensors inside the context shown()
         tensors = averaged(self._named())
         buffers = {name for name, _ in self.module.named_buffers()}
         beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
-        self._shared = {  # trained parameters, then buffers
+        self._shared = {  # shared values in fp32 or wider: trained parameters, then buffers
             name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
         }
 
     def restarted(self, trained: Sequence[str], names: Renaming) -> "SharedModel":
-        """Return a shared model of other trained parameters, in a state in which replicas are equal.
+        """Return a shared model for other trained parameters. Call this only while replicas are equal.
 
         Args:
-            trained: names of the parameters.
-            names: new names of renamed parameters.
+            trained: names of the parameters to exchange.
+            names: new name of each earlier parameter.
         """
         parts = (self._local, self._pipeline, self._schedule, self._worker)
         other = SharedModel(self.module, trained, *parts)
@@ -75,16 +75,17 @@ class SharedModel:
         return other
 
     def inactive(self) -> frozenset[str]:
-        """Return names of unchanged frozen parameters. May wait for the device.
+        """Return names of frozen parameters that equal the shared model. May wait for the device.
 
-        If all ranks report a parameter, no momentum moves it, and no residual from before it was frozen.
+        If a parameter is inactive on all ranks, the exchange omits the parameter, so that neither the outer momentum
+        nor an old residual changes the parameter.
         """
         frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
         held = {name: each for name, each in self.exchanged().items() if name in frozen} if frozen else {}
         return frozenset(held.keys() - self._moved(held))
 
     def _moved(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of tensors that differ from the shared model, by any writer."""
+        """Return the names of tensors that differ from the shared model, for any reason."""
         flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in tensors.items()]
         return set(compress(tensors, torch.stack(flags).tolist())) if flags else set()
 
@@ -96,9 +97,9 @@ class SharedModel:
         return list(self._shared)[len(self.trained) :]
 
     def exchanged(self) -> dict[str, Tensor]:
-        """Return the model's shared tensors that still exist with the same shape.
+        """Return the module's tensors that are in the shared model, if the shape is unchanged.
 
-        Parameters are matched by identity: a parameter may have a new name, and its old name may be another's.
+        Parameters are matched by identity, because a renamed parameter's old name may now be another parameter's.
         """
         present = set(self.module.parameters())
         known: dict[str, Tensor] = {name: each for name, each in self._parameters.items() if each in present}
@@ -108,39 +109,39 @@ class SharedModel:
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _unshared(self) -> dict[str, Tensor]:
-        """Return tensors that ranks may write without an optimizer: frozen parameters, integers and changed buffers."""
+        """Return all tensors that exchanges do not include, and that a rank may have written without an optimizer."""
         known = self.trained | self.exchanged().keys()
         return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
 
     def has_moved(self) -> bool:
-        """Return whether trained parameters differ from the shared model. Waits for the device.
+        """Return whether any trained parameter differs from the shared model. The host waits for the device.
 
-        Without a difference an exchange must not run, because its momentum would move the shared model.
+        Without a difference no exchange may run, because the outer momentum would move the shared model.
         """
         return bool(self._moved({name: each for name, each in self.exchanged().items() if name in self.trained}))
 
     def reset_shared_model(self, all_of_it: bool = True) -> None:
-        """Make the ranks' mean model the shared model. All ranks must call.
+        """Average the ranks' models, and set the shared model to the mean. All ranks must call this.
 
         Args:
-            all_of_it: include tensors that are not trained.
+            all_of_it: whether to average all tensors, or only trained parameters.
         """
         adopted = {name: each for name, each in averaged(self._named()).items() if all_of_it or name in self.trained}
         self._worker.run(lambda: self._averager.average(adopted))
         self._away = None
         for name, tensor in self.exchanged().items():
             if name in adopted:
-                shared = self._shared[name]  # wide values that round to the model's values stay
+                shared = self._shared[name]  # do not round fp32 values that round to the module's values
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
     def exchange(self, inactive: frozenset[str], context: StepContext, steps: int) -> None:
-        """Exchange this rank's changes, and set the model to the new shared model.
+        """Exchange this rank's changes, and set the module to the new shared model.
 
-        The change of a tensor that the model has lost counts as zero, because all ranks must exchange the same names.
+        All ranks must exchange the same names. A tensor that the module has lost is sent as a change of zero.
 
         Args:
-            inactive: names of parameters to leave out.
-            context: context of the exchange.
+            inactive: names of parameters to omit.
+            context: context of the exchange, as in a step.
             steps: number of optimizer steps since the last exchange.
         """
         present, recorder = self.exchanged(), self._pipeline.recorder
@@ -154,13 +155,13 @@ class SharedModel:
             torch._foreach_copy_(list(present.values()), shared)
 
     def _before(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a flat shared tensor, rounded to the dtype of a parameter."""
+        """Return a shared tensor, flat, rounded to the dtype of the module's tensor."""
         before = _as(flatten_as(self._shared[name]), dtype)
-        # The mean of buffers may be finite, and no finite change leads from an infinity to a finite value.
+        # A buffer may change from infinity to a finite value. The change is finite only if zero replaces the infinity.
         return before if name in self.trained else before.nan_to_num(0, 0, 0)
 
     def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], context: StepContext, steps: int) -> None:
-        """Exchange changes, and move the shared model by their mean. Runs on the worker."""
+        """Exchange changes, and apply the mean change to the shared model. Runs on the worker."""
         pipeline = self._pipeline
         pipeline.context = context
         moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
@@ -169,12 +170,12 @@ class SharedModel:
         self._move_beside([changes[name] for name in self._beside])
         self._step(moving)
         pipeline.recorder.current.covered_steps = steps
-        pipeline.selector.release()  # the next exchange is many steps away
+        pipeline.selector.release()  # frees working memory until the next exchange, many steps later
         pipeline.close_record()
-        pipeline.recorder.samples = None  # a request is for the samples of one exchange
+        pipeline.recorder.samples = None  # one request samples one exchange
 
     def _move_beside(self, changes: Sequence[Tensor]) -> None:
-        """Add the mean change of buffers, sent dense and without an outer step."""
+        """Average the changes of buffers by a dense all-reduce, and add the means, without an outer step."""
         if not changes:
             return
         replicas = self._pipeline.levels.same_shard
@@ -185,8 +186,8 @@ class SharedModel:
     def _step(self, means: Mapping[str, Tensor]) -> None:
         how, momentum = self._local, "momentum_buffer"
         parts = [flatten_as(self._shared[name]) for name in means]
-        # An optimizer identifies tensors by object, so that each round needs a new one. ``foreach`` needs more memory,
-        # and saves time only on a device.
+        # flatten_as() returns new objects in each round, so each round needs a new optimizer. ``foreach`` needs more
+        # memory, and saves time only on a GPU.
         is_together = self.device.type != "cpu"
         outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
         for part, (name, mean) in zip(parts, means.items()):
@@ -197,7 +198,7 @@ class SharedModel:
             self._momenta.update({name: outer.state[part][momentum] for name, part in zip(means, parts)})
 
     def unify_rest(self) -> None:
-        """Make tensors that are not trained equal on all ranks. All ranks must call."""
+        """Make all tensors except exchanged parameters equal on all ranks. All ranks must call this."""
         trained = self.trained.intersection(self.exchanged())
         rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in trained}
         self._worker.run(lambda: self._averager.average(rest))
@@ -207,7 +208,7 @@ class SharedModel:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Set the model to the shared tensors inside the context."""
+        """Set the module to the values of the shared model inside the context."""
         if self._away is not None:
             yield
             return
@@ -221,7 +222,7 @@ class SharedModel:
             self.swap_out()
 
     def swap_out(self, own: bool = True) -> None:
-        """End :meth:`shown`: restore this rank's tensors if ``own``, or do not change the model."""
+        """End :meth:`shown`. With ``own`` restore this rank's tensors, otherwise do not change the module."""
         tensors = self.exchanged()
         for name, tensor in (self._away or {}).items():  # empty after reset_shared_model
             if own and name in tensors:
@@ -229,28 +230,28 @@ class SharedModel:
         self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
-        """Return this rank's state, not copied. Before the first round Lightning's file holds all of it."""
+        """Return this rank's state, without copies. Before the first round, the model's checkpoint has all tensors."""
         own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
             unshared = self._unshared()
-            # A rank that did not write a tensor saves it, too, because Lightning's file has rank 0's value.
+            # Every rank saves a tensor that differs, because the model's checkpoint has rank 0's value.
             differing = self._worker.run(lambda: self._averager.differing(unshared))
             unshared = {name: unshared[name] for name in differing}
         return {
             "local": own,
             "beside": self._beside,
             "unshared": unshared,
-            # Lightning's file has the shared model in the dtype of the parameters.
+            # The model's checkpoint has the shared model, rounded to the dtype of the parameters.
             "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
             "momentum": dict(self._momenta),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state. The model's tensors must hold the shared model now."""
+        """Load a state. The module must already have the values of the shared model."""
         if state["local"]:
-            # A first forward may change the shape of a rank's buffer. In a resumed process the buffer has that shape at
-            # once.
+            # A buffer that changed its shape in the first forward was not exchanged. In a resumed process the shape is
+            # right from the start, so the buffer must be removed here.
             known = self.trained | state["local"].keys()
             self._shared = {name: each for name, each in self._shared.items() if name in known}
         for name, tensor in state["local"].items():
@@ -267,7 +268,7 @@ class SharedModel:
 
 
 def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return flat differences of tensors, 0 where both are the same infinity."""
+    """Return ``ones`` minus ``others``, flat. Equal infinities have the difference 0."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(other.dtype for other in others):
         alike = [place for place, other in enumerate(others) if other.dtype is dtype]
@@ -280,5 +281,5 @@ def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tenso
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return shared values rounded to a dtype, in a wide dtype, so that rounding is no change of a parameter."""
+    """Return shared values rounded to ``dtype``, in their wide dtype, so that rounding does not count as a change."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)

@@ -1,4 +1,4 @@
-"""Strings and errors that ranks exchange through the job's store, not through a process group."""
+"""Strings and errors that ranks exchange through the job's key-value store, without a collective."""
 
 import json
 import re
@@ -18,14 +18,14 @@ _UNKNOWN_CAUSE = (
     " the output of the other ranks. Give SparseDDPStrategy a longer timeout=... if ranks are only slow."
 )
 _ERROR_KEY = "lightning_sparse/error/{}"
-_MAX_CHARACTERS = 300  # length of a stored error
-_PATIENCE_WITH_STORE = 3.0  # seconds
+_MAX_CHARACTERS = 300  # maximum length of a stored error
+_PATIENCE_WITH_STORE = 3.0  # seconds to wait for other ranks' errors
 _NCCL_OF_THIS_RANK = "ncclUnhandledCudaError|ncclInvalid"
 _ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class ExchangeError(RuntimeError):
-    """A collective failed because another rank died, is too slow, cannot be reached, or has finished."""
+    """A collective failed, because another rank has died, is too slow, is not reachable, or has finished."""
 
 
 def default_store() -> Any:
@@ -35,13 +35,13 @@ def default_store() -> Any:
 
 
 def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:
-    """Gather a string from every rank through the job's store, not through a process group.
+    """Gather a string from every rank through the job's store, without a collective.
 
-    Other ranks may still be in a step. A collective on a group in use would pair with a collective of the step.
+    Other ranks may still be in a step, and would mistake a collective of this function for a collective of the step.
     """
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
-    # Each rank counts its calls, so that all ranks use the same key in the same call.
+    # The store counts the calls of each rank, so that all ranks use the same key in the same call.
     place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
     store.set(f"{place}/{rank}", line)
     if rank == 0:
@@ -54,7 +54,7 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
 
 
 def exchange_error(error: RuntimeError, subject: str, name: str, timeout: Optional[timedelta]) -> ExchangeError:
-    """Return the error of a collective called ``name`` of ``subject`` that waited for another rank."""
+    """Return the error to raise when the collective ``name`` failed, which sent ``subject``."""
     return ExchangeError(
         f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
         f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
@@ -63,7 +63,7 @@ def exchange_error(error: RuntimeError, subject: str, name: str, timeout: Option
 
 
 def post_error(error: Optional[BaseException]) -> None:
-    """Store this rank's error, or ``None``, for the ranks that wait for this rank."""
+    """Store this rank's error for the ranks that wait for this rank. ``None`` deletes an earlier error."""
     if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError names another rank.
         with suppress(Exception):  # A failing store must not hide the error itself.
             line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
@@ -79,7 +79,7 @@ def _errors_of_others() -> str:
                 if default_store().check([key := _ERROR_KEY.format(rank)]):
                     found[rank] = default_store().get(key).decode()
 
-    # The store's calls block without a timeout if the rank that hosts the store has stopped.
+    # Calls of the store block without a timeout if the rank that hosts the store has stopped.
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
     reading.join(_PATIENCE_WITH_STORE)
@@ -87,5 +87,5 @@ def _errors_of_others() -> str:
 
 
 def is_of_this_rank(error: RuntimeError) -> bool:
-    """Return whether a backend's error comes from this rank's device, not from another rank."""
+    """Return whether this rank's device caused a backend's error, not another rank."""
     return isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)) is not None

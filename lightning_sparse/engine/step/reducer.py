@@ -157,8 +157,6 @@ class SparseReducer(SharedOnCopy):
     ends the exchange by :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged as in DDP.
 
     Args:
-        wrapper: wrapper of the model.
-        route: objects and settings of every backward.
         begin: called before the first gradient of a backward is collected. The argument is true if
             :meth:`prepare_for_backward` was called for this backward.
         end: called when all gradients are means.

@@ -18,7 +18,7 @@ its gradient do not change.
 **Dense parameters**: all elements of ``v`` are sent, in a separate message, if the density is 1 or a selection would
 need far more bytes. This requires a compressor with a ``dense_wire_format``.
 
-**Momentum correction** replaces ``g`` by a velocity in stage 1. Masking resets sent elements of the velocity in stage 4.
+**Momentum correction** replaces ``g`` by a velocity in stage 1. Masking resets sent elements' velocity in stage 4.
 
 **Adam and AdamW** (:mod:`~lightning_sparse.engine.adam`), if corrected:
 
