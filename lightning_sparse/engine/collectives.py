@@ -52,7 +52,7 @@ def timeout_of_job(device: torch.device) -> Optional[timedelta]:
 
 
 def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
-    """Gather a picklable object from every rank of a process group; ``None`` for all ranks of the job."""
+    """Gather a picklable object from every rank of a process group (``None``: of the job)."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, thing, group)
     return gathered
@@ -93,7 +93,7 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
     """Copy buffers from a group's first rank, in place. A backward of an earlier forward still works."""
     group, left_out = group or default_group(), ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: no version bump
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: unseen by autograd
     broadcast_tensors(buffers, group)
 
 
@@ -129,8 +129,8 @@ _Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]
 class Communicator(SharedOnCopy):
     """Collectives over one process group, with records of bytes and seconds.
 
-    The process group is a new one, because user code may start collectives on another thread. With a common group, the
-    order of collectives could then differ between ranks.
+    Without ``shared`` the process group is new, because user code may start collectives on another thread. In a common
+    group, the order of collectives could then differ between ranks.
 
     Args:
         ranks: global ranks of the group.
@@ -272,7 +272,7 @@ class Communicator(SharedOnCopy):
 
     def check(self, names: Iterable[str]) -> None:
         """Run each named collective once on a few bytes, and raise an error if the backend lacks the collective."""
-        # gloo and NCCL run only all-gather: NCCL's first all-to-all takes gigabytes of GPU memory.
+        # With gloo and NCCL only all-gather runs, because NCCL's first all-to-all takes gigabytes of GPU memory.
         knows_all = self.backend in ("gloo", "nccl")
         for name in names:
             if knows_all and name != "all_gather":
@@ -380,7 +380,7 @@ class ExchangeWorker:
         with torch.no_grad(), self._device_module.stream(self._stream) if self._device_module else nullcontext():
             while (task := self._tasks.get()) is not None:
                 self._perform(*task)
-                del task  # a task references gradients, so that their memory is not free
+                del task  # frees the gradients that the task references
 
     def _perform(
         self, run: Callable[[], None], done: Optional[threading.Event], always: bool, ready: Sequence[Any]

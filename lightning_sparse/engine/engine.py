@@ -69,7 +69,7 @@ class Engine(SharedOnCopy):
         self.module = module = named_module(ddp)
         compressor = settings.compressor
         if settings.replicas_diverge:
-            # Raise the error for a model that cannot be averaged now, before the worker thread starts.
+            # For a model that cannot be averaged, this raises an error before the worker thread starts.
             averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
         # Each NCCL group takes memory. Existing groups may be used if no exchange overlaps with other collectives.
@@ -191,7 +191,7 @@ class Engine(SharedOnCopy):
 
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
         """Begin a backward with an exchange of compressed gradients. Call this before the first gradient is ready."""
-        if self.recorder.current.backward_start is None:  # No hook saw the start of this backward.
+        if self.recorder.current.backward_start is None:  # No hook has recorded the start.
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
         self.pipeline.begin_step(context)
@@ -204,7 +204,7 @@ class Engine(SharedOnCopy):
         self.recorder.add_dense_step(self.reducer.numel, nbytes)
 
     def end_step(self, optimizer: int = 0) -> None:
-        """End a step of the optimizer with this number."""
+        """End a step of the optimizer with this index."""
         self.densities.count_step(optimizer)
         if type(self.replicas) is not Replicas:  # The base class does not count steps.
             self.replicas.count_step(optimizer)

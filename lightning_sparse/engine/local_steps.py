@@ -51,7 +51,7 @@ class LocalStepsController(Replicas):
         self._origin = 0  # step of the first round's start, or of the last early end of a round
         self._begun = 0  # step of the last exchange
         self._step = 0  # most steps of any optimizer
-        self._steps_of: dict[int, int] = {}  # steps by number of the optimizer
+        self._steps_of: dict[int, int] = {}  # number of steps, by index of the optimizer
         self.has_begun = self._has_steps = False
         self._is_stale = False  # whether a step has been made since the last exchange
         self.is_shared = True  # whether all ranks hold the shared model now: before rounds, and after an early end

@@ -108,8 +108,8 @@ class StepRecord:
     sent: list[Union[float, Tensor]] = field(default_factory=list)  # elements sent per message, maybe on the GPU
     buckets: list[BucketRecord] = field(default_factory=list)  # in the order of exchange
     spans: list[Span] = field(default_factory=list)  # times of stages outside of buckets
-    ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # by parameter, in the order of exchange
-    backward_start: Optional[Timestamp] = None  # None if no hook saw the start
+    ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # ready times by name, in exchange order
+    backward_start: Optional[Timestamp] = None  # None if no hook has recorded the start
     backward_end: Optional[Timestamp] = None  # time when the last gradient was ready
     end: Optional[Timestamp] = None  # time when all means had been written
     exposed: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # intervals in which training waited
@@ -327,7 +327,7 @@ class Recorder:
 
     @contextmanager
     def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
-        """Count the bytes sent inside the context for the last exchange, or not at all unless ``is_counted``."""
+        """Count bytes sent inside the context for the last exchange if ``is_counted``, and otherwise for none."""
         current, self.current, self.subject = self.current, StepRecord(), subject
         try:
             yield

@@ -20,7 +20,7 @@ from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 _STAGES = 4  # densities of a warm-up, one after another; Deep Gradient Compression has one per epoch
 _UNKNOWN_STEPS = 1_000_000  # steps of a training, assumed until the loop sets the number
 _FEW = 64  # number of cached densities
-_STAIR = 1.25  # ratio of successive densities after Adam's dense steps; each lasts some steps, so plans can be timed
+_STAIR = 1.25  # ratio of successive densities after Adam's dense steps; each lasts several steps, to time plans
 
 
 class Densities:
@@ -42,7 +42,7 @@ class Densities:
         self.sends_all = False
         self._total_steps: Optional[int] = None  # number of steps of the training
         self._is_resumed = False  # whether a checkpoint has set _total_steps
-        self._steps: Counter[int] = Counter()  # number of steps, by number of the optimizer
+        self._steps: Counter[int] = Counter()  # number of steps, by index of the optimizer
         self._in_warm_up = lru_cache(_FEW)(_raised)  # Most steps repeat the previous densities.
         self.begin_step()
 
@@ -76,7 +76,7 @@ class Densities:
             self._total_steps = total_steps
 
     def count_step(self, optimizer: int) -> None:
-        """Count a step of the optimizer with this number."""
+        """Count a step of the optimizer with this index."""
         self._steps[optimizer] += 1
 
     @property
@@ -281,7 +281,7 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan
 
 
 def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
-    """Return this rank's times: of ready gradients, empty if not recorded, and of buckets, waits and the step."""
+    """Return this rank's times of ready gradients (empty if not recorded), and of buckets, waits and the step."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
     # Without a Trainer, perhaps no hook has recorded the start of backward.

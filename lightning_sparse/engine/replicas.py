@@ -24,7 +24,7 @@ from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 
-_AVERAGED_AT_ONCE = 1 << 24  # elements
+_AVERAGED_AT_ONCE = 1 << 24  # elements in one all-reduce
 
 
 def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
@@ -56,7 +56,7 @@ class Replicas(SharedOnCopy):
         yield
 
     def count_step(self, optimizer: int) -> None:
-        """Count a step of the optimizer with this number."""
+        """Count a step of the optimizer with this index."""
 
     def synchronize(self) -> None:
         """Make all replicas equal. All ranks must call this."""
@@ -79,7 +79,7 @@ class Replicas(SharedOnCopy):
 
 
 class AveragedReplicas(Replicas):
-    """Replicas that diverge, and are averaged after ``every`` steps; with ``None`` only by :meth:`synchronize`."""
+    """Replicas that diverge, and are averaged after ``every`` steps (``None``: only in :meth:`synchronize`)."""
 
     def __init__(self, averager: "ReplicaAverager", every: Optional[int], worker: ExchangeWorker) -> None:
         self._averager = averager
@@ -146,7 +146,7 @@ class ReplicaAverager:
                 self._copy_first(firsts)
 
     def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
-        """Return the names of tensors with values that differ between ranks. Empty if names or shapes differ, too.
+        """Return the names of tensors with values that differ between ranks; no name if names or shapes differ.
 
         Args:
             tensors: this rank's tensors by name.

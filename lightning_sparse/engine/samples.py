@@ -22,7 +22,7 @@ class ParameterFacts(NamedTuple):
 class ParameterSamples:
     """Collect norms and counts as tensors on the device, so that only :meth:`facts` waits for the device.
 
-    If a step has several exchanges, squared norms are added. This is exact for a parameter in one of the exchanges.
+    If a step has several exchanges, squared norms are added. The sum is exact for a parameter in only one exchange.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ParameterSamples:
         self._sent.update(zip(names, map(sent_count, sent)))
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
-        """Record the norms of residuals, and with AdamCorrection ``update_norms``."""
+        """Record the norms of residuals and, with AdamCorrection, of updates."""
         # The memory may still have norms of parameters that are frozen now.
         norms = {name: norm.float() for name, norm in update_norms.items() if name in self._gradient_norms}
         self.update_norms.update(_with_earlier(norms, self.update_norms))

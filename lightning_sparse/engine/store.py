@@ -54,7 +54,7 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
 
 
 def exchange_error(error: RuntimeError, subject: str, name: str, timeout: Optional[timedelta]) -> ExchangeError:
-    """Return the error to raise when the collective ``name`` failed, which sent ``subject``."""
+    """Return the error of a failed collective ``name``. ``subject`` describes the data of the collective."""
     return ExchangeError(
         f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
         f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"

@@ -110,7 +110,7 @@ class ReducedGradients:
         return held & self.begun  # an unused parameter's gradient may contain an earlier step's mean
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
-        """Remove all means from ``p.grad``. Return the means of ``parameters``: ``None`` in a step's first exchange."""
+        """Remove all means from ``p.grad``. Return the means of ``parameters`` (first exchange of a step: ``None``)."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
         for parameter, mean in means.items():

@@ -12,8 +12,8 @@ The exchange of one parameter's gradient ``g`` on one rank, with a residual ``e`
 
 **State between steps** changes only in commit. Residuals and, with momentum correction, velocities differ between
 ranks. Adam's second moments and a compressor's thresholds are equal on all ranks. If any rank receives a non-finite
-value, no state changes, and the gradient becomes non-finite, as with DDP. If no rank used a parameter, its residual and
-its gradient do not change.
+value, no state changes, and the gradient becomes non-finite, as with DDP. If no rank used a parameter, neither residual
+nor gradient of the parameter change.
 
 **Dense parameters**: all elements of ``v`` are sent, in a separate message, if the density is 1 or a selection would
 need far more bytes. This requires a compressor with a ``dense_wire_format``.
@@ -136,7 +136,7 @@ class Pipeline:
         self.memory.take_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
 
     def _norms_of(self, names: Sequence[str]) -> Tensor:
-        if not names:  # none of these gradients is in this step
+        if not names:  # this list of clipped gradients is empty
             return torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
         return norms_of([self._shares[name].gradient for name in names])
 

@@ -37,7 +37,7 @@ class UnwrappedModule(Module):
 
     @override
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Broadcast buffers from rank 0 if due, and call the model."""
+        """Call :meth:`begin_forward`, and then the model."""
         self.begin_forward()
         return self.module(*inputs, **named_inputs)
 
@@ -72,7 +72,7 @@ class ShardedModel(UnwrappedModule):
 
     @property
     def groups(self) -> tuple[Any, Any]:
-        """Process groups of this replica's ranks, and of the ranks with the same shards. ``None``: not available."""
+        """Process groups of this replica's ranks, and of the ranks with the same shards, or ``None``."""
         mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
         return mesh.get_group() if mesh.ndim == 1 else None, self._same_shards
 
@@ -142,7 +142,7 @@ class Topology(NamedTuple):
 class FlatTopology:
     """A topology in which every rank exchanges complete gradients with all other ranks.
 
-    In subclasses several ranks divide each gradient, and a rank's part is named share. Here a share is the gradient.
+    Subclasses divide each gradient among several ranks. One rank's part is its *share*: here, the complete gradient.
 
     Attributes:
         inter: communicator of the ranks that exchange selections.
@@ -202,7 +202,7 @@ class FlatTopology:
         return self.same_shard.call(Payload("all_reduce", squares)).div_(self.inter.world_size)
 
     def close(self, has_failed: bool) -> None:
-        """Destroy the process groups, unless this rank ``has_failed`` and the backend requires the groups."""
+        """Call ``close(has_failed)`` of each communicator."""
         for each in (self.inter, self.world):
             each.close(has_failed)
 
