@@ -160,8 +160,8 @@ class Communicator(SharedOnCopy):
             with suppress(RuntimeError):
                 shared.set_timeout(timeout)
         elif shared is None:
-            # All ranks of the job create each group. Otherwise, with use_local_synchronization, a new group could get
-            # the name of a destroyed group, and would read stale addresses from the store.
+            # All ranks of the job create each group. With use_local_synchronization, a new group could get the name of
+            # a destroyed group. The new group would then read stale addresses from the store.
             groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
             self.group = next(group for part, group in groups if part == ranks)
         self.device = device

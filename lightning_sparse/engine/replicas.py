@@ -43,7 +43,7 @@ class Replicas(SharedOnCopy):
     are_apart = False  # whether each rank steps with gradients that are not averaged
 
     def begin_round(self) -> None:
-        """Begin the first round of local steps, unless it has begun. All ranks must call this."""
+        """Begin the first round of local steps, unless a round has begun. All ranks must call this."""
 
     def reset_shared_model(self) -> None:
         """Average the model over ranks, and set the shared model to the mean. All ranks must call this."""
@@ -126,7 +126,7 @@ class ReplicaAverager:
         self.divergence = torch.zeros(())
 
     def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
-        """Make tensors bitwise identical on all ranks, in place: floats are averaged, others are copied from rank 0.
+        """Make tensors bitwise identical on all ranks, in place: average floats, and copy other dtypes from rank 0.
 
         Args:
             tensors: the tensors by name; ``None`` for the whole model.

@@ -122,8 +122,8 @@ class Compression(TypedDict, total=False):
             on local steps.
         levels: with 1, all ranks exchange with each other. With 2, the ranks of a node first average gradients and
             divide the mean. Each rank then exchanges one part with other nodes, and stores the residual of this part.
-            ``"auto"`` is 2 if several nodes have several ranks each and the compressor can work on parts (``topk``,
-            ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``).
+            ``"auto"`` is 2 if several nodes have several ranks each, and if the compressor can work on parts. These
+            compressors can: ``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``.
 
     Example::
 
@@ -283,8 +283,8 @@ class Settings:
 
         Args:
             gradient_dtypes: dtypes of the gradients.
-            world_size: number of ranks. A local clip norm is the clip norm divided by the root of this number, because
-                the mean of independent gradients is shorter than each gradient by this factor.
+            world_size: number of ranks. A rank clips to the clip norm divided by the root of this number: the mean of
+                independent gradients is shorter than each gradient by this factor.
             local_share: returns this rank's part of a flat tensor, with two levels.
             total_of: adds numbers over the ranks of a sharded replica.
         """

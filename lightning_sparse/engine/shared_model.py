@@ -30,7 +30,7 @@ class SharedModel:
 
     Each exchange includes trained parameters and floating-point buffers. Ranks may also write other tensors: frozen
     parameters, parameters without an optimizer, integers, new buffers. These tensors become equal on all ranks when a
-    round ends early, for example before a validation, and at the end of the training.
+    round ends early: before a validation, and at the end of the training.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class SharedModel:
     def inactive(self) -> frozenset[str]:
         """Return names of frozen parameters that equal the shared model. May wait for the device.
 
-        If a parameter is inactive on all ranks, the exchange omits the parameter, so that neither the outer momentum
-        nor an old residual changes the parameter.
+        The exchange omits a parameter that is inactive on all ranks. Neither outer momentum nor an old residual then
+        changes the parameter.
         """
         frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
         held = {name: each for name, each in self.exchanged().items() if name in frozen} if frozen else {}

@@ -37,7 +37,7 @@ def default_store() -> Any:
 def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     """Gather a string from every rank through the job's store, without a collective.
 
-    Other ranks may still be in a step, and would mistake a collective of this function for a collective of the step.
+    Other ranks may still be in a step. A collective of this function would pair with a collective of their step.
     """
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout

@@ -239,7 +239,7 @@ class Workspace:
 
 
 def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:
-    # As in the paper of OMGS, sizes are added before the multiplication by density, so that only the sum is rounded.
+    # As in the paper of OMGS, sizes are added before the multiplication by density. Only the sum is rounded.
     numels: defaultdict[float, int] = defaultdict(int)
     for tensor, density in zip(tensors, densities):
         numels[density] += tensor.numel()

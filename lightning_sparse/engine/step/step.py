@@ -1,6 +1,6 @@
 """One optimizer step: compensate, select, encode, exchange, decode, and finally commit.
 
-The exchange of one parameter's gradient ``g`` on one rank, with a residual ``e``, at a density below 1, in four stages:
+At a density below 1, a rank exchanges a parameter's gradient ``g``, with the residual ``e``, in four stages:
 
 1. **Compensate**: ``g`` is divided by the loss scale. Then the memory computes ``v = e + g``. ``e`` does not change.
 2. **Select**: the compressor selects the elements of ``v`` to send.
@@ -15,8 +15,8 @@ ranks. Adam's second moments and a compressor's thresholds are equal on all rank
 value, no state changes, and the gradient becomes non-finite, as with DDP. If no rank used a parameter, neither residual
 nor gradient of the parameter change.
 
-**Dense parameters**: all elements of ``v`` are sent, in a separate message, if the density is 1 or a selection would
-need far more bytes. This requires a compressor with a ``dense_wire_format``.
+**Dense parameters**: at density 1, or if a selection would need far more bytes, all elements of ``v`` are sent. The
+message is separate. This requires a compressor with a ``dense_wire_format``.
 
 **Momentum correction** replaces ``g`` by a velocity in stage 1. Masking resets sent elements' velocity in stage 4.
 
@@ -24,7 +24,7 @@ need far more bytes. This requires a compressor with a ``dense_wire_format``.
 
 - The first steps are dense, and the optimizer runs unchanged, until the second moment is estimated. Then the density
   falls.
-- From then on, stage 1 replaces ``g`` by Adam's update ``g / sqrt(second moment)``, so that the residual holds updates.
+- Then stage 1 replaces ``g`` by Adam's update ``g / sqrt(second moment)``, and the residual accumulates updates.
   The first moment is moved into the residual once, and is zero from then on.
 - At the start of every step, ranks average a few parameters' gradients of the previous step, in 16 bits. The means
   update the second moments of these parameters. The messages are sent during backward.
@@ -236,7 +236,7 @@ class Pipeline:
     def close_record(self) -> None:
         """Close the record of the exchange, and pass the record to the planner."""
         record = self.recorder.end_exchange()
-        # This follows the end of the record, so that the time of sampling does not count as time of the step.
+        # Sampling follows the end of the record, so that the time of sampling does not count.
         if (samples := self.recorder.samples) is not None:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())

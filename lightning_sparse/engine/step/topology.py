@@ -133,7 +133,7 @@ class LocalGradient(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """The number of all ranks, and the number of ranks in a node with two levels, or in a sharded replica."""
+    """The number of all ranks, and of ranks in a node (with two levels) or in a sharded replica."""
 
     world_size: int
     local_world_size: int = 1  # ranks that divide each gradient and residual; 1 if every rank has all
@@ -252,9 +252,9 @@ class HierarchicalTopology(DividedRanks):
     """A topology in which the ranks of a node average gradients, and each rank exchanges a share of the means.
 
     The network inside a node is assumed to be fast. Every tensor is cut separately into equal shares, with zeros as
-    padding, so that shares do not depend on other tensors. In an all-to-all, each rank receives the gradients of its
-    share from all ranks of the node, and averages these gradients in rank order. The rank then exchanges this mean with
-    the ranks of other nodes that have the same share. An all-gather finally sends all shares to all ranks of the node.
+    padding: shares do not depend on other tensors. In an all-to-all, each rank receives the gradients of one share from
+    all ranks of the node. The rank averages these gradients in rank order, and exchanges the mean with the ranks of
+    other nodes that have the same share. An all-gather finally sends all shares to all ranks of the node.
     """
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
