@@ -383,7 +383,7 @@ class Recorder:
         self.samples = self.last_samples = None
 
     def ask_for_samples(self) -> None:
-        """Sample all exchanges until :meth:`stop_sampling`. Samples have norms of gradients and residuals."""
+        """Sample this rank's exchanges until :meth:`stop_sampling`: norms of gradients and residuals, and counts."""
         self.samples = ParameterSamples()
 
     def stop_sampling(self) -> None:
