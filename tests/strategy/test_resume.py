@@ -183,7 +183,7 @@ SWITCHES = {
     "learned": (EXDYNA, TOPK, True, "unused parts of .*: the state of ExDyna, because TopK continues"),
     "to none": (TOPK, DENSE, False, "unused parts of .*: residual, because Dense stores other tensors"),
     "from none": (DENSE, TOPK, False, None),
-    "refused": (TOPK, {**TOPK, "resume_compression": False}, False, "was read without its states; residuals"),
+    "refused": (TOPK, {**TOPK, "resume_compression": False}, False, "was read without its states, so residuals"),
 }
 
 
