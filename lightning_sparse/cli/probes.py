@@ -208,12 +208,15 @@ class Probes:
     def _links(self) -> str:
         firsts = [rank for rank, node in enumerate(self._nodes) if node not in self._nodes[:rank]]
         ring = firsts if len(firsts) > 1 else list(range(self._ranks))
-        message, own = torch.ones(1 << 20, device=self._device), dict[tuple[int, int], float]()
+        message, answer = torch.ones(1 << 20, device=self._device), torch.ones(1, device=self._device)
+        rank, own = dist.get_rank(), dict[tuple[int, int], float]()
         for sender, receiver in ((ring[at], ring[(at + by) % len(ring)]) for at in range(len(ring)) for by in (1, -1)):
-            if dist.get_rank() == sender:
-                self._times(partial(dist.send, message, receiver), 3)
-            elif dist.get_rank() == receiver:
-                own[sender, receiver] = 8 * message.nbytes / min(self._times(partial(dist.recv, message, sender), 3))
+            # A receiver alone would read a message that waits in its buffer, and time a copy.
+            if rank == sender:
+                trips = self._times(partial(_trip, dist.send, message, dist.recv, answer, receiver), 3)
+                own[sender, receiver] = 8 * message.nbytes / min(trips)
+            elif rank == receiver:
+                self._times(partial(_trip, dist.recv, message, dist.send, answer, sender), 3)
         links = {pair: rate for of_rank in all_gather_object(own) for pair, rate in of_rank.items()}
         rates = [max(rate for (sender, _), rate in links.items() if sender == rank) for rank in ring]
         words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self.rows.names[ring[rates.index(min(rates))]]}"
@@ -260,6 +263,11 @@ class Probes:
             synchronize()
             times.append(perf_counter() - began)
         return times[1:]
+
+
+def _trip(first: Callable[..., Any], message: Tensor, second: Callable[..., Any], answer: Tensor, rank: int) -> None:
+    first(message, rank)
+    second(answer, rank)
 
 
 def _difference(one: Any, other: Any) -> tuple[float, str]:

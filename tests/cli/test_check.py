@@ -58,7 +58,7 @@ if fault == "slow" and rank == 1:
     import torch.distributed as dist
     send = dist.send
     def slow(*given, **named):
-        time.sleep(0.5)
+        time.sleep(0.5 if given[0].numel() > 1 else 0.0)
         return send(*given, **named)
     dist.send = slow
 main(["check", *sys.argv[3:]])
