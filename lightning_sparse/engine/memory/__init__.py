@@ -1,1 +1,1 @@
-"""Memories, which store residuals and momenta: a flat tensor per parameter name."""
+"""Memories store the residual and momentum of each parameter, as flat tensors by parameter name."""

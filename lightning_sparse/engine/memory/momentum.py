@@ -1,7 +1,7 @@
-"""Momentum correction: momentum is accumulated before selection instead of after.
+"""Momentum correction: each rank adds momentum before selection, instead of in the optimizer.
 
-Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. With momentum in the optimizer, an
-element sent after many steps lacks the momentum of the steps. Here the residual has the updates of dense training.
+Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. If the optimizer applies momentum, an
+element sent after many steps lacks the momentum of these steps. Here the residual holds the updates of dense training.
 """
 
 from collections import defaultdict
@@ -22,16 +22,17 @@ from lightning_sparse.engine.memory.residual import (
     overwrite_accepted,
 )
 
-_BLOCK = 1 << 17  # elements, of four tensors: two MiB
+_BLOCK = 1 << 17  # elements; the blocks of four fp32 tensors take 2 MiB
 
 
 class MomentumMemory(ResidualMemory):
-    """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, and select from ``v``.
+    """Add the momentum of each gradient to the residual: ``u = m u + g``, then ``v = v + u``.
 
-    This takes 12 bytes per element, or 4 without momentum. With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With
-    ``masks_momentum`` the ``u`` of a sent element is reset to zero (momentum factor masking), except for a parameter
-    sent densely (dense momentum SGD). The first accepted exchange of a step decays ``u``. ``rescale_on_lr_change``
-    rescales only the residual, as SGD would.
+    The compressor selects elements of ``v``. With Nesterov momentum, ``u = m (u + g)``, then ``v = v + u + g``. The
+    memory takes 12 bytes per element, or 4 without momentum. With ``masks_momentum`` the ``u`` of a sent element is
+    reset to zero (momentum factor masking). A parameter that is sent densely has no masking: dense momentum SGD. If a
+    step has several exchanges, only the first accepted exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change``
+    rescales the residual and not ``u``, because the momentum buffer of SGD does not contain the learning rate either.
     """
 
     def __init__(
@@ -46,16 +47,16 @@ class MomentumMemory(ResidualMemory):
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
-        self._decayed: dict[str, Tensor] = {}  # bool: whether this optimizer step has decayed the momentum
-        self._masked: dict[str, Tensor] = {}
+        self._decayed: dict[str, Tensor] = {}  # bool: whether this optimizer step has multiplied the momentum by ``m``
+        self._masked: dict[str, Tensor] = {}  # number of elements with reset momentum, if the step is watched
 
     @override
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        """Replace gradients by velocities plus residuals, in place. The new momenta stay in flight."""
+        """Add momenta and residuals to gradients, in place. ``_in_flight`` stores new momenta until :meth:`keep`."""
         settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
-        # Without momentum the velocity is the gradient, and needs no storage.
+        # A parameter without momentum needs no tensor for momentum.
         moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
         if not moving:
             super()._accumulate(names, gradients, hyperparameters)
@@ -65,7 +66,8 @@ class MomentumMemory(ResidualMemory):
         decayed: list[tuple[Tensor, Tensor]] = []
         for place, (name, momentum) in enumerate(zip(some, momenta)):
             if settings[name].continues_step:
-                # This part is decayed and in the residual already: exclude the part here, and add the part again below.
+                # ``before`` is momentum that an earlier exchange of this step has added to the residual already. The
+                # accumulation excludes ``before``, and the last loop adds ``before`` to the new momentum.
                 if name not in self._decayed:
                     self._decayed[name] = torch.ones_like(momentum[:1], dtype=torch.bool)
                 before = momentum * self._decayed[name]
@@ -108,7 +110,7 @@ class MomentumMemory(ResidualMemory):
             self._decayed[name] = are_accepted[place] if known is None else known | are_accepted[place]
         if moving and accepted.device.type == "cpu":
             for place, name in zip(moving, some):
-                if are_accepted[place]:  # a swap of the tensors saves a copy
+                if are_accepted[place]:  # a swap of the two tensors takes no copy
                     self._momenta[name], self._in_flight[name] = self._in_flight[name], self._momenta[name]
         elif moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
@@ -117,7 +119,7 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return also ``momentum_norm``, the norm of all momenta, and ``masked_fraction`` of the elements."""
+        """Add ``momentum_norm`` (norm of all momenta) and ``masked_fraction`` (of elements with reset momentum)."""
         momenta = list(self._momenta.values())
         if not momenta:
             return super().statistics()
@@ -137,18 +139,18 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed, self._in_flight = {}, {}  # shapes may have changed
+        self._decayed, self._in_flight = {}, {}  # the loaded momenta may have other shapes
 
 
 class _Row(NamedTuple):
     momentum: Tensor
     velocity: Tensor  # output: the momentum after this step
-    gradient: Tensor  # input and output: the accumulated gradient
+    gradient: Tensor  # input: the gradient; output: the gradient plus residual and momentum
     residual: Tensor
-    factor: float
+    factor: float  # ``m``
 
     def blocks(self) -> Iterator["_Row"]:
-        """Yield blocks that fit in the CPU cache."""
+        """Yield rows of at most ``_BLOCK`` elements, which fit in the CPU cache."""
         if self.gradient.numel() <= _BLOCK:
             yield self
             return
@@ -157,7 +159,7 @@ class _Row(NamedTuple):
 
 
 def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Accumulate on a CPU, with a single pass over memory."""
+    """Accumulate block by block on a CPU, so that each element is read from memory once."""
     for row in rows:
         for momentum, velocity, gradient, residual, factor in row.blocks():
             if is_nesterov:
@@ -169,7 +171,7 @@ def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
 
 
 def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Accumulate on a device, with few kernel launches."""
+    """Accumulate all tensors with each call on a GPU, so that there are few kernel launches."""
     momenta, velocities, gradients, residuals, factors = map(list, zip(*rows))
     torch._foreach_copy_(velocities, momenta)
     if is_nesterov:
@@ -184,10 +186,10 @@ def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
-    """Set the momentum of sent elements to zero, in place, and return a mask of selected but unsent elements."""
+    """Set the momentum of sent elements to zero, in place. Return which selected elements were not sent."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return None
-    # An unchanged value was not sent: the message had no room, or the wire rounds the value to zero.
+    # If all of a value is unsent, the message had no space for the element, or the wire rounded the value to zero.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
     return is_whole

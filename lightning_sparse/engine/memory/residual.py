@@ -19,7 +19,7 @@ from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
-# Numbers per parameter of state kinds with a few numbers.
+# Kinds of state with a few numbers per parameter, and how many.
 NUMBERS = {
     RATES: 2,
     "refresh_due": 1,
@@ -27,16 +27,16 @@ NUMBERS = {
     "squared_norms": 2,
     "warm_up": 2,
 }
-_REFRESH = "refresh_gradient"  # a kind without pending updates
-LARGE = 1 << 15  # elements above which a separate allocation costs nothing
-_RATE_RANGE = 10.0  # a larger factor would remain in the optimizer's momentum when the rate jumps back
+_REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment, not pending updates
+LARGE = 1 << 15  # elements; a separate allocation for each tensor of this size or more costs nothing
+_RATE_RANGE = 10.0  # largest factor; a larger one would stay in the optimizer's momentum when the rate jumps back
 
 
-Renaming = Mapping[str, Optional[str]]  # old parameter name to new name, or to ``None`` for a removed parameter
+Renaming = Mapping[str, Optional[str]]  # old parameter name to new name; ``None`` for a removed parameter
 
 
 def renamed(state: Any, names: Renaming) -> Any:
-    """Return nested dictionaries with parameter names among the keys replaced by new names."""
+    """Return nested dictionaries with renamed keys. An entry with the new name ``None`` is dropped."""
     if not isinstance(state, Mapping):
         return state
     present = ((names.get(key, key), each) for key, each in state.items())
@@ -44,53 +44,53 @@ def renamed(state: Any, names: Renaming) -> Any:
 
 
 def rename_in(holder: object, names: Renaming) -> None:
-    """Rename parameters in all dictionary attributes of an object."""
+    """Rename the keys of all attributes of an object that are dictionaries."""
     vars(holder).update({key: renamed(each, names) for key, each in vars(holder).items() if isinstance(each, dict)})
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds with pending updates (residual, momentum). The rest makes a resume bitwise identical."""
+    """Return the kinds of state with pending updates (residual, momentum). Other kinds only make a resume exact."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
 class Hyperparameters(NamedTuple):
     """Optimizer settings of a parameter in this step."""
 
-    learning_rate: Union[float, Tensor]  # a tensor belongs to the optimizer, and the host does not read the value
+    learning_rate: Union[float, Tensor]  # a tensor is the optimizer's own tensor, and is not read on the host
     momentum: float = 0.0  # momentum that the memory applies instead of the optimizer
     nesterov: bool = False
     adam: Optional[Any] = None  # Adam's state, if Adam's updates are computed before selection
-    continues_step: bool = False  # whether this step has exchanged an earlier gradient (several backwards)
+    continues_step: bool = False  # whether the gradient holds the mean of an earlier backward of this step
 
 
 class Clip(NamedTuple):
-    """Gradient clipping of some parameters by the norm of all named parameters together."""
+    """Clipping of the gradients of the parameters ``names``, with one norm for all of these gradients."""
 
     clipping: Clipping
     names: frozenset[str]
 
 
 class Averages(Protocol):
-    """Collectives for a memory at the beginning of a step. All ranks must call the same methods."""
+    """Collectives that a memory may call at the beginning of a step. All ranks must call the same methods."""
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return the mean of flat bfloat16 gradients of ``numels`` elements, unsharded and concatenated."""
+        """Return the mean over ranks of flat bfloat16 gradients: complete (``numels`` elements) and concatenated."""
 
     def mean_squares(self, squares: Tensor) -> Tensor:
-        """Return the mean, over nodes, of squared gradient norms, if the ranks of a node share each gradient."""
+        """Return the mean of squared gradient norms over ranks, or over nodes if a node's ranks divide gradients."""
 
 
 class Memory:
-    """Add stored values to the gradient before selection, and store unsent values afterwards (none in this base)."""
+    """Add stored values to gradients before selection, and store unsent values afterwards. This base stores nothing."""
 
-    corrects_adam: bool = False  # whether the residual has updates of Adam or AdamW
-    clips_gradients: bool = False  # whether gradient norms are necessary before the first bucket
-    is_watched: bool = False  # whether to record :meth:`statistics`; set this before a step
+    corrects_adam: bool = False  # whether the residual holds updates of Adam or AdamW, not gradients
+    clips_gradients: bool = False  # whether the memory needs the norms of all gradients before the first bucket
+    is_watched: bool = False  # whether to record :meth:`statistics` and norms; set this before a step
 
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return flat gradients plus residual in at least fp32, in place if the dtype is wide enough."""
+        """Return flat gradients plus residuals in fp32 or wider. Gradients of this dtype are changed in place."""
         return in_widened(gradients)
 
     def keep(
@@ -101,49 +101,51 @@ class Memory:
         accepted: Tensor,
         replaceable: Sequence[bool] = (),
     ) -> None:
-        """Store the accumulated gradients, with the unsent part ``kept`` at the selected indices.
+        """Store the accumulated gradients as residuals. At selected indices, store only the unsent part ``kept``.
 
         Args:
             names: parameter names.
             accumulated: results of :meth:`compensate`; may be changed.
             kept: unsent part of each selection.
             accepted: bool ``[len(names)]``, or ``[]`` for all; if false, the state of a parameter does not change.
-            replaceable: whether the memory may store a tensor of the list, and put an undefined tensor there.
+            replaceable: whether the memory may store each tensor of ``accumulated`` itself, and put a tensor with
+                undefined values into the list instead.
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        """Write means of accumulated gradients into flat gradients."""
+        """Overwrite flat gradients with means over ranks, converted to gradients if the means are Adam's updates."""
         scatter(gradients, means)
 
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
-        """Run the requested averages, before a step with the settings compensates the first gradient."""
+        """Average gradients over ranks that the memory itself needs, before the first bucket of a step."""
 
     def on_finite(self, finite: Tensor) -> None:
-        """Receive whether all messages of a step are finite, bool ``[]``, before the memory stores anything."""
+        """Receive a bool ``[]`` before the first :meth:`keep` of a step: whether all messages are finite."""
 
     def on_unused(self, names: Iterable[str]) -> None:
-        """Receive the names of parameters without a mean, because no rank used them."""
+        """Receive the names of parameters that have no mean gradient, because no rank used the parameters."""
 
     def clip_to(self, clips: Sequence[Clip]) -> None:
-        """Change the clipping of the gradients of updates from the next step on. All ranks must call this."""
+        """Set the clipping of gradients before Adam's update, from the next step on. All ranks must call this."""
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return a list of gradients of a step for each norm that clipping needs."""
+        """Return a list of names for each norm that clipping needs. The norm is over all gradients of a list."""
         return [list(names)]
 
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Receive fp32 norms of the local gradients before the first bucket.
+        """Receive fp32 norms of this rank's gradients, before the first bucket of a step.
 
         Args:
-            each: norms of the gradients in each list, at any scale; only zeros matter.
-            total: norm of all gradients of each list.
+            each: for each list of :meth:`clipped_together`, the norm of every gradient. The norms may contain a loss
+                scale, so only the difference between zero and non-zero matters.
+            total: for each list, the norm of all gradients together, without a loss scale.
         """
 
     def leave(self) -> None:
-        """Accumulate gradients again, for all parameters, while plain DDP makes the steps."""
+        """Convert stored updates of Adam back to gradients, before steps of plain DDP."""
 
     def rename(self, names: Renaming) -> None:
-        """Rename stored parameters, and drop removed ones. Call between steps."""
+        """Rename parameters in the state, and drop removed parameters. Call this between steps."""
         rename_in(self, names)
 
     def reset(self, names: Iterable[str]) -> None:
@@ -151,19 +153,19 @@ class Memory:
         self.rename(dict.fromkeys(names))
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return statistics of the last step, if watched, as scalar tensors."""
+        """Return statistics of the last step by name, as scalar tensors. Some require ``is_watched``."""
         return {}
 
     def update_norms(self) -> dict[str, Tensor]:
-        """Return norms of the last step's updates by name, if the memory accumulates updates and was watched."""
+        """Return the norm of each parameter's last update of Adam, by parameter name. Requires ``is_watched``."""
         return {}
 
     def state_dict(self) -> MemoryState:
-        """Return the state without copies. ``"residual"``, or ``"update"`` with Adam, has the unsent values."""
+        """Return the state without copies. ``"residual"`` has unsent gradients, ``"update"`` unsent Adam updates."""
         return {}
 
     def load_state_dict(self, state: MemoryState) -> None:
-        """Replace the state by a copy."""
+        """Replace the state by a copy of ``state``."""
         if state:
             raise ValueError(
                 f"a state with {' and '.join(state)} does not fit an exchange without residual; load the state into"
@@ -174,10 +176,11 @@ class Memory:
 class ResidualMemory(Memory):
     """Error feedback: add the unsent residual, multiplied by ``decay`` (SparseLoCo), to the next gradient.
 
-    This takes 4 bytes per element after a parameter's first gradient. ``local_clip_norm`` is the largest norm of this
-    rank's whole gradient. With ``rescale_on_lr_change`` the residual acts with the earlier learning rate: the factor is
-    the last rate over the present rate, each at least a tenth of the largest rate so far. A step with a rate of zero
-    does not change the residual.
+    The residual takes 4 bytes per element, from a parameter's first gradient on. ``local_clip_norm`` limits the norm of
+    this rank's gradient of the whole model. With ``rescale_on_lr_change`` the residual is multiplied by the last
+    learning rate over the present rate, so that older gradients act with their original rate. Before the division, both
+    rates are raised to at least a tenth of the largest rate so far. A step with a rate of zero does not change the
+    residual.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class ResidualMemory(Memory):
         self._follows_learning_rate = rescale_on_lr_change
         self._decay = decay
         self._residuals: dict[str, Tensor] = {}
-        self._rates: dict[str, Tensor] = {}  # last rate, and largest rate so far
+        self._rates: dict[str, Tensor] = {}  # ``[2]``: last rate, and largest rate so far
         self._new_rates: dict[str, Tensor] = {}
 
     @override
@@ -245,12 +248,12 @@ class ResidualMemory(Memory):
         accepted = self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
-            # A read of the decision would synchronize with the GPU. Both outcomes cost a pass, chosen on the device.
+            # A read of ``accepted`` would synchronize with the GPU. The GPU decides, with a pass over all elements.
             overwrite(accumulated, kept)
             overwrite_accepted(residuals, accumulated, accepted)
         elif not isinstance(kept, FlatSelection):
             for residual, selection, is_accepted in zip(residuals, kept, accepted.expand(len(residuals)).tolist()):
-                if is_accepted:  # all of the residual is overwritten, so no copy is necessary before
+                if is_accepted:  # a dense selection overwrites every element of the residual
                     copy_elements(selection.values, residual)
         else:
             overwrite(accumulated, kept)
@@ -263,7 +266,7 @@ class ResidualMemory(Memory):
                 torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
-        """Return whether each residual changes: only with a positive learning rate of the parameter."""
+        """Store accepted learning rates. Return ``accepted``, false also for parameters with a rate of zero."""
         if not self._new_rates:
             return accepted
         present = torch.stack([self._new_rates[name] for name in names])
@@ -274,7 +277,7 @@ class ResidualMemory(Memory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return ``local_clip_factor``, the factor of this rank's gradient, if gradients are clipped."""
+        """Return ``local_clip_factor``, by which clipping multiplied this rank's gradient, if there is clipping."""
         return {} if self._clip_factor is None else {"local_clip_factor": self._clip_factor}
 
     @override
@@ -297,20 +300,20 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return the rates for rescaling, from ``[names, 2]`` last and largest rates."""
+    """Return each last rate, raised to at least a tenth of the largest rate, from both rates ``[names, 2]``."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 
 def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
-    """Return factors that scale gradients with ``norms`` down to ``limits``."""
-    # A non-finite gradient has a non-finite norm, and a factor of zero or NaN; the product stays non-finite.
+    """Return the factors, at most 1, that reduce gradients with the given norms to the limits."""
+    # An infinite norm gives a factor of 0, and NaN gives NaN. A non-finite element times the factor is NaN.
     return (limits / norms).clamp(max=1.0)
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return stored tensors by name, and create zeros for new names, in a single allocation.
+    """Return the stored tensor of each name. A new name gets zeros with the size and dtype of the tensor in ``likes``.
 
-    Large tensors on a CPU get a separate allocation, so that a gradient can be swapped in.
+    New tensors share an allocation. Each large tensor on a CPU has a separate one, so that it can replace a gradient.
     """
     new = {name: like for name, like in zip(names, likes) if name not in kept}
     is_host = bool(likes) and likes[0].device.type == "cpu"
@@ -325,19 +328,19 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 
 def _can_trade(tensor: Tensor, other: Tensor) -> bool:
-    # Tensors that own all of a storage: a swap then frees no less memory.
+    # Each tensor must own a whole storage: otherwise a swapped tensor would hold a larger storage in memory.
     is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
     return tensor.dtype is other.dtype and all(is_all)
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
-    """Copy flat sources, in place, over accepted tensors. ``accepted`` is bool by tensor, or ``[]`` for all."""
+    """Copy each source over its tensor if accepted. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
     for tensor, source, is_accepted in zip(tensors, sources, accepted.expand(len(tensors))):
         torch.where(is_accepted, source, tensor, out=tensor)
 
 
 def laid_clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy flat tensors by name, side by side in memory."""
+    """Copy flat tensors. The copies of one dtype are adjacent in memory, except for large tensors on a CPU."""
     clones: dict[str, Tensor] = {}
     for clone, tensor in zip(kept_like(clones, list(tensors), list(tensors.values())), tensors.values()):
         clone.copy_(tensor)
@@ -351,12 +354,12 @@ def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @cache
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for accumulation of gradients: at least fp32."""
+    """Return the dtype in which gradients of ``dtype`` are accumulated: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients in the dtype of accumulation, without a copy if the dtype is the same."""
+    """Return gradients in fp32 or wider. A gradient of this dtype is returned itself, without a copy."""
     narrow = [gradient for gradient in gradients if gradient.dtype is not widened(gradient.dtype)]
     if len(narrow) < len(gradients) or len({gradient.dtype for gradient in narrow}) > 1:
         return [gradient.to(widened(gradient.dtype)) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""Wire formats: payloads, dtypes and exact bytes of a selection, without collectives."""
+"""Wire formats turn selections into messages of exact size and dtype. Other code runs the collectives."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
-_WORTH = 2.0  # factor of bytes that justifies three more collectives
+_WORTH = 2.0  # a format with up to three more collectives must divide the bytes by this factor
 
 
 class WireValues(NamedTuple):
-    """Dtype of the values on the wire, and bits of codes, if gathered or reduced values are quantized."""
+    """Dtype of values on the wire, and bits per value if the formats ``gather`` and ``reduce`` quantize."""
 
     dtype: torch.dtype
     bits: Optional[int] = None
@@ -40,15 +40,15 @@ WIRES = {
 
 
 def wire_values(wire: str) -> WireValues:
-    """Return the meaning of a ``wire`` argument, or raise ``ValueError`` if the name is unknown."""
+    """Return dtype and bits for a ``wire=`` argument, or raise ``ValueError`` for an unknown name."""
     return WIRES[checked_name("wire", wire, tuple(WIRES))]
 
 
 class ExchangeChoice(NamedTuple):
-    """Exchange of selections with indices: gathered if there are no ``owners``, with ``chooses`` by fewest bytes."""
+    """How selections with indices are exchanged."""
 
-    owners: Optional[Owners] = None
-    chooses: bool = False
+    owners: Optional[Owners] = None  # ``None``: always by all-gather
+    chooses: bool = False  # whether the bytes of each tensor decide between all-gather, owners and dense
 
 
 EXCHANGES = {
@@ -59,20 +59,20 @@ EXCHANGES = {
 
 
 def exchange_of(exchange: Union[str, Owners]) -> ExchangeChoice:
-    """Return the meaning of an ``exchange`` argument, or raise ``ValueError`` if the name is unknown."""
+    """Return the choice for an ``exchange=`` argument, or raise ``ValueError`` for an unknown name."""
     if isinstance(exchange, Owners):
         return ExchangeChoice(exchange)
     return EXCHANGES[checked_name("exchange", exchange, tuple(EXCHANGES))]
 
 
 class Wires(NamedTuple):
-    """Wire formats of a bucket. The format of a tensor depends only on the tensor and the world size."""
+    """Wire formats of a bucket. The format of a tensor depends only on the tensor's sizes and the world size."""
 
-    sparse: WireFormat  # selections with indices
-    dense: WireFormat  # selections without indices, for every element; may be the same object
-    refresh: WireFormat  # dense gradients for Adam's second moment, never quantized
-    owners: Optional[OwnersFormat] = None  # alternative for selections with indices
-    chooses: bool = False  # whether a format other than ``sparse`` must halve the bytes
+    sparse: WireFormat  # format of selections with indices
+    dense: WireFormat  # format of selections of all elements, without indices; may be the object of ``sparse``
+    refresh: WireFormat  # format of dense gradients that estimate Adam's second moment; never quantized
+    owners: Optional[OwnersFormat] = None  # alternative format of selections with indices
+    chooses: bool = False  # whether the other formats replace ``sparse`` only if the bytes halve at least
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
@@ -86,7 +86,7 @@ class Wires(NamedTuple):
         return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
     def format_for(self, numel: int, count: int) -> WireFormat:
-        """Return the format for ``count`` selected elements of ``numel``, or ``dense`` if much less is sent."""
+        """Return the format for ``count`` selected elements of ``numel``. With ``chooses`` this may be ``dense``."""
         if self.owners is None or numel < self.owners.world_size:  # some rank would own no element
             return self.sparse
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))
@@ -101,7 +101,7 @@ class Wires(NamedTuple):
         return self.dense if whole <= owned else self.owners
 
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the payloads of a bucket, see :meth:`WireFormat.transfers`."""
+        """Return the transfers of a bucket, see :meth:`WireFormat.transfers`."""
         ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
         for size in sizes:
             wire = self.dense if size.is_dense else self.format_for(size.numel, size.selected)
@@ -112,7 +112,7 @@ class Wires(NamedTuple):
         return [transfer for (wire, part), count in zip(parts, flags_of) for transfer in wire.transfers(part, count)]
 
     def _received(self, wire: WireFormat, size: SelectionSize) -> float:
-        """Return the bytes received from each other rank for a tensor that is sent alone."""
+        """Return the bytes received from each other rank, if the tensor is the only tensor of a message."""
         shares = {"all_gather": 1.0, "all_to_all": 1 / wire.world_size}
         return sum(shares[transfer.collective] * transfer.nbytes for transfer in wire.transfers([size]))
 
@@ -129,13 +129,13 @@ def build_wires(
     """Build the wire formats of a bucket.
 
     Args:
-        name: format of sparse selections.
-        dense_name: format of dense tensors; ``None`` for ``name``.
+        name: name of the format of sparse selections.
+        dense_name: name of the format of dense selections; ``None`` to use ``name``.
         dtype: dtype of the values.
         rank: this rank within the process group.
         world_size: size of the process group.
-        exchange: whether owners select.
-        bits: bits of quantized values; ``None`` for no quantization.
+        exchange: choice between all-gather and owners, for ``name="gather"``.
+        bits: bits per quantized value; ``None`` for no quantization.
     """
     wire = WIRE_FORMATS[checked_name("wire_format", name, tuple(WIRE_FORMATS))](dtype, rank, world_size, bits)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size, bits)

@@ -1,4 +1,4 @@
-"""The interface of a wire format, which writes and reads selections, phase by phase."""
+"""The interface of wire formats, which write selections as messages and read received messages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -12,7 +12,7 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize, who
 
 
 class Payload(NamedTuple):
-    """Input of a collective: name, this rank's tensor, and memory for the result."""
+    """Input of a collective: name of the collective, this rank's tensor, and optional memory for the result."""
 
     collective: str
     tensor: Tensor
@@ -27,19 +27,19 @@ class Transfer(NamedTuple):
 
 
 class ExchangeResult(NamedTuple):
-    """Result of an exchange. Values are divided by the world size before the sum, so that sums stay finite."""
+    """Result of an exchange."""
 
     finite: Tensor  # bool []: whether all messages of all ranks are finite
-    used: Optional[Tensor]  # bool: whether any rank used each parameter of the step; None without flags
-    means: Sequence[Selection]  # received elements of each tensor; the sum of the rows is the mean over ranks
-    kept: Sequence[Selection]  # unsent part at the selected indices; the rest is unsent
+    used: Optional[Tensor]  # bool: whether any rank used each parameter of the step; None if no flags were sent
+    means: Sequence[Selection]  # received elements, divided by the world size; rows (ranks) add up to the mean
+    kept: Sequence[Selection]  # unsent part of selected elements; all elements without an index are unsent
 
 
 Phases = Generator[Payload, Tensor, ExchangeResult]
 
 
 class WireFormat(ABC):
-    """Write selections as payloads of ``collectives``, with values of ``dtype`` or in ``bits``, and read results."""
+    """Write and read the messages of ``collectives``. Values have the dtype ``dtype``, or ``bits`` if quantized."""
 
     collectives: tuple[str, ...]
 
@@ -51,16 +51,16 @@ class WireFormat(ABC):
 
     @abstractmethod
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        """Exchange :func:`grouped` selections. Each ``yield`` is a collective, and returns the result. Pure.
+        """Exchange :func:`grouped` selections. Each ``yield`` passes input to a collective and receives the output.
 
         Args:
             selection: the selection of each tensor.
-            accumulated: the tensors of the selections, for formats that send at indices selected by other ranks.
-            used: uint8, whether this rank used each parameter, with the last message of a step; otherwise ``None``.
+            accumulated: the tensors themselves. Some formats also send elements that only other ranks selected.
+            used: uint8 per parameter: whether this rank used the parameter. ``None`` if not in a step's last message.
         """
 
     def release(self) -> None:
-        """End a step. Unused buffers may be freed."""
+        """End a step. A format may free buffers that the step did not use."""
         return
 
     @abstractmethod
@@ -69,7 +69,7 @@ class WireFormat(ABC):
 
 
 class LocalFormat(WireFormat):
-    """Return selections as means, with all elements counted as sent, for a method that synchronizes after a step."""
+    """Send nothing, and return this rank's selections as means. The compressor synchronizes ranks after the step."""
 
     collectives: tuple[str, ...] = ()
 
@@ -79,7 +79,7 @@ class LocalFormat(WireFormat):
         zero = accumulated[0].new_zeros(())
         return ExchangeResult(
             finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
-            used=None if used is None else used.bool(),  # each rank steps alone
+            used=None if used is None else used.bool(),  # this rank's flags only
             means=selection,
             kept=whole([zero.expand_as(tensor) for tensor in accumulated]),
         )

@@ -1,4 +1,4 @@
-"""All-gather: every rank receives every rank's selection, in a payload per bucket."""
+"""All-gather: every rank receives the selections of all ranks, in one message per bucket."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -21,13 +21,13 @@ from lightning_sparse.functional.elements import aligned, all_finite, index_code
 
 
 class GatherFormat(WireFormat):
-    """Values and indices of a bucket in a single payload. A codec writes the indices into the flattened bucket.
+    """Gather the values and indices of a bucket in one message. Indices are positions in the flattened bucket.
 
-    All sizes follow from the number of selected elements, equal on all ranks::
+    All sizes follow from the number of selected elements (``count``), which is equal on all ranks::
 
-        values   count x 2 or 4 bytes; with ``bits``, 2 bytes per bin of each tensor, and ``bits`` per value
-        indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.elements)
-        used     1 byte for each parameter of the step, only with the last message
+        values   count x 2 or 4 bytes; with ``bits``, 2 bytes per bin of each tensor, and ``bits`` bits per value
+        indices  count x 1, 2 or 4 bytes, and a count for each block (see lightning_sparse.functional.elements)
+        used     1 byte for each parameter of the step, only in the last message of a step
         padding  up to a multiple of 16 bytes
     """
 
@@ -65,7 +65,7 @@ class GatherFormat(WireFormat):
     def _read(self, written: Tensor, counts: Sequence[int]) -> Tensor:
         """Read values of several ranks, uint8 ``[world_size, nbytes]``, as ``[world_size, sum(counts)]``."""
         if self._bits is None:
-            return written.view(self.dtype)  # each row starts with the values, which are thus aligned
+            return written.view(self.dtype)  # each row starts with the values, so the values are aligned
         packed = packed_nbytes(sum(counts), self._bits)
         means = read_as(written[:, : written.shape[1] - packed], BIN_MEANS)
         room = packed * 8 // self._bits

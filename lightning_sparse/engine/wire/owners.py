@@ -1,4 +1,4 @@
-"""Reduce-scatter: owners select the largest sums of all ranks' selections, and all ranks send there."""
+"""Reduce-scatter: each element has an owner rank, which adds up all ranks' selections and selects the largest sums."""
 
 import math
 from collections.abc import Sequence
@@ -31,18 +31,19 @@ from lightning_sparse.functional.elements import (
     starts_of,
 )
 
-MIN_OWNER_NUMEL = 32  # elements on average; with fewer, the room for uneven shares costs too much
-_SIGMAS = 4.0  # room per owner above the average share, in standard deviations of a random map
-_MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # multiplicative hash; products stay below 2 ** 63
-_PROPOSED = torch.bfloat16  # proposals only rank the sums, so 16 bits are enough
+MIN_OWNER_NUMEL = 32  # selected elements per owner; with fewer, padding for uneven numbers costs too many bytes
+_SIGMAS = 4.0  # size of a message to an owner above the average, in standard deviations of a random map
+_MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # a multiplicative hash; products stay below 2 ** 63
+_PROPOSED = torch.bfloat16  # proposals only decide which sums are largest, so 16 bits are enough
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Exchange through owners: ranks propose elements, owners select among them, and all ranks send there.
+    """Exchange through owners: each element has an owner rank, which selects among the proposals of all ranks.
 
-    A gather sends every selection to every rank. Here each rank receives the proposals for a share, and then the values
-    at all selected indices: about ten bytes per selected element, for any number of ranks.
+    With ``"gather"`` every rank receives all selections. Here a rank receives only proposals for the elements that the
+    rank owns. Then all ranks average the elements that owners selected. A rank receives about ten bytes per selected
+    element, for any number of ranks.
 
     Args:
         keep: number of elements that a step applies, as a multiple of a rank's selection. Fewer elements make smaller
@@ -64,17 +65,17 @@ class Owners:
 
 
 class OwnersFormat(WireFormat):
-    """The mean over all ranks at the elements with the largest sums of all selections, in four phases.
+    """Average over ranks the elements with the largest sums of all selections, with four collectives.
 
-    1. Each rank proposes a selection to the elements' owners, by a fixed map (all-to-all): 16-bit values and block
-       numbers, with room for a little more than an owner's average share of each tensor.
-    2. The owner adds up the proposals rank by rank, and sends the block numbers of the largest sums (all-gather).
-    3. The values of all ranks there, proposed or not, are averaged (all-to-all and all-gather).
+    1. Each rank sends its selected elements to their owners (all-to-all), as 16-bit values and block numbers. A fixed
+       map assigns owners. A message has space for slightly more than a tensor's average number per owner.
+    2. Each owner adds up the proposals rank by rank, and sends the block numbers of the largest sums (all-gather).
+    3. All ranks average their values of these elements, proposed or not (all-to-all and all-gather).
 
     Owners come from Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
-    arXiv 2201.07598), with differences. Shares are fixed. Thresholds are exact, per tensor. Sizes follow from the
-    number of selected elements. All ranks send at the selected elements: otherwise vain proposals pile up with the
-    number of ranks (measured: see ``examples/benchmarks/README.md``).
+    arXiv 2201.07598). Differences: The map of owners is fixed. An owner selects an exact number of elements per tensor.
+    Sizes follow from the number of selected elements. All ranks send all selected elements: otherwise rejected
+    proposals accumulate with the number of ranks (measured: see ``examples/benchmarks/README.md``).
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -118,24 +119,25 @@ class OwnersFormat(WireFormat):
 
 
 class _Shares(NamedTuple):
-    """Shares of a bucket's tensors among ranks, and the room of messages.
+    """Division of a bucket's elements among owner ranks, and the sizes of messages.
 
-    Each block has ``world_size`` consecutive elements, one per rank. The place of an element is the block number.
+    A block has ``world_size`` consecutive elements of a tensor, one per owner. The place of an element is the number of
+    the block in the bucket. Owner and place together identify an element.
     """
 
     world_size: int
     numels: tuple[int, ...]
     counts: tuple[int, ...]
     blocks: tuple[int, ...]
-    rooms: tuple[int, ...]  # elements of each tensor that fit in a message for an owner
-    finals: tuple[int, ...]  # sums of each tensor that an owner sends to all ranks
-    extent: int  # number of places
-    room: int  # elements in a message for an owner
-    universe: int  # number of places in a message, with places beyond the last block that mark empty room
-    final: int  # sums that an owner sends
+    rooms: tuple[int, ...]  # number of elements of each tensor that fit in a message to an owner
+    finals: tuple[int, ...]  # number of elements of each tensor that an owner selects
+    extent: int  # number of blocks in the bucket
+    room: int  # number of elements in a message to an owner
+    universe: int  # ``extent + room``; places from ``extent`` on mark empty slots of a message
+    final: int  # number of elements that an owner selects
 
     def owned_blocks(self, rank: int) -> list[int]:
-        """Return the number of owned elements of each tensor: the last block may lack one for this rank."""
+        """Return the number of elements of each tensor that a rank owns. The last block may be too short."""
         owned = []
         for numel in self.numels:
             block, rest = divmod(numel, self.world_size)
@@ -145,13 +147,13 @@ class _Shares(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int, keep: float) -> _Shares:
-    """Divide a bucket's tensors among ranks. The share of a tensor does not depend on the rest of the bucket."""
+    """Divide a bucket's tensors among owners. The division of a tensor does not depend on other tensors."""
     blocks = tuple(-(-numel // world_size) for numel in numels)
     rooms, finals = [], []
     for numel, count in zip(numels, counts):
         average = count / world_size
         rooms.append(min(-(-numel // world_size), math.ceil(average + _SIGMAS * math.sqrt(average))))
-        # The limits: the proposals of all ranks, and the elements of an owner.
+        # An owner selects at most all elements that ranks propose on average, and all elements that the owner has.
         finals.append(max(1, min(numel // world_size, math.ceil(min(keep, world_size) * average))))
     extent, room = sum(blocks), sum(rooms)
     by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))
@@ -159,7 +161,7 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int
 
 
 def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
-    """Write the proposals to each owner, in the order of places, as uint8 ``[world_size, nbytes]``."""
+    """Return a message of proposals for each owner, ascending by place, as uint8 ``[world_size, nbytes]``."""
     index = selected.indices - repeat_interleave(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
     block = index // shares.world_size
     owner = index.add_(_skew(block)).remainder_(shares.world_size)
@@ -170,7 +172,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
     owner, order = owner.where(fits, world_size).sort(stable=True)
     first = torch.searchsorted(owner, torch.arange(world_size + 1, device=owner.device))
     number = torch.arange(len(owner), device=owner.device).sub_(first[owner])
-    none = world_size * room  # elements without room go to this slot, and the slot is dropped
+    none = world_size * room  # slot of all elements that do not fit; dropped below
     slot = number.add_(owner, alpha=room).clamp_(max=none)
     sent = round_to(selected.values, _PROPOSED)
     values = sent.new_zeros(none + 1).index_copy_(0, slot, sent[order])[:-1].view(world_size, room)
@@ -180,7 +182,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
-    """Return whether each element fits in the owner's room for the tensor, largest first."""
+    """Return whether each element fits in the message to the owner. The largest elements of a tensor fit first."""
     tensors = len(shares.numels)
     message = repeat_interleave(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
     rooms = copied_to(shares.rooms, owner.device).repeat(shares.world_size)
@@ -198,7 +200,7 @@ def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
 
 
 def _sums(proposals: Tensor, shares: _Shares) -> Tensor:
-    """Return the mean over ranks of the proposals to this rank, ``[universe]``, zero without a proposal."""
+    """Return the mean over ranks of the proposals to this rank, fp32 ``[universe]``. No proposal counts as zero."""
     nbytes = shares.room * _PROPOSED.itemsize
     # The division comes first, so that a sum of large values stays finite.
     values = read_as(proposals[:, :nbytes], _PROPOSED).float().div_(shares.world_size)
@@ -207,7 +209,7 @@ def _sums(proposals: Tensor, shares: _Shares) -> Tensor:
 
 
 def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
-    """Return the places of the largest sums in this rank's share of each tensor."""
+    """Return the places of the largest sums of each tensor, among the elements that this rank owns."""
     owned, starts = shares.owned_blocks(rank), starts_of(shares.blocks)
     largest = largest_of_each([sums[start : start + blocks] for start, blocks in zip(starts, owned)], shares.finals)
     shifts = tuple(start - laid for start, laid in zip(starts[:-1], starts_of(tuple(owned))))
@@ -215,7 +217,7 @@ def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
 
 
 def _positions(places: Tensor, shares: _Shares) -> Tensor:
-    """Return the flattened-bucket indices of the places ``[world_size, final]`` of each owner."""
+    """Return the indices in the flattened bucket of the places ``[world_size, final]`` that each owner selected."""
     block = places - repeat_interleave(starts_of(shares.blocks)[:-1], shares.finals, places.device)
     owner = torch.arange(shares.world_size, device=places.device).unsqueeze(1)
     index = (owner - _skew(block)).remainder_(shares.world_size).add_(block, alpha=shares.world_size)
@@ -223,5 +225,5 @@ def _positions(places: Tensor, shares: _Shares) -> Tensor:
 
 
 def _skew(block: Tensor) -> Tensor:
-    """Return the rotation of owners in a block, which does not depend on the tensor's position in the bucket."""
+    """Return the number by which owners rotate in a block. ``block`` counts from the tensor's first block."""
     return block.bitwise_and(_MASK).mul_(_MULTIPLIER).bitwise_right_shift_(_SHIFT)

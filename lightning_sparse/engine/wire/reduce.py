@@ -1,4 +1,4 @@
-"""Dense all-reduce: shards go to their owners, and the means come back."""
+"""Dense all-reduce: each rank averages a shard of every tensor, and sends the means to all ranks."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -28,23 +28,23 @@ from lightning_sparse.functional.elements import (
     shard_numel,
 )
 
-_WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, the time of a round trip over gloo
+_WORTH_A_ROUND_TRIP = 1 << 16  # bytes; at 1 Gbit/s half a millisecond, the time of a round trip over gloo
 
 
 class ReduceFormat(WireFormat):
-    """A dense mean in two phases, of the same volume as a ring all-reduce.
+    """Compute a dense mean in two collectives, with as many bytes as a ring all-reduce.
 
-    1. Every rank owns a shard of every tensor, and receives the shard from all ranks (all-to-all).
-    2. The owner averages rank by rank, in the residual's dtype, and all ranks receive the means (all-gather).
+    1. Every rank owns a shard of every tensor, and receives this shard from all ranks (all-to-all).
+    2. The owner adds up the shards rank by rank, in the residual's dtype. All ranks receive the means (all-gather).
 
-    The sum has a fixed order, so the result does not depend on a tensor's position in the bucket. A narrow wire rounds
-    twice instead of at every hop: the sender stores the first error, the owner the second (the "server error" of 1-bit
-    Adam, arXiv 2102.02888). With ``bits``, values are sent as codes in blocks with a shared scale
-    (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Usage flags are sent like a tensor, or, if
-    values are codes, in a third, small phase.
+    The sum has a fixed order, so the result does not depend on a tensor's position in the bucket. With 16 bits, values
+    are rounded twice instead of at every hop of a ring. The residual of the sender stores the first rounding error, and
+    the residual of the owner the second (the "server error" of 1-bit Adam, arXiv 2102.02888). With ``bits``, values are
+    sent as codes in blocks with a shared scale (:mod:`lightning_sparse.functional.codes`), and a shard consists of
+    whole blocks. Usage flags are sent like another tensor, or with ``bits`` in a third collective.
 
-    With ``gathers_short``, all ranks receive a whole short message (all-gather) and compute the owners' means. The
-    result is bitwise identical and takes a single round trip, for more bytes.
+    With ``gathers_short``, every rank receives all shards of a short message (one all-gather), and computes all means.
+    The result is bitwise identical. One collective less saves a round trip, for more bytes.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -55,14 +55,14 @@ class ReduceFormat(WireFormat):
         super().__init__(dtype, rank, world_size, bits)
         self._gathers_short = gathers_short
         self._multiple = 1 if bits is None else BLOCK
-        # A freed large block returns to the system, and a new allocation for every bucket costs more than a copy.
+        # Buffers are reused: a freed large block returns to the system, and allocation again costs more than a copy.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         self._is_in_use = True
-        # Usage flags are sent like a tensor, unless quantization would round small flags to zero.
+        # Without ``bits``, usage flags are sent like a tensor. Quantization could round flags to zero.
         flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
         values = self._cut([*(each.values for each in selection), *flags])
         written, sent = self._write(values)
@@ -91,7 +91,7 @@ class ReduceFormat(WireFormat):
     @override
     def release(self) -> None:
         if not self._is_in_use:
-            self._workspace.clear()  # only earlier steps sent dense tensors
+            self._workspace.clear()  # the step had no exchange in this format
         self._is_in_use = False
 
     @override
@@ -109,12 +109,12 @@ class ReduceFormat(WireFormat):
         return self._gathers_short and (self.world_size - 1) * (1 - 2 / self.world_size) * nbytes <= _WORTH_A_ROUND_TRIP
 
     def average_at(self, accumulated: Sequence[Tensor], indices: Tensor, counts: Counts) -> Phases:
-        """Average the values of all ranks at ascending indices into the flattened tensors, equal on all ranks.
+        """Average over ranks the values at ``indices`` of the flattened bucket.
 
         Args:
-            accumulated: flat tensors.
-            indices: int64 ``[sum(counts)]``.
-            counts: number of indices in each tensor. Tensors are sent separately if the wire rounds.
+            accumulated: flat tensors of the bucket.
+            indices: int64 ``[sum(counts)]``, ascending, and equal on all ranks.
+            counts: number of indices in each tensor. If the wire rounds, each tensor has separate shards.
         """
         chosen = FlatSelection.at(accumulated, indices, counts)
         if not len(indices):
@@ -127,12 +127,12 @@ class ReduceFormat(WireFormat):
         return result._replace(means=means, kept=chosen.replaced(_concatenated(result.kept), indices))
 
     def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
-        """Return the transfers of :meth:`average_at` for fp32 gradients, ``counts[i]`` elements of tensor ``i``."""
+        """Return the transfers of :meth:`average_at` for fp32 gradients with ``counts[i]`` indices in tensor ``i``."""
         counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
         return self.transfers([SelectionSize(count, count) for count in counts])
 
     def _write(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values in wire format, and the values that a receiver reads."""
+        """Return the bytes or numbers to send, and the values that a receiver reads."""
         if self._bits is None:
             sent = round_to(values, self.dtype)
             return sent, sent
@@ -155,7 +155,7 @@ class ReduceFormat(WireFormat):
         return shard_numel(numel, self.world_size, self._multiple)
 
     def _padding(self, numels: Sequence[int]) -> int:
-        """Return the padding of a bucket's shards, in elements. Messages of codes are padded as bytes."""
+        """Return the padding after a bucket's shards, in elements. With ``bits``, bytes are padded instead."""
         if self._bits is not None:
             return 0
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize

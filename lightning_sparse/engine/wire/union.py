@@ -16,15 +16,16 @@ _COUNT_BYTES = 8
 
 
 class UnionFormat(WireFormat):
-    """The mean over all ranks of the elements that any rank selected, in three phases.
+    """Average over ranks the elements that any rank selected, in three phases.
 
-    1. The number of elements that each rank selected in the bucket, 8 bytes, and with the last message of a step a
-       usage flag per parameter (all-gather).
-    2. Indices into the flattened bucket (see :mod:`lightning_sparse.functional.elements`; all-gather), padded to the
-       largest count with indices beyond the last element.
-    3. The values of all ranks there, by :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
+    1. Each rank sends the number of selected elements in the bucket (all-gather, 8 bytes). The last message of a step
+       also has a usage flag per parameter.
+    2. Each rank sends the selected indices in the flattened bucket (all-gather). Indices beyond the last element pad
+       the message to the largest number of any rank (format: see :mod:`lightning_sparse.functional.elements`).
+    3. All ranks average the values at all of these indices, by
+       :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
 
-    Ranks may select different numbers of elements, and the same elements. Without selections, only phase 1 runs.
+    Ranks may select different numbers of elements, and equal elements. If no rank selects any, only phase 1 runs.
     """
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
@@ -46,7 +47,7 @@ class UnionFormat(WireFormat):
             written = codec.encode(torch.cat([mine.indices, padding]))
             rows = codec.decode((yield Payload("all_gather", message_of([written]))))
         positions = rows.flatten().unique()
-        counts = counts_of(positions, mine.numels)  # without the padding
+        counts = counts_of(positions, mine.numels)  # the padding is beyond the last tensor and not counted
         result = yield from self._values.average_at(accumulated, positions[: sum(counts)], counts)
         if used is None:
             return result
@@ -58,7 +59,7 @@ class UnionFormat(WireFormat):
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the transfers for equal counts on all ranks, without common elements."""
+        """Return the transfers if all ranks select equally many elements, and no element is selected twice."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
         first, most = Transfer("all_gather", aligned(_COUNT_BYTES + flags)), -(-selected // self.world_size)
         if not most:
