@@ -1,1 +1,1 @@
-"""ADAM, in the order of a step: the user's choice (correction), updates before selection (memory), steps."""
+"""Corrected Adam: the user's settings (correction), updates before selection (memory), and optimizer steps (steps)."""

@@ -1,4 +1,4 @@
-"""The user's settings of the correction of Adam, and the length of its warm-up."""
+"""The user's settings for the correction of Adam, and the length of Adam's dense warm-up."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -7,7 +7,7 @@ from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.removed import refusing
 
 MIN_DENSE_STEPS, MAX_DENSE_STEPS = 10, 100
-_FALL = 5  # density decay steps per warm-up step
+_FALL = 5  # steps with falling density, per step of the dense warm-up
 
 
 @refusing
@@ -15,26 +15,25 @@ _FALL = 5  # density decay steps per warm-up step
 class AdamCorrection:
     """Divide gradients by the root of Adam's second moment before selection, so that updates are sent, not gradients.
 
-    With sparse gradients, Adam sees one spike in place of a hundred small gradients, and its second moment becomes
-    wrong. Here every rank divides its own gradient by the root of a second moment that is equal on all ranks. The
-    largest updates are sent, and the others stay in the residual. The second moment is learned in a dense warm-up, and
-    later from mean gradients in 16 bits. Parameters take turns, and send the gradients of the previous step during
-    backward.
+    With sparse gradients, Adam receives one large value in place of a hundred small gradients. The estimate of the
+    second moment is then wrong. With the correction, every rank divides the local gradient by the root of a second
+    moment that is equal on all ranks. The largest updates are sent, and all other updates stay in the residual.
 
-    The first moment is moved into the residual and stays zero. The residual averages gradients as momentum does, and
-    both together would delay gradients further.
+    A dense warm-up estimates the second moment. Later steps update the estimate from mean gradients in 16 bits. During
+    backward, each step averages a few parameters' gradients of the previous step. The first moment is moved into the
+    residual and stays zero. The residual averages gradients as momentum does, and both would delay gradients further.
 
-    1-bit and 0/1 Adam (arXiv 2102.02888, 2202.06009) also share a second moment learned at growing intervals. They use
-    the first moment, send all of it as signs, and divide after the exchange.
+    1-bit Adam and 0/1 Adam (arXiv 2102.02888, 2202.06009) also have a common second moment, updated at growing
+    intervals. These methods send the signs of the first moment, and divide after the exchange.
 
     Args:
-        warmup_steps: first steps of a parameter, at least 2, with dense gradients and the optimizer's own step.
+        warmup_steps: number of first steps of a parameter with dense gradients and an unchanged optimizer, at least 2.
             ``None`` for a hundredth of the training, at least 10 and at most 100; 100 if the length is unknown.
-        density_decay_steps: steps after the warm-up over which the density falls geometrically to its target. ``None``
-            for five times the warm-up, and at most a tenth of a training of known length.
-        second_moment_interval: minimum number of steps between two mean gradients for a parameter's second moment. The
-            interval grows to a tenth of the steps made. With 10 and 5 million parameters or more, a step sends at most
-            a twentieth of DDP's bytes for them. Smaller models take fewer turns.
+        density_decay_steps: number of steps after the warm-up in which the density falls geometrically to the target.
+            ``None`` for five times the warm-up, and at most a tenth of a training of known length.
+        second_moment_interval: minimum number of steps between two updates of a parameter's second moment. The interval
+            grows to a tenth of the steps made. With the default of 10 and at least 5 million parameters, the updates
+            take at most a twentieth of DDP's bytes per step. Smaller models update more parameters in a step.
 
     Raises:
         ValueError: for a number out of range.
@@ -59,7 +58,7 @@ class AdamCorrection:
             object.__setattr__(self, name, int(given))  # numpy integers become int
 
     def warm_up(self, total_steps: Optional[int] = None) -> "WarmUp":
-        """Return the warm-up of a training of ``total_steps`` steps, or of unknown length with ``None``.
+        """Return the warm-up for a training of ``total_steps`` steps. ``None`` is an unknown length.
 
         Example::
 
@@ -75,7 +74,7 @@ class AdamCorrection:
 
 
 class WarmUp(NamedTuple):
-    """Number of dense steps, and of steps after them over which the density falls."""
+    """Number of dense steps, and number of later steps with falling density."""
 
     warmup_steps: int
     density_decay_steps: int

@@ -1,4 +1,4 @@
-"""Residual memory with updates of Adam. :class:`AdamCorrection` documents the rule and the papers."""
+"""A residual memory for updates of Adam. :class:`AdamCorrection` documents the method and the papers."""
 
 import math
 from collections import defaultdict
@@ -37,16 +37,16 @@ from lightning_sparse.functional.adam import (
     to_gradients,
 )
 
-_GROWTH = 0.1  # interval per step made: after 2000 steps a second moment is learned every 200
+_GROWTH = 0.1  # interval per step made: after 2000 steps each second moment is updated every 200 steps
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
-_MIN_ELEMENTS = 1 << 19  # per turn, a message of 1 MiB: fewer would not pay for the round trips
+_MIN_ELEMENTS = 1 << 19  # elements; a smaller message of mean gradients (below 1 MiB) does not pay for the round trip
 _LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
-_MIN_EPS = torch.finfo(torch.float32).tiny  # makes updates of zeros, such as padding of shares, zero
-_MIN_KEPT = 0.5  # weight of the old second moment against a single mean gradient
+_MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
+_MIN_KEPT = 0.5  # minimum weight of the old second moment against a single mean gradient
 
 
 class AdamSettings(NamedTuple):
-    """Adam's settings of a param group."""
+    """Adam's settings for a param group."""
 
     beta1: float
     beta2: float
@@ -56,16 +56,16 @@ class AdamSettings(NamedTuple):
 
 
 class AdamTensors(NamedTuple):
-    """Adam's tensors of a parameter: the optimizer's own, flat, with the layout of the gradient."""
+    """Adam's tensors of a parameter: flat views of the optimizer's tensors, with the layout of the gradient."""
 
-    first: Tensor  # zero during correction; of the negative gradient with ``maximize``
+    first: Tensor  # first moment, zero during correction; contains negative gradients with ``maximize``
     second: Tensor  # second moment of the mean gradient, equal on all ranks
-    largest: Optional[Tensor]  # maximum of the second moment, with ``amsgrad``
+    largest: Optional[Tensor]  # maximum of the second moment over steps, with ``amsgrad``
     parameter: Tensor
 
     @property
     def preconditioner(self) -> Tensor:
-        """Second moment under the root in Adam's update."""
+        """The second moment in the divisor of Adam's update."""
         return self.second if self.largest is None else self.largest
 
 
@@ -75,32 +75,32 @@ class AdamMoments(NamedTuple):
     step: int  # number of the next step, from 1
     settings: AdamSettings
     tensors: AdamTensors
-    numel: int  # elements of the whole parameter, not of a shard
-    is_begun: bool  # whether the next step already had an exchange; equal on all ranks
+    numel: int  # number of elements of the whole parameter, not of a shard
+    is_begun: bool  # whether an earlier backward of the next step had an exchange; equal on all ranks
 
 
 @dataclass
 class AdamState:
-    """State of a parameter with updates in the residual."""
+    """State of a corrected parameter."""
 
-    moments: Optional[AdamMoments]  # moments for the next step; ``None`` after a load
-    second_step: int  # the optimizer's step at which the second moment was learned
+    moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
+    second_step: int  # step number of the last update of the second moment
     is_update: bool = False  # whether the residual holds updates, not gradients
-    arrived: Optional[LookedUp] = None  # the mean's non-zero elements, if few
+    arrived: Optional[LookedUp] = None  # positions of the mean's non-zero elements, if few
     is_continued: bool = False  # whether the gradient holds a mean of an earlier backward of this step
-    update_norm: Optional[Tensor] = None  # norm of this step's update, if observed
+    update_norm: Optional[Tensor] = None  # norm of this step's update, if the memory is watched
 
     @property
     def known(self) -> AdamMoments:
-        """The moments, which must exist."""
+        """``moments``, which must not be ``None``."""
         assert self.moments is not None
         return self.moments
 
     def take_other(self, second: Tensor, step: int) -> bool:
-        """Update the second moment's step if the optimizer's tensor was replaced, and return whether it was.
+        """Return whether the optimizer's second moment was replaced. If so, set ``second_step`` to ``step``.
 
         Args:
-            second: the optimizer's current second moment. After a load of this state, it belongs to that state.
+            second: the optimizer's current second moment. After a load of this state, the tensor is not a replacement.
             step: the optimizer's step count.
         """
         known = second if self.moments is None else self.moments.tensors.second
@@ -110,45 +110,48 @@ class AdamState:
 
     @property
     def scalars(self) -> AdamScalars:
-        """Numbers for the next update, with the bias of the step at which the second moment was learned."""
+        """Numbers for the next update. The bias correction is that of the second moment's last update."""
         settings = self.known.settings
         return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, max(settings.eps, _MIN_EPS))
 
 
 @dataclass
 class OwnClips:
-    """Clip each rank's gradients so that their mean is clipped, with a measured ratio of both norms."""
+    """Clip each rank's gradient to the limit times a ratio: the norm of a rank's gradient over that of the mean.
+
+    The mean gradient is then clipped approximately. The ratio is measured with each update of a second moment.
+    """
 
     world_size: int
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
-    factors: Optional[Tensor] = None  # this step's factors, one per clip with a norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # for ranks' gradients, for their mean
-    _together: list[list[str]] = field(default_factory=list)  # names of this step's gradients, by limit of the norm
+    factors: Optional[Tensor] = None  # factors of this step's gradients, one per clip with a norm
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]``: of a rank's gradient, of the mean
+    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of this step's gradients
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
-        """Limits of the mean gradient's norm, each with the names of the gradients that it covers."""
+        """Limits of the mean gradient's norm, each with the names of the parameters in the norm."""
         return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return a step's gradients by limit."""
+        """Return and store, for each limit, the names of the step's gradients."""
         self._together = [[name for name in names if name in together] for _, together in self.limits]
         return self._together
 
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Compute the factors from this rank's norms of each gradient and of all gradients, by limit."""
+        """Compute the factor for each limit, from the norms that :meth:`Memory.take_norms` describes."""
         limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
         self.factors = factors_to(torch.stack(limits), total)
 
     def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """Return the norm of a rank's own gradient divided by that of the mean."""
+        """Return the norm of a rank's gradient divided by the norm of the mean gradient."""
         none = norms.new_zeros(2)
         squares = [self.squared_norms.get(name, none) for name in names]
         # Parameters without a gradient in this backward do not count.
         total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
         own, mean = self.total_of(total).unbind()
-        # Before the first measurement gradients are taken as independent.
+        # Before a measurement, the ratio is that of independent gradients.
         return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
 
     def clip(self, gradients: Mapping[str, Tensor]) -> None:
@@ -164,7 +167,7 @@ class OwnClips:
                 torch._foreach_mul_(clipped, factor)
 
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """Update moving averages of squared norms of means and (averaged over ranks) of gradients, if finite."""
+        """Update the moving averages of squared norms, of means and of ranks' gradients (averaged), if finite."""
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         none = squares.new_zeros(2)
         halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
@@ -173,15 +176,15 @@ class OwnClips:
 
 @dataclass
 class Refreshes:
-    """The step in which each second moment is refreshed next, and this rank's gradients for the refresh."""
+    """Updates of second moments: the step of each parameter's next update, and this rank's gradients for the update."""
 
-    least_steps: int
-    due: dict[str, int] = field(default_factory=dict)  # step of a parameter's next turn
-    # ``None`` until backward computes a due gradient
+    least_steps: int  # minimum number of steps between two updates
+    due: dict[str, int] = field(default_factory=dict)  # step number of a parameter's next update
+    # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Request gradients of parameters due in the next step. First turns are spread over an interval."""
+        """Request gradients of due parameters from the next step. First updates are spread over an interval."""
         numel = sum(each.numel for each in next_step.values())
         turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
         for number, (name, moments) in enumerate(next_step.items()):
@@ -190,7 +193,7 @@ class Refreshes:
                 self.gradients.setdefault(name, None)
 
     def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in 16 bits, and add ``continued`` ones to those of this step's earlier backward."""
+        """Store requested gradients in bfloat16. Add a gradient in ``continued`` to that of the earlier backward."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -202,14 +205,14 @@ class Refreshes:
             self.gradients[name] = earlier.add_(each) if earlier is not None and name in continued else each
 
     def on_finite(self, finite: Tensor) -> None:
-        """Turn stored gradients into NaN or infinity if the step was not finite."""
+        """Make stored gradients non-finite if the step was not finite, so that all ranks skip the update."""
         held = [each for each in self.gradients.values() if each is not None]
-        if held and not (finite.device.type == "cpu" and finite):  # a device decides without a wait of the host
+        if held and not (finite.device.type == "cpu" and finite):  # without a synchronization on a GPU
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # factor 1 or infinity: zeros become NaN
+            torch._foreach_mul_(held, flag.reciprocal())  # 1 or infinity: zeros become NaN
 
     def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
-        """Remove and return gradients of completed steps, and set next turns. A resume does not change the order."""
+        """Remove and return gradients of completed steps, in the order of ``next_step``, and set the next updates."""
         taken = {}
         for name, moments in next_step.items():
             if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
@@ -219,19 +222,19 @@ class Refreshes:
         return taken
 
     def forget(self, name: str) -> None:
-        """Drop a parameter."""
+        """Remove a parameter's entries."""
         self.due.pop(name, None)
         self.gradients.pop(name, None)
 
 
 class AdamMemory(ResidualMemory):
-    """Accumulate updates of Adam for parameters with given moments, and gradients for others.
+    """Accumulate updates of Adam for parameters with ``Hyperparameters.adam``, and gradients for all other parameters.
 
     Args:
-        world_size: number of ranks.
+        world_size: number of ranks in the exchange.
         correction: the user's settings.
-        rescale_on_lr_change: whether residuals are rescaled with the learning rate.
-        local_share: returns this rank's share of a flat tensor, if ranks of a node share the work.
+        rescale_on_lr_change: whether residuals are rescaled when the learning rate changes.
+        local_share: returns this rank's part of a flat tensor, if the ranks of a node divide each gradient.
         total_of: adds numbers over the shards of a replica.
     """
 
@@ -247,7 +250,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, rescale_on_lr_change)
         self._clips = OwnClips(world_size, total_of)
-        self.warm_up: Optional[WarmUp] = None  # lengths of a warm-up that has ended
+        self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, once a parameter has ended it
         self.correction = correction
         self._world_size = world_size
         self._share_of = local_share
@@ -301,7 +304,8 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
-        # The sum of all updates that the first moment would still cause without new gradients, equal on all ranks.
+        # ``owed`` is the sum of all later updates that the first moment would cause without new gradients. All ranks
+        # have equal values.
         beta1, first = moments.settings.beta1, moments.tensors.first
         owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         owed = -owed if moments.settings.maximizes else owed
@@ -312,7 +316,7 @@ class AdamMemory(ResidualMemory):
 
     def _return_to_gradients(self, name: str, state: AdamState) -> None:
         if state.moments is None:
-            del self._residuals[name]  # its unit is unknown, because the optimizer was replaced
+            del self._residuals[name]  # after a load, the second moment for a conversion is missing
         else:
             self._residuals[name].mul_(self._denominator(state))
         del self.states[name]
@@ -320,7 +324,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def leave(self) -> None:
-        # Second moments may change before the correction resumes.
+        # Plain DDP changes the second moments, and thus the unit of the residual.
         for name, state in list(self.states.items()):
             if state.is_update:
                 self._return_to_gradients(name, state)
@@ -332,7 +336,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def reset(self, names: Iterable[str]) -> None:
-        for name in self._residuals.keys() & names:  # the second moment is the optimizer's
+        for name in self._residuals.keys() & names:  # second moments are in the optimizer and do not change
             self._residuals[name].zero_()
             self.refreshes.gradients.pop(name, None)
 
@@ -381,7 +385,7 @@ class AdamMemory(ResidualMemory):
         rest = [each for each in range(len(own)) if each not in found]
         to_gradients([own[each] for each in rest], [seconds[each] for each in rest], [scalars[each] for each in rest])
         for each, state in enumerate(states):
-            # With shares, other ranks of the node have other non-zero elements.
+            # If ranks of a node divide a gradient, each rank has different non-zero elements.
             is_all = state.is_continued or self._share_of is not None
             state.arrived = None if is_all else found.get(each)
 
@@ -391,7 +395,7 @@ class AdamMemory(ResidualMemory):
             if name in self.states:
                 self.states[name].arrived = None
                 if not self.states[name].is_continued:
-                    self.refreshes.gradients.pop(name, None)  # the parameter stays due
+                    self.refreshes.gradients.pop(name, None)  # the update is due again in the next step
 
     @override
     def on_finite(self, finite: Tensor) -> None:
@@ -401,7 +405,7 @@ class AdamMemory(ResidualMemory):
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, without residuals.
 
-        The next step's own gradients exist only near the end of backward, where their average would not be hidden.
+        Gradients of the current step come near the end of backward, too late to hide an average behind backward.
         """
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
         gradients = self.refreshes.taken(next_step)
@@ -410,7 +414,7 @@ class AdamMemory(ResidualMemory):
         self.refreshes.ask(next_step)
 
     def _learn(self, gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments], averages: Averages) -> None:
-        """Update second moments from gradients of one message, unless the step was not finite."""
+        """Average the gradients in one message, and update the second moments if the means are finite."""
         seconds = {name: next_step[name].tensors.second for name in gradients}
         numels = [each.numel() for each in seconds.values()]
         flat = averages.mean_gradients(gradients, numels)
@@ -437,7 +441,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return ``update_error`` (norm of residuals over norm of last updates) and ``second_moment_age`` in steps."""
+        """Return ``update_error`` (norm of residuals over norm of last updates) and ``second_moment_age`` (steps)."""
         factors = self._clips.factors
         statistics = {} if factors is None else {"local_clip_factor": factors.min()}
         norms = self.update_norms()
@@ -484,9 +488,9 @@ class AdamMemory(ResidualMemory):
 def _teach(
     tensors: Sequence[AdamTensors], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
-    """Advance second moments from step ``known`` to ``step`` with mean gradients, if these are finite."""
+    """Update second moments of step ``known`` to ``step``. Without finite means only the bias changes."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
-    # torch's moments contain the bias of their step.
+    # torch stores moments with the bias of the step, before correction.
     old, new = 1 - beta2**known, 1 - beta2**step
     taught, kept = (
         torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
@@ -501,7 +505,7 @@ def _teach(
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
-    """Yield names of gradients for one message each, to bound memory and with moments of one dtype."""
+    """Yield the names of the gradients of each message: about 32 MiB, with second moments of one dtype."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
     places = [
         (start // _LEARNED_TOGETHER, next_step[name].tensors.second.dtype) for start, name in zip(starts, gradients)
@@ -511,4 +515,4 @@ def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMomen
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32)  # independent of the default dtype, which may be narrow
+    return torch.tensor(numbers, dtype=torch.float32)  # not the default dtype, which may be narrow

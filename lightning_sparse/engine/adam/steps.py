@@ -1,4 +1,4 @@
-"""The optimizer step of a corrected Adam: apply the mean update and weight decay."""
+"""The optimizer steps of corrected Adam, which apply the mean update and weight decay."""
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -27,41 +27,41 @@ _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class _Flat(NamedTuple):
-    """Flat views of Adam's tensors of a parameter, with the originals to detect a replacement."""
+    """Flat views of Adam's tensors of a parameter, and the original tensors to detect a replacement."""
 
-    kept: list[Optional[Tensor]]  # the optimizer's own tensors
+    kept: list[Optional[Tensor]]  # the optimizer's tensors, in the order of ``_KINDS``
     address: int  # the parameter's data pointer
     tensors: AdamTensors
 
 
 class _Asked(NamedTuple):
-    """An optimizer's clipping, and the optimizers with gradients clipped together."""
+    """Clipping limits, and the optimizers with gradients in the same norm."""
 
     clipping: Clipping = NOT_CLIPPED
     together: tuple[Optimizer, ...] = ()
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has the step of ``torch.optim.Adam`` or ``AdamW``, and is not differentiable."""
+    """Return whether an optimizer's ``step`` is that of ``torch.optim.Adam`` or ``AdamW``, not differentiable."""
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
 
 
 class AskedClips:
-    """Clipping of the next gradients: that of each optimizer's last step, or ``norm`` for optimizers without one."""
+    """Clipping of the next gradients, as in each optimizer's last step. ``norm`` is the limit if that step had none."""
 
     def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
         self._norm = norm
         self._coming = dict.fromkeys(optimizers, _Asked())
-        self._asking: set[Optimizer] = set()  # optimizers with a call of ask() since their last step
+        self._asking: set[Optimizer] = set()  # optimizers with a call of :meth:`ask` after the last step
 
     def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Clip the next gradients of all optimizers of these parameters together.
+        """Clip the next gradients of all optimizers of the parameters, with one norm.
 
         Args:
             clipping: the largest norm and value.
-            parameters: the parameters in the user's call.
+            parameters: the parameters in the user's call that clips gradients.
         """
         if clipping == NOT_CLIPPED:
             return
@@ -75,13 +75,13 @@ class AskedClips:
         self._asking.update(together)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """End an optimizer's step. A step without a call of :meth:`ask` ends the optimizer's clipping."""
+        """End an optimizer's step. Without a call of :meth:`ask` in the step, the optimizer's clipping ends."""
         if optimizer in self._coming and optimizer not in self._asking:
             self._coming[optimizer] = _Asked()
         self._asking.discard(optimizer)
 
     def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
-        """Return the clips of the next gradients, for parameters with a name."""
+        """Return the clipping of the next gradients, for parameters in ``names``."""
         clipped: dict[_Asked, set[str]] = {}
         for optimizer, ((norm, value), together) in self._coming.items():
             clipping = Clipping(self._norm if norm is None else norm, value)
@@ -92,7 +92,7 @@ class AskedClips:
         return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
 
     def state(self) -> list[list[Any]]:
-        """Return the clips of the next gradients for a checkpoint, with optimizers as numbers."""
+        """Return the clipping of the next gradients for a checkpoint, with optimizers as indices."""
         numbers = {optimizer: number for number, optimizer in enumerate(self._coming)}
         return [
             [numbers[optimizer], *clipping, [numbers[each] for each in together]]
@@ -100,7 +100,7 @@ class AskedClips:
         ]
 
     def load(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Load a result of :meth:`state` for the same optimizers. Optimizers without an entry do not change."""
+        """Load a result of :meth:`state` for the same optimizers. Optimizers that ``saved`` lacks do not change."""
         optimizers = list(self._coming)
         for number, norm, value, together in saved:
             asked = _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
@@ -110,17 +110,17 @@ class AskedClips:
 
 @dataclass
 class StepCounts:
-    """Numbers of steps of each parameter that has a name and a target density below 1."""
+    """Step counts, from optimizer states, of parameters that have a name and a target density below 1."""
 
     optimizers: Sequence[Optimizer]
     names: Mapping[Parameter, str]
     target_of: Callable[[str], float]
-    # counter tensor, its version, number
+    # ``state["step"]``, the version of this tensor at the last read, and the value
     _counts: dict[Parameter, tuple[Tensor, int, int]] = field(default_factory=dict)
     _most: Optional[int] = None  # cached until the next step or load
 
     def groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
-        """Yield each optimizer and param group with its parameters, frozen ones too, their names and step counts."""
+        """Yield each optimizer and param group, with a list of parameters (also frozen), names and step counts."""
         for optimizer in self.optimizers:
             trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
             known = ((parameter, self.names.get(parameter)) for parameter in trained)
@@ -146,14 +146,14 @@ class StepCounts:
         self._most = None
 
     def count(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
-        """Count a step for parameters that the optimizer itself does not update."""
+        """Add 1 to the step counts of parameters that :class:`AdamSteps` updates in place of the optimizer."""
         counters = {parameter: optimizer.state[parameter]["step"] for parameter in parameters}
         torch._foreach_add_(list(counters.values()), 1)
         for parameter, counter in counters.items():
             self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
     def _of(self, optimizer: Optimizer, among: Container[Parameter]) -> dict[Parameter, int]:
-        """Return step counts. A device is read only for counters that other code has changed."""
+        """Return step counts. Only counters that other code has changed are read from a device."""
         known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
         held = ((each, state.get("step")) for each, state in states if each in among)
         counters = {each: counter for each, counter in held if counter is not None}
@@ -172,7 +172,7 @@ class StepCounts:
 
 @dataclass
 class AdamWarmUp:
-    """Dense first steps, and steps after them with a falling density."""
+    """The warm-up: dense steps first, and then steps with falling density."""
 
     counts: StepCounts
     memory: AdamMemory
@@ -180,29 +180,29 @@ class AdamWarmUp:
 
     @property
     def length(self) -> WarmUp:
-        """Lengths of both parts. A new length of the training does not change a warm-up that has ended."""
+        """Lengths of both parts. After the dense part has ended, a new training length does not change the lengths."""
         correction, ended = self.memory.correction, self.memory.warm_up
         return correction.warm_up(self.total_steps) if ended is None or correction.warmup_steps else ended
 
     @property
     def is_dense(self) -> bool:
-        """Whether the next step sends everything of the parameters with the most steps."""
+        """Whether all parameters have dense gradients in the next step, even parameters with the most steps."""
         return 0 <= self.counts.most < self.length.warmup_steps
 
     @property
     def progress(self) -> float:
-        """Completed fraction of the density's fall, from 0 to 1."""
+        """Completed fraction of the steps with falling density, from 0 to 1."""
         return 1.0 if self.counts.most < 0 else _progress(self.length, self.counts.most)
 
     def resume_from(self, before: "AdamWarmUp") -> None:
-        """Continue the warm-up of other optimizers, unless the new ones have no steps."""
+        """Continue an earlier warm-up after a change of optimizers. New optimizers without steps start a new one."""
         self.total_steps = before.total_steps
         if not self.counts.most:
             self.memory.warm_up = None
 
 
 class AdamSteps:
-    """Pass Adam's moments to the exchange, and apply the mean updates of corrected parameters in optimizer steps."""
+    """Pass Adam's moments to the exchange, and apply mean updates to corrected parameters in optimizer steps."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class AdamSteps:
         self._present: dict[Parameter, AdamMoments] = {}
         self._flats: dict[Parameter, _Flat] = {}
         self._hidden: dict[Parameter, Tensor] = {}
-        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # gradients after an exchange, with versions
+        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # mean gradients and versions, after an exchange
         self._tell: Optional[Callable[[], None]] = None
         self._unscaling_changes = 0
         self._handles: list[Any] = []
@@ -231,7 +231,7 @@ class AdamSteps:
             self._handles.append(optimizer.register_load_state_dict_post_hook(self.see_other_states))
 
     def see_other_states(self, *event: Any) -> None:
-        """Update the memory after a load of optimizer states or a change of optimizers."""
+        """Detect replaced second moments after a load of optimizer states or a change of optimizers."""
         self.counts.forget()
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
@@ -245,7 +245,7 @@ class AdamSteps:
         """Return the context of the next step.
 
         Args:
-            is_dense: whether the step sends dense gradients.
+            is_dense: whether the step sends all gradients dense.
             continued: parameters with a gradient that holds a mean of an earlier exchange of this step.
             begun: parameters that had an exchange in this step.
         """
@@ -253,7 +253,7 @@ class AdamSteps:
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
         groups = [] if is_dense else list(self.counts.groups())
-        # Each of several optimizers of one parameter needs its moments, because any of them may make the step.
+        # If several optimizers have a parameter, each needs estimated moments, because any optimizer may make the step.
         whole = {
             name
             for *_, members in groups
@@ -266,7 +266,7 @@ class AdamSteps:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                if not group["amsgrad"]:  # a switched-off amsgrad leaves its largest moments in the state
+                if not group["amsgrad"]:  # the state may have maxima of an earlier ``amsgrad``
                     tensors = tensors._replace(largest=None)
                 moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
@@ -277,22 +277,22 @@ class AdamSteps:
         return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
-        """Call ``tell`` once if mean gradients were changed before a step.
+        """Set a function for a warning, which is called once if other code changes mean gradients before a step.
 
         Args:
-            tell: the function to call.
-            unscaling_changes: number of in-place changes by a gradient scaler, which are expected.
+            tell: the function.
+            unscaling_changes: number of in-place changes of a gradient by a gradient scaler, which do not count.
         """
         self._tell, self._unscaling_changes = tell, unscaling_changes
 
     def note_arrived(self) -> None:
-        """Record mean gradients and their versions, at the first call after an exchange."""
+        """Record mean gradients and tensor versions at the first call after an exchange."""
         if not self._arrived:
             gradients = {each: each.grad for each in self._present if each.grad is not None}
             self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
 
     def _look_for_changes(self, optimizer: Optimizer) -> None:
-        """Report changes of mean gradients once, and discard their positions of non-zero elements."""
+        """Discard the positions of non-zero elements of changed mean gradients, and warn at the first change."""
         own = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
         changed = {
@@ -314,7 +314,7 @@ class AdamSteps:
         self._handles.clear()
 
     def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> AdamTensors:
-        """Return flat views of Adam's tensors, rebuilt if any tensor was replaced."""
+        """Return flat views of Adam's tensors. Views are made again if any tensor was replaced."""
         weight = parameter if type(parameter) is Parameter else local_tensor(parameter)
         known = self._flats.get(parameter)
         if known is None or known.address != weight.data_ptr() or not all(map(is_, known.kept, map(state.get, _KINDS))):
@@ -333,7 +333,7 @@ class AdamSteps:
     @torch.no_grad()
     def _step(self, optimizer: Optimizer) -> None:
         self._look_for_changes(optimizer)
-        # A fused optimizer skips an overflowed step in its kernel, so that the host must read the flag.
+        # The kernel of a fused optimizer skips a non-finite step. Without the kernel, the host must read the flag.
         found_inf = getattr(optimizer, "found_inf", None)
         is_skipped = found_inf is not None and bool(found_inf)
         for group in optimizer.param_groups:
@@ -348,7 +348,7 @@ class AdamSteps:
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
         shards = {parameter: local_tensor(gradient) for parameter, gradient in gradients.items()}
-        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # without empty shards
+        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # no empty shards
         if held:
             self._apply_held(optimizer, group, held)
         self.counts.count(optimizer, gradients)
@@ -358,8 +358,8 @@ class AdamSteps:
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
-        rate = float(group["lr"])  # waits for the device once per group and step if the learning rate is a tensor
-        # A parameter may have new memory since backward.
+        rate = float(group["lr"])  # a learning rate on a device causes one synchronization per group and step
+        # After backward, other code may have moved the parameter to other memory.
         weights = [self._tensors(parameter, optimizer.state[parameter]).parameter for parameter in held]
         wide = in_widened(weights)
         apply_updates(
@@ -372,13 +372,13 @@ class AdamSteps:
             1 - rate * decay,
         )
         for state, weight, result in zip(states, weights, wide):
-            state.arrived = None  # the next gradient may have no exchange
+            state.arrived = None  # the positions hold for this gradient only
             if result is not weight:
                 weight.copy_(result)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Hide the gradients of corrected parameters inside the context, after a check for changes."""
+        """Set the gradients of corrected parameters to ``None`` inside the context, after a check for changes."""
         for optimizer in self._optimizers if self._arrived else ():
             self._look_for_changes(optimizer)
         self._arrived = {}
@@ -401,7 +401,7 @@ class AdamSteps:
 
 
 def _progress(warm_up: WarmUp, steps: int) -> float:
-    """Return the completed fraction of the density's fall after ``steps`` steps, from 0 to 1.
+    """Return the completed fraction of the steps with falling density after ``steps`` steps, from 0 to 1.
 
     >>> [_progress(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
     [0.0, 0.0, 0.5, 1.0]
