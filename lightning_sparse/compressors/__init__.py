@@ -1,4 +1,4 @@
-"""Compressors, which select the elements to send: a file per paper. ``base`` has the interface."""
+"""Compressors select the elements to send. There is a file per paper, and ``base`` has the interface."""
 
 import inspect
 

@@ -18,17 +18,17 @@ from lightning_sparse.functional.reductions import shift_each_by_sign, sign_tota
 
 
 class A2SGD(Compressor):
-    """Send two numbers a step: the mean of all positive, and of all negative gradient elements of the model.
+    """Send two numbers a step: the mean of all positive gradient elements of the model, and of all negative elements.
 
-    A rank with gradient ``g`` and means ``mu+`` and ``mu-`` (of magnitudes) receives the means over ranks, ``M+`` and
-    ``M-``, and applies ``g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]``. A non-finite element on any rank makes all
-    updates non-finite on all ranks.
+    From the local gradient ``g``, a rank computes ``mu+`` and ``mu-``, the mean magnitudes of positive and negative
+    elements. ``M+`` and ``M-`` are the means of these numbers over ranks. The rank then applies
+    ``g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]``. A non-finite element on any rank makes all updates non-finite.
 
     **Replicas diverge**, because every rank follows the signs of the local gradient. As in local SGD, parameters must
-    be averaged: every ``param_sync_every`` steps by default, never in the paper.
+    be averaged, here every ``param_sync_every`` steps. The paper does not average parameters.
 
-    The abstract of the paper is silent about some cases. Here zeros belong to neither class and stay zero, so that
-    unused rows of an embedding do not move. A class without elements has mean 0. The means of all ranks have equal
+    The abstract of the paper does not define some cases. Here zeros belong to neither sign and stay zero, so that
+    unused rows of an embedding do not move. A sign without elements has mean 0. The means of all ranks have equal
     weight. The quantization error is added again in the same step, so there is no residual.
 
     Args:
@@ -68,15 +68,15 @@ class A2SGD(Compressor):
     ) -> Sequence[Selection]:
         local = self._local_means()
         received = all_gather(local)
-        # The shift starts from the rounded message: equal gradients on all ranks then stay bitwise identical.
+        # The shift is relative to the rounded means that this rank sent. With equal gradients on all ranks it is 0.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
-        # The received gradient belongs to this rank and has no other reader, so the shift is in place.
+        # The shift is in place, because no other code reads the local gradient that ``means`` contains.
         shifted = shift_each_by_sign([mean.values for mean in means], above, -below)
         return [mean._replace(values=values) for mean, values in zip(means, shifted)]
 
     def _local_means(self) -> Tensor:
-        # The order of definition makes the sum independent of the schedule.
+        # A sum in order of definition does not depend on the buckets.
         totals = [self._totals[name] for name in sorted(self._totals, key=self._positions.__getitem__)]
         self._totals = {}
         sums, counts = torch.stack(totals).sum(dim=0).unbind(dim=1)

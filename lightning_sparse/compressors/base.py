@@ -22,7 +22,7 @@ class ErrorFeedback(NamedTuple):
 
     Attributes:
         keeps_residual: whether unsent values are stored; ``False`` suits only unbiased or exact methods.
-        momentum: momentum accumulated before selection instead of in the optimizer (momentum correction of Deep
+        momentum: momentum that is added before selection instead of in the optimizer (momentum correction of Deep
             Gradient Compression): a number, ``"optimizer"`` to use the momentum of the SGD optimizer, or ``None``.
         nesterov: whether the momentum is Nesterov's; read from the optimizer for ``momentum="optimizer"``.
         masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking).
@@ -65,7 +65,7 @@ NOT_CLIPPED = Clipping()
 
 
 def same_everywhere(power: float) -> float:
-    """Round off the last digits of a power, because math libraries differ and ranks must send equal counts."""
+    """Round a power to 12 digits. Math libraries differ in the last digits, and ranks must send equal counts."""
     return float(f"{power:.12g}")
 
 
@@ -123,29 +123,29 @@ Gather = Callable[[Tensor], Tensor]
 class Compressor(ABC):
     """Select the elements of each accumulated gradient that are sent.
 
-    Required are :meth:`select`, ``default_density`` and ``wire_format``. The method is pure: no collectives, no changes
-    of arguments, no dependence between tensors (except with ``selects_across_bucket``, which makes results depend on
-    the buckets). :meth:`select` includes at least 1 NaN or infinity of a gradient, so that all ranks receive the value.
-    State, for example a threshold, changes only in :meth:`finish_step`.
+    A subclass must define :meth:`select`, ``default_density`` and ``wire_format``. :meth:`select` calls no collective
+    and changes no argument. The selection of a tensor does not depend on other tensors (except with
+    ``selects_across_bucket``). If a gradient has a NaN or infinity, at least one must be selected, so that all ranks
+    receive the value. State, for example a threshold, changes only in :meth:`finish_step`.
 
     Attributes:
         default_density: fraction of elements to send by default; ``None`` for a method without a density.
         default_warmup_steps: default number of optimizer steps over which the density falls to the target, or a
             fraction of the training.
-        has_density_by_parameter: whether the density of a parameter equals the fraction sent, so that rules may raise
-            the density.
+        has_density_by_parameter: whether the density of a parameter is the fraction of elements sent. Density rules
+            can then raise the density.
         wire_format: wire format of the selections, see :mod:`lightning_sparse.engine.wire`.
         dense_wire_format: wire format of selections without indices, and of parameters of density 1, which skip
-            :meth:`select`. All ranks must agree. ``None`` to call :meth:`select` at density 1 too.
+            :meth:`select`. Must be equal on all ranks. ``None`` to call :meth:`select` at density 1 too.
         selects_across_bucket: whether :meth:`select` gets the parameters of a bucket as a single tensor.
         fills_selection: whether a selection always has as many elements as the message can hold.
-        wire: default ``wire=`` that replaces a user's choice of 16 or more bits; ``None`` for the user's choice.
+        wire: value that replaces the user's ``wire=`` of 16 or more bits; ``None`` to use the user's ``wire=``.
         is_lossless: whether all elements are sent, so that only the rounding of the wire creates a residual.
         replicas_diverge: whether ranks apply different updates.
         param_sync_every: steps between averages of diverged parameters over ranks; ``None`` for never.
         feedback: settings of error feedback.
-        adaptive_density: whether a plan may raise densities at no cost in time. Requires a ``dense_wire_format`` and a
-            method that accepts any density.
+        adaptive_density: whether the planner may raise a density if backward hides the longer exchange. Requires a
+            ``dense_wire_format``, and a method that accepts any density.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -183,7 +183,7 @@ class Compressor(ABC):
         return density
 
     def begin_step(self, density: float) -> None:
-        """Set the density of the model for the next steps, warm-up included. May run before :meth:`begin`."""
+        """Set the density of the model for the next steps, also during warm-up. May run before :meth:`begin`."""
         return
 
     @abstractmethod
@@ -204,7 +204,7 @@ class Compressor(ABC):
     def finish_step(
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
-        """Update the state of the method after all buckets of a step arrived, and return the means to write.
+        """Update the state after the exchange of a step's last bucket, and return the means for the gradients.
 
         Args:
             names: parameter names in the order of the exchange.
@@ -223,8 +223,8 @@ class Compressor(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the state of the method.
 
-        The state may come from another set of trained parameters of the same model. Store the entries of parameters
-        that are frozen now by name.
+        The state may have been saved with other trained parameters of the same model. Store the entries of parameters
+        that are now frozen, by name.
 
         Raises:
             ValueError: if the state comes from another method.
@@ -260,5 +260,5 @@ def checked_count(argument: str, count: Any, unit: str) -> int:
 
 
 def element_count(numel: int, density: float) -> int:
-    """Return the number of elements that a density selects from ``numel`` (a share on two levels), at least 1."""
+    """Return the number of elements that a density selects from ``numel`` elements of a rank, at least 1."""
     return max(1, round(density * numel))

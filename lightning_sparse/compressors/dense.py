@@ -1,4 +1,4 @@
-"""Dense: every element is sent, as by DDP, a baseline for other methods. QSGD: every element is sent in 4 bits.
+"""Dense sends every element, as DDP does, and is a baseline for other methods. QSGD sends every element in 4 bits.
 
 Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017 (arXiv 1610.02132).
@@ -31,14 +31,14 @@ class Dense(Compressor):
 
 
 class QSGD(Dense):
-    """Send every element in 15 levels, relative to the block's largest magnitude: :class:`Dense` with ``wire="4bit"``.
+    """Send every element as one of 15 levels, scaled by a block's largest magnitude (``wire="4bit"``).
 
     Differences from the paper:
 
     * Elements are rounded to the nearest level, and the residual stores the error. The paper rounds at random and
       has no residual. With a residual no randomness is necessary, and the error is smaller.
     * A block of 64 elements is scaled by the largest magnitude, as in the experiments of the paper (with larger
-      buckets). The theorems use the Euclidean norm.
+      blocks, there called buckets). The theorems use the Euclidean norm.
     * Codes have a fixed width, because ranks need the message size in advance. The paper uses Elias codes.
     * Each rank averages a share of the elements, and sends the means in 4 bits too. The received bytes do not grow
       with the number of ranks. In the paper every rank receives all gradients.

@@ -57,7 +57,7 @@ class DensityRule(ABC):
 
     @abstractmethod
     def minimum_densities(self, context: RuleContext) -> dict[str, float]:
-        """Return minimum densities by parameter name, without parameters at the user's density."""
+        """Return minimum densities by parameter name. Parameters without an entry have the user's density."""
 
     @abstractmethod
     def reason(self, name: str) -> str:
@@ -68,7 +68,7 @@ class DensityRule(ABC):
         return
 
     def observe(self, measurement: Measurement, context: RuleContext) -> None:
-        """Process the norms of a completed step. ``context`` is from before the step."""
+        """Process the norms of a completed step. ``context`` has the values from before the step."""
         return
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,9 +120,9 @@ class Warmup(DensityRule):
 
 
 _SLACK = 0.7  # the density falls if the error is below this fraction of the budget
-_MAX_RAISE = 2.0  # largest factor per measurement
-_MAX_LOWERING = 1.25  # largest factor per measurement, small because the residual grows slowly
-_FALLING = 0.9  # fraction of the last error: below it, an earlier raise still has an effect
+_MAX_RAISE = 2.0  # largest factor of a density per measurement
+_MAX_LOWERING = 1.25  # largest divisor of a density per measurement, small because the residual grows slowly
+_FALLING = 0.9  # an error below this fraction of the last error is falling: an earlier raise still has an effect
 
 
 class ErrorBudget(DensityRule):
@@ -130,13 +130,13 @@ class ErrorBudget(DensityRule):
 
     With Adam and AdamW the error is the norm of the residual of updates over the norm of a step's update.
 
-    A control loop: after each measurement the density of a layer above the budget is multiplied by ``error / budget``,
-    at most by 2, unless the error is already falling. Below 0.7 of the budget the density falls more slowly. An error
-    settles in about ``1 / density`` steps. A zero or non-finite gradient changes nothing.
+    Each measurement changes densities. If an error exceeds the budget, the layer's density is multiplied by ``error /
+    budget``, at most by 2, unless the error is already falling. If an error is below 0.7 of the budget, the density is
+    divided by at most 1.25. An error settles in about ``1 / density`` steps. Zero or non-finite norms change nothing.
 
     Args:
-        budget: largest ratio. ``CompressionMonitor`` shows the ratio without a rule: ``update_error`` with Adam and
-            AdamW, ``residual_to_gradient`` with other optimizers.
+        budget: largest error. ``CompressionMonitor`` logs the error, also without this rule: ``update_error`` with Adam
+            and AdamW, ``residual_to_gradient`` with other optimizers.
 
     Raises:
         ValueError: if the budget is not positive.

@@ -16,19 +16,19 @@ class DGC(TopK):
     Selection is exact. The paper estimates a threshold from a sample of each layer, which is no faster here (see
     :mod:`lightning_sparse.functional.topk`). As published, the method has momentum correction, optional momentum
     factor masking, and clipping of each local gradient to ``clip_norm / sqrt(world_size)`` before accumulation (the
-    released code lacks the factor). The density falls in four stages to 0.1 %: 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %.
-    A published stage is an epoch (``warmup_steps=4 * steps_per_epoch``); the default is a tenth of the training.
-    With Adam and AdamW the optimizer correction replaces the momentum.
+    released code lacks ``sqrt(world_size)``). The paper's density falls in four epochs to 0.1 %: 25 %, 6.3 %, 1.6 %,
+    0.4 %, 0.1 % (``warmup_steps=4 * steps_per_epoch``). The default warm-up is a tenth of the training. With Adam and
+    AdamW the optimizer correction replaces the momentum.
 
     Args:
         momentum: ``"optimizer"`` applies the (Nesterov) momentum of the SGD optimizer before selection instead of in
             the optimizer; a number is for an optimizer without momentum; ``None`` for no correction.
         nesterov: whether a ``momentum`` given as a number is Nesterov's.
         masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking), as
-            published. Off by default: during warm-up most momentum would be reset in every step, and a short training
-            ends below DDP.
-        clip_norm: largest norm of the mean gradient, or ``None``. Clipping needs the whole gradient, so the exchange
-            no longer overlaps with backward.
+            published. Off by default: during warm-up most momentum would be reset in every step, and the accuracy of a
+            short training would be below DDP.
+        clip_norm: largest norm of the mean gradient, or ``None``. Clipping needs the gradient of the whole model, so
+            the exchange no longer overlaps with backward.
 
     Raises:
         ValueError: for a momentum outside ``[0, 1)``, or a ``clip_norm`` that is not positive.

@@ -21,16 +21,16 @@ from lightning_sparse.functional.topk import indices_reaching_each, top_k_indice
 
 _SMALLEST = 2.0**-126  # smallest normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
-_GAIN = 0.05  # settles in about 25 steps; three times as much oscillates
+_GAIN = 0.05  # gain of the control loop: settles in about 25 steps, and three times as much oscillates
 _MIN_GAIN = _GAIN / 100  # enough for nearly constant gradients, which take hundreds of steps to reach the threshold
 _CALMING = 0.5  # factor of the gain if the density swings
 _RECOVERY = 1.05  # factor of the gain if the density does not swing
-_CHANCE = 2.0  # sigmas; smaller deviations are no swing
-_LARGEST_STEP = 0.1
-_FAR_OFF = 2.0  # factor of the count beyond which a new measurement is faster than many small steps
-_SIGMAS = 4.0  # smaller deviations of the count may be chance, and cause no measurement
-_BLOCKS = 1024  # published: enough for balance, few enough to store a load per block
-_MIN_BLOCK = 32  # elements, published; smaller only if the model has fewer elements per rank
+_CHANCE = 2.0  # standard deviations; smaller changes of the density are chance, no swing
+_LARGEST_STEP = 0.1  # largest change of ln(threshold) in a step
+_FAR_OFF = 2.0  # if the count is off by this factor, a new histogram is faster than many small steps
+_SIGMAS = 4.0  # standard deviations; smaller deviations of the count may be chance, and cause no new histogram
+_BLOCKS = 1024  # number of blocks, as published: enough for balance, few enough to store a load per block
+_MIN_BLOCK = 32  # elements per block, as published; fewer only if the model has fewer elements per rank
 _LOAD_MEMORY = 0.95  # decay of a block's load per step; a single step selects too few elements to compare blocks
 _STEPS_BETWEEN_CUTS = 16
 
@@ -38,16 +38,17 @@ _STEPS_BETWEEN_CUTS = 16
 class ExDyna(Compressor):
     """Send elements that reach a common threshold. Each rank searches a part of the model with an equal load.
 
-    The model, flat in order of definition, is cut into about 1024 blocks. Each rank's partition is a run of blocks. In
-    step ``t`` rank ``r`` searches partition ``(t + r) mod world_size`` of the accumulated gradient for magnitudes that
-    reach the threshold. Every rank then sends the values at the union of all selections, and no rank has a residual
-    there. Partitions do not overlap, so the size of the union does not grow with the number of ranks. All ranks have
-    the union and thus the load of every block, and cut alike without communication.
+    The model, flat in order of definition, is cut into about 1024 blocks. A partition is a run of blocks. In step ``t``
+    rank ``r`` searches partition ``(t + r) mod world_size`` of the accumulated gradient for magnitudes that reach the
+    threshold. Every rank then sends all elements that any rank selected, and has no residual at these elements.
+    Partitions do not overlap, so the number of sent elements does not grow with the number of ranks. The load of a
+    block is the average number of selected elements. All ranks compute equal loads and equal partitions, without
+    communication.
 
-    If there is no threshold (at the start, or after a count off by a factor of 2), each rank selects the largest
-    magnitudes of a partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the next
-    threshold. The density is the density of the whole model, with at least an element per rank. ``docs/papers.md``
-    lists the differences from the paper.
+    A step may have no threshold: at the start, or if the last count was off by a factor of 2. Each rank then selects
+    the largest magnitudes of a partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the
+    next threshold. The density applies to the whole model, with at least an element per rank. ``docs/papers.md`` lists
+    the differences from the paper.
 
     Example::
 
@@ -60,7 +61,7 @@ class ExDyna(Compressor):
 
     default_density: ClassVar[Optional[float]] = 0.01
     wire_format: ClassVar[str] = "union"
-    rebalances: ClassVar[bool] = True  # whether partitions change; if not, partitions have equal sizes
+    rebalances: ClassVar[bool] = True  # whether partitions follow the loads; otherwise the sizes are equal
 
     def __init__(self) -> None:
         self._density = self.default_density or 1.0
@@ -86,7 +87,7 @@ class ExDyna(Compressor):
         owned = self._partitions.owned(self._layout.rank, self._step)
         starts = [self._starts[name] for name in names]
         ranges = [_within(owned, start, tensor.numel()) for start, tensor in zip(starts, accumulated)]
-        # A non-finite element in any partition must void the step.
+        # If a tensor has a non-finite element, in any partition, select only this element: all ranks skip the step.
         spoilt = _first_not_finite(accumulated)
         ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
         pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
@@ -103,9 +104,9 @@ class ExDyna(Compressor):
         return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
 
     def _measure(self, piece: Tensor, start: int) -> Tensor:
-        """Return the largest elements of a piece, in proportion to the size, and count magnitudes in the histogram."""
+        """Return the largest elements of a piece, in proportion to the size. Add all magnitudes to the histogram."""
         numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
-        # These differences of a running total add up to `wanted` over the model, for any cuts.
+        # The counts are differences of a running total, so the counts of all pieces of the model add up to `wanted`.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
         if piece.numel():
             histogram = magnitude_histogram(piece)
@@ -124,7 +125,7 @@ class ExDyna(Compressor):
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
         histogram, self._histogram = self._histogram, None
-        if not bool(finite):  # the state is on the host
+        if not bool(finite):  # a synchronization, because the state is on the host
             return means
         indices = [_indices(mean) for mean in means]
         numel = sum(mean.numel for mean in means)
@@ -145,7 +146,7 @@ class ExDyna(Compressor):
         return means
 
     def _rebalance(self, positions: Tensor) -> None:
-        """Update block loads from selected ``positions`` (int64 ``[count]``), and cut again every 16 steps."""
+        """Update block loads from selected ``positions`` (int64 ``[count]``), and partitions every 16 steps."""
         loads = self._partitions.block_loads(positions)
         before = self._loads.to(positions.device, non_blocking=True)
         self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
@@ -154,7 +155,7 @@ class ExDyna(Compressor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the threshold (0: none), its gain and error, the partitions, and block loads."""
+        """Return the step, the threshold (0: none), gain and error of the loop, the partitions, and block loads."""
         cuts = torch.tensor(self._partitions.cuts, device="cpu")
         threshold, gain, error = self._threshold
         state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
@@ -162,7 +163,7 @@ class ExDyna(Compressor):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state. For another world size or another model, partitions start from equal cuts."""
+        """Replace the state. With another world size or another model, partitions start with equal sizes."""
         expected = self.state_dict().keys()
         if state.keys() != expected:
             raise ValueError(
@@ -190,12 +191,12 @@ class ThresholdState(NamedTuple):
         """Return the state for the next step, after a step that selected ``selected`` elements."""
         assert self.threshold is not None
         error = math.log(max(selected, 0.5) / wanted)
-        # A lower threshold sends the residual just below only once. If few new elements arrive, the next count is half
-        # as large, and a higher threshold delays due elements. A large gain would repeat this cycle forever.
+        # After a lower threshold, residuals just below the old threshold are sent all at once. The high count raises
+        # the threshold, delayed elements make the next count low, and so on. A large gain repeats this cycle forever.
         swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
         gain = max(_MIN_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
         is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
-        # A measuring step has sent all elements above the threshold, so the next step has fewer.
+        # ``self.error`` is 0 after a step with a histogram. That step sent all large elements, so now there are fewer.
         if self.error and is_far_off and abs(selected - wanted) >= _SIGMAS * math.sqrt(wanted):
             return ThresholdState(None, gain)
         step = max(-_LARGEST_STEP, min(_LARGEST_STEP, gain * error))
@@ -209,7 +210,7 @@ class Partitions(NamedTuple):
     cuts: tuple[int, ...]  # first block of each partition, ascending, and the number of blocks
 
     def owned(self, rank: int, step: int) -> tuple[int, int]:
-        """Return first element and end of a rank's partition in a step. Ranks take turns."""
+        """Return the first element and the end of a rank's partition in a step. Partitions rotate among ranks."""
         partition = (step + rank) % (len(self.cuts) - 1)
         return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
 
@@ -233,9 +234,9 @@ def block_edges(numel: int, world_size: int) -> tuple[int, ...]:
 
 
 def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
-    """Cut blocks into a run per rank of nearly equal load, each with a block or more.
+    """Cut blocks into one run per rank. The runs have nearly equal loads, and at least one block.
 
-    Loads are float64 ``[blocks]`` on CPU, not all zero, with at least a block per rank.
+    Loads are float64 ``[blocks]`` on the CPU, not all zero. There are at least ``world_size`` blocks.
 
         >>> balanced_cuts(torch.tensor([8.0, 1.0, 1.0, 2.0, 2.0, 2.0]), world_size=2)
         (0, 1, 6)
@@ -254,8 +255,8 @@ def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
 
 def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
     """Return the index (int64 ``[1]``) of a non-finite element of each tensor, or ``None``."""
-    # The norm is the fastest pass over all elements. The norm may overflow, so only a finite norm is conclusive. The
-    # host waits for the result, as for the number of selected elements.
+    # The norm is the fastest pass over all elements. A finite norm proves that all elements are finite. An infinite
+    # norm may be an overflow. The host waits for the result, as for the number of selected elements.
     are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
     return [None if is_finite else _not_finite(tensor) for tensor, is_finite in zip(tensors, are_finite)]
 
@@ -279,8 +280,8 @@ def _indices(mean: Selection) -> Tensor:
 class MiCRO(ExDyna):
     """Send elements that reach a common threshold. Each rank searches an equal part of the model.
 
-    MiCRO is :class:`~lightning_sparse.compressors.ExDyna` with fixed partitions. If large elements lie close together,
-    messages are padded to the largest count of any rank.
+    MiCRO is :class:`~lightning_sparse.compressors.ExDyna` with partitions of fixed size. If one partition has most of
+    the large elements, messages have much padding, because all have the size of the largest.
     """
 
     rebalances: ClassVar[bool] = False

@@ -24,9 +24,9 @@ class LAGS(TopK):
     Args:
         densities: density by parameter name; all other parameters have the strategy's density.
         error_feedback: ``"gradient"`` or ``"update"``.
-        adaptive_density: send more of a layer if backward hides the exchange, up to all elements, and never less than
-            the density of the strategy or warm-up (the inverse of ``c_u`` in the paper). The first steps measure
-            times, so two runs are not bitwise identical. Off by default. Needs
+        adaptive_density: whether to send more elements of a layer, up to all, if backward hides the exchange. The
+            minimum is the density of the strategy or warm-up (the inverse of ``c_u`` in the paper). Two runs are not
+            bitwise identical, because the first steps measure times. Off by default. Requires
             ``schedule="merged"``; see :func:`~lightning_sparse.schedule.costs.hidden_densities`.
 
     Raises:

@@ -12,8 +12,8 @@ from lightning_sparse.compressors.topk import TopK
 class OMGS(TopK):
     """Send the ``max(1, round(density * n))`` largest magnitudes of all layers of a bucket with ``n`` elements in all.
 
-    Layers of a bucket compete, so the result depends on the schedule. A layer per bucket is layer-wise top-k, and a
-    single bucket is top-k of the whole model. Differences from the paper or the released code:
+    Layers of a bucket compete, so the result depends on the schedule. With a layer per bucket this is layer-wise top-k,
+    and with a single bucket top-k of the whole model. Differences from the paper or the released code:
 
     * Residuals are stored per parameter, so that new buckets lose nothing.
     * Values and indices of a bucket are a single message instead of two.

@@ -28,16 +28,16 @@ _MIN_DENSITY = 1e-6
 class SDAGC(TopK):
     """Send elements above ``alpha`` standard deviations of the layer. ``alpha`` follows the density (reconstruction).
 
-    Of every parameter ``v`` (gradient plus residual) all ``|v| >= alpha * std(v)`` are sent, largest first, from 1 to
-    ``capacity`` times the wanted number. The message size is thus fixed, without an exchange of counts. The rest goes
-    to the residual. Then ``alpha`` of each layer, on each rank, follows the measured density:
+    For a parameter with gradient plus residual ``v``, elements with ``|v| >= alpha * std(v)`` are sent, largest first:
+    at least 1, and at most ``capacity`` times the number that the density gives. All other elements are the residual.
+    Message sizes are fixed, without counts. After a step, ``alpha`` of each layer, on each rank, follows the density:
     ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` does not work: the residual raises
-    the deviation, so that less and less is sent (see ``tests/compressors/test_sdagc.py``). The warm-up is the same as
-    in :class:`~lightning_sparse.compressors.DGC`.
+    the deviation, so that fewer and fewer elements are sent (see ``tests/compressors/test_sdagc.py``). The warm-up is
+    the same as in :class:`~lightning_sparse.compressors.DGC`.
 
     Args:
-        alpha: initial value; ``None`` for the value that fits the density of a Laplace distribution.
-        capacity: room in a message, as a multiple of the wanted number of elements; unused room is sent as padding.
+        alpha: initial value; ``None`` for the value that gives the density if elements have a Laplace distribution.
+        capacity: size of a message, as a multiple of the wanted number of elements; unused space is sent as padding.
         momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         nesterov: as in :class:`~lightning_sparse.compressors.DGC`.
         masks_momentum: as in :class:`~lightning_sparse.compressors.DGC`.
@@ -80,7 +80,7 @@ class SDAGC(TopK):
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
-        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and alphas to store if the step is finite
+        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and new alphas if the step is finite
 
     @override
     def begin(self, layout: ModelLayout) -> None:
@@ -153,6 +153,6 @@ def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
 def _updated(alphas: Tensor, sent: Tensor, wanted: Tensor, rooms: Tensor, numels: Tensor) -> Tensor:
     ratios = (sent / wanted).clamp(min=_MIN_DENSITY)
     steps = (_GAIN * ratios.log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)
-    # A full message hides how far the threshold was too low.
+    # If a message is full, the number of elements above the threshold is unknown, so alpha rises by the largest step.
     steps = steps.masked_fill((sent == rooms) & (rooms < numels), _LARGEST_STEP)
     return (alphas * steps.masked_fill(sent == 0, 0.0).exp()).clamp(*_ALPHA_RANGE)

@@ -23,12 +23,12 @@ from lightning_sparse.functional.elements import (
 
 
 class SelectionSize(NamedTuple):
-    """Size of a selection and thus of the message, available before the gradient.
+    """Size of a selection, and thus of the message. The size does not depend on gradient values.
 
     Attributes:
         numel: number of elements of the tensor.
         selected: number of selected elements, padding included: of each rank, or of all ranks together if ranks send
-            the union of their selections.
+            the union of all selections.
         is_dense: whether every element is sent, without indices.
     """
 
@@ -55,7 +55,7 @@ class Selection(NamedTuple):
 
 
 class FlatSelection(Sequence[Selection]):
-    """Some elements of each tensor of a bucket, stored flat. As a sequence, a selection per tensor, made on demand.
+    """Some elements of each tensor of a bucket, in flat tensors. As a sequence, this has one selection per tensor.
 
     ``values`` are ``[count]``, or ``[world_size, count]`` for several ranks. ``indices`` are int64 of the same shape,
     into the flattened bucket, ascending in each row. ``numels`` and ``counts`` have the elements and the selected
@@ -110,13 +110,13 @@ class FlatSelection(Sequence[Selection]):
         return [Selection(*piece) for piece in pieces]
 
     def places(self) -> list[Tensor]:
-        """Return the selected indices within each tensor, int64 of one dimension, all rows together."""
+        """Return the selected indices in each tensor, int64 ``[rows * count]``: the indices of all rows together."""
         within = self.indices - _origins(self.numels, self.counts, self.indices.device)
         rows = within if within.dim() > 1 else within.unsqueeze(0)
         return list(rows.t().reshape(-1).split([len(rows) * count for count in self.counts]))
 
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each run of tensors that are adjacent in memory, with the indices and values selected in the run."""
+        """Yield each run of tensors adjacent in memory as a flat tensor, with the run's selected indices and values."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
         for first, stop, flat in runs(tensors):
             some = slice(columns[first], columns[stop])
@@ -125,9 +125,10 @@ class FlatSelection(Sequence[Selection]):
 
 
 class CutSelection(Sequence[Selection]):
-    """All elements of each tensor of a bucket, cut into shards: columns ``[world_size, shard]`` of a single tensor.
+    """All elements of each tensor of a bucket, cut into shards.
 
-    The last shards of a tensor may end in padding, and so may the columns. ``are_zero``: all elements are zero.
+    ``values`` is ``[world_size, columns]``. Each tensor has some columns, with one shard per row. The last shards of a
+    tensor and the last columns may be padding. ``are_zero``: all elements are zero.
     """
 
     def __init__(self, values: Tensor, widths: Counts, numels: Counts, are_zero: bool = False) -> None:
@@ -155,7 +156,7 @@ class CutSelection(Sequence[Selection]):
 
 
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
-    """Return the violation of the interface by the indices, or ``None``. ``size`` is the announced size.
+    """Return a text about a rule that the selection breaks, or ``None``. ``size`` is the announced size.
 
     Example::
 
@@ -221,7 +222,7 @@ def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> Non
 
 
 def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
-    """Set flat tensors to the sums of the selected values, rank by rank, and to zero elsewhere."""
+    """Set flat tensors to the sums of selected values, added rank by rank. Elements without a value become zero."""
     if not isinstance(selections, FlatSelection):
         overwrite(tensors, selections)
         return
@@ -230,7 +231,7 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
 
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
-    """Return the offset of the tensor for each selected element."""
+    """Return, for each selected element, the offset of the tensor in the bucket."""
     return repeat_interleave(starts_of(numels)[:-1], counts, device)
 
 
