@@ -42,8 +42,7 @@ class ExDyna(Compressor):
     rank ``r`` searches partition ``(t + r) mod world_size`` of the accumulated gradient for magnitudes that reach the
     threshold. Every rank then sends all elements that any rank selected, and has no residual at these elements.
     Partitions do not overlap, so the number of sent elements does not grow with the number of ranks. The load of a
-    block is the average number of selected elements. All ranks compute equal loads and equal partitions, without
-    communication.
+    block is the average number of selected elements. Ranks compute equal loads and partitions without communication.
 
     A step may have no threshold: at the start, or if the last count was off by a factor of 2. Each rank then selects
     the largest magnitudes of a partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the

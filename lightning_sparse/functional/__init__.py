@@ -1,1 +1,1 @@
-"""Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
+"""Functions of flat tensors, without state, process groups, or random numbers."""

@@ -1,7 +1,7 @@
-"""Adam's arithmetic on flat tensors at single elements if a mean has few, else over whole tensors.
+"""Adam's arithmetic on flat tensors: only at non-zero elements if a mean has few, otherwise on whole tensors.
 
-A CPU processes each tensor alone, in pieces that fit its cache, so that the result does not depend on other tensors. A
-device processes many tensors per launch, with bounded temporary memory.
+A CPU processes each tensor alone, in pieces that fit in the cache, so that the result does not depend on other tensors.
+A GPU processes many tensors per kernel launch, with bounded temporary memory.
 """
 
 import math
@@ -16,13 +16,14 @@ from torch import Tensor
 
 Tensors = Sequence[Tensor]  # flat
 
-# Weight of a gradient in its own divisor, relative to Adam. On the GPT of the benchmarks at density 0.01, the loss was
-# 1.6, 1.2 and 2.8 % above DDP with 1, 4 and 16. Without this term, some trainings did not recover from outliers.
+# Weight of a gradient's square in the divisor of this gradient, relative to Adam. For the GPT of the benchmarks at
+# density 0.01, the loss was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. Without this term, some trainings
+# did not recover from outliers.
 _OUTLIERS = 4.0
-_CACHED_ELEMENTS = 1 << 16  # per piece of four tensors: 1 MiB in all, a core's share of the cache
-_BATCH_ELEMENTS = 1 << 26  # elements per batch on a device, with 256 MiB of temporary memory
-_LARGE = 1 << 20  # elements; larger tensors pay for a launch of their own
-_FEW = 12  # elements per non-zero one, above which single elements are looked up
+_CACHED_ELEMENTS = 1 << 16  # elements per piece; pieces of four tensors take 1 MiB, a core's share of the cache
+_BATCH_ELEMENTS = 1 << 26  # elements per batch on a GPU, with 256 MiB of temporary memory
+_LARGE = 1 << 20  # elements; a tensor of this size or larger justifies a separate kernel launch
+_FEW = 12  # elements per non-zero element; above this ratio, only non-zero elements are processed
 
 
 class AdamScalars(NamedTuple):
@@ -34,12 +35,12 @@ class AdamScalars(NamedTuple):
 
     @property
     def root_weight(self) -> float:
-        """Divisor of the root of the second moment."""
+        """Divisor that corrects the bias of the root of the second moment."""
         return math.sqrt(self.weight)
 
 
 class _Held(local):
-    """Buffer of a thread for one piece, by dtype, reused because it stays in the cache."""
+    """One buffer per thread and dtype, of the size of a piece. A reused buffer is in the cache already."""
 
     def __init__(self) -> None:
         self.by_type: dict[torch.dtype, Tensor] = {}
@@ -49,7 +50,7 @@ _held = _Held()
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of equally long flat tensors, in the first one's dtype, with an uninitialized buffer for each."""
+    """Yield pieces of equally long flat tensors, in the first tensor's dtype, each time with an undefined buffer."""
     dtype = tensors[0].dtype
     if dtype not in _held.by_type:
         _held.by_type[dtype] = torch.empty(_CACHED_ELEMENTS, dtype=dtype)
@@ -59,7 +60,7 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _batches(tensors: Tensors, *others: Sequence[Any]) -> Iterator[tuple[list[Any], ...]]:
-    """Yield batches of tensors for one device launch, with the matching parts of equally long lists."""
+    """Yield batches of tensors that share a kernel launch, with the matching entries of equally long lists."""
     starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
     members = zip(starts, zip(tensors, *others))
     for _, batch in groupby(members, key=lambda member: member[0] // _BATCH_ELEMENTS):
@@ -75,16 +76,14 @@ def accumulate_updates(
 ) -> None:
     """Divide gradients by Adam's divisor and add the residual updates ``r``, in place.
 
-    The result is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / world_size) + eps)``. The second moment ``v`` contains
-    its
-    step's bias and is some steps old. The second term bounds updates of gradients that ``v`` does not contain yet.
-    Values
-    that are not finite stay so.
+    The result is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / world_size) + eps)``, with bias correction. The second
+    moment ``v`` is some steps old, and has the bias of that step. The second term under the root limits the update of a
+    gradient that ``v`` does not contain yet. Non-finite values stay non-finite.
 
     Args:
-        gradients: flat gradients, overwritten.
-        waiting: residual updates.
-        seconds: second moments.
+        gradients: flat gradients ``g``, overwritten by the result.
+        waiting: residual updates ``r``.
+        seconds: second moments ``v``.
         scalars: numbers of each parameter's step.
         world_size: number of ranks.
     """
@@ -103,7 +102,7 @@ def accumulate_updates(
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, added)
         small = [number for number, gradient in enumerate(some) if gradient.numel() < _LARGE]
-        for number in set(range(len(some))) - set(small):  # avoids a list of results as large as the model
+        for number in set(range(len(some))) - set(small):  # temporaries of one tensor instead of the model
             gradient = some[number]
             torch.addcdiv(rests[number], gradient, roots[number], value=divisors[number], out=gradient)
         if small:
@@ -112,11 +111,11 @@ def accumulate_updates(
 
 
 class LookedUp(NamedTuple):
-    """Positions of a mean's few non-zero elements, with values of Adam there."""
+    """Positions of a mean's few non-zero elements, and Adam's numbers at these positions."""
 
     places: Tensor  # int64, flat, with possible duplicates
-    roots: Tensor
-    divisors: Tensor
+    roots: Tensor  # roots of the second moment, without bias correction
+    divisors: Tensor  # roots with bias correction, plus ``eps``
 
 
 def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> dict[int, LookedUp]:
@@ -124,7 +123,7 @@ def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequen
 
     Args:
         places: positions of non-zero elements, by tensor.
-        updates: flat tensors to update. Tensors with many non-zero elements are left out of the result.
+        updates: flat tensors for the means. Tensors with many non-zero elements have no entry in the result.
         seconds: second moments.
         scalars: numbers of each parameter's step.
     """
@@ -182,7 +181,7 @@ def apply_updates(
     Args:
         parameters: flat parameters.
         gradients: mean gradients.
-        arrived: positions of non-zero elements, if known; on a CPU the function checks that all others are zero.
+        arrived: positions of non-zero elements, if known. Not used if a gradient has other non-zero elements.
         seconds: second moments.
         scalars: numbers of each parameter's step.
         rate: learning rate.
@@ -231,7 +230,7 @@ def _typed(tensors: Tensors, likes: Tensors) -> list[Tensor]:
 
 
 def _of_zeros_elsewhere(gradients: Tensors, found: Mapping[int, LookedUp]) -> dict[int, LookedUp]:
-    """Return entries with gradients that are zero elsewhere, or below 1e-22, where their square is zero."""
+    """Return entries of gradients that are zero at all other positions, or below 1e-22 with a square of zero."""
     places = {number: each.places for number, each in found.items()}
     held = _read(gradients, places)
     for number, chosen in places.items():

@@ -1,9 +1,9 @@
-"""Quantization to few bits, with packed codes: blocks with a shared scale, or bins with a mean.
+"""Quantization to 2 or 4 bits per value. Blocks of values share a scale, or values are sorted into bins with a mean.
 
-SparseLoCo (Sarfi et al., arXiv 2508.15706) quantizes the values that top-k selected in bins. The released code rounds
-to the nearest of four levels that are not symmetric about the mean. Here six standard deviations about the mean are cut
-into equal bins. This leaves a smaller error for large values of both signs. A zero stays zero: if there are zeros, they
-get the uppermost bin, and values of that bin go to the next lower one.
+SparseLoCo (Sarfi et al., arXiv 2508.15706) sorts the values that top-k selected into bins. The released code rounds to
+the nearest of four levels that are not symmetric about the mean. Here the range of six standard deviations about the
+mean is divided into equal bins. This has a smaller error for large values of both signs. A zero stays zero: if a tensor
+has zeros, the uppermost bin is for zeros only, and the largest values are in the second uppermost bin.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_sparse.functional.elements import Counts, add_rows, copied_to, read_as, repeat_interleave, round_to
 
-BLOCK = 64  # elements that share a scale, at a quarter of a bit per element
+BLOCK = 64  # elements that share a 16-bit scale: a quarter of a bit per element
 _SCALE = torch.bfloat16  # dtype with the range of fp32; values above the rounded scale are clamped to the scale
-_ZERO_BELOW = 0.75  # fraction of a block's mean magnitude, near the least squared error of normal values (1605.04711)
+_ZERO_BELOW = 0.75  # fraction of a block's mean; below, values become 0. Near the least squared error (1605.04711)
 _RANGE = 6.0  # standard deviations covered by the bins; values beyond go to the outermost bins
 BIN_MEANS = torch.bfloat16  # dtype of bin means; the sender's residual has the rounding error
 
@@ -48,12 +48,12 @@ def quantized_nbytes(numel: int, bits: int) -> int:
 
 
 def quantize(rows: Tensor, bits: int) -> Tensor:
-    """Round values to the nearest of ``2 ** bits - 1`` multiples of the block's scale, its largest magnitude.
+    """Round values to the nearest of ``2 ** bits - 1`` levels, from minus to plus a block's scale (largest magnitude).
 
-    With 2 bits nearly all of a block would round to zero. The scale is therefore the mean magnitude of the larger
+    With 2 bits nearly all values of a block would round to zero. The scale is then the mean magnitude of the larger
     values, and only small values round to zero. ``rows`` is floating point ``[rows, numel]``, with ``numel`` a multiple
     of ``BLOCK``; ``bits`` is 2 or 4. Returns uint8 ``[rows, quantized_nbytes(numel, bits)]``, scales first. A
-    non-finite value makes the block non-finite.
+    non-finite value makes all values of the block non-finite.
 
         >>> values = torch.tensor([[3.0, -7.0, 0.4, *[0.0] * 61]])
         >>> dequantize(quantize(values, bits=4), bits=4)[0, :4]
@@ -90,7 +90,7 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
     """Sort the values of several concatenated tensors into ``2 ** bits`` bins per tensor.
 
     Returns codes, uint8 ``[sum(counts)]``, and means, bfloat16 ``[tensors * 2 ** bits]``, zero for an empty bin. A
-    non-finite value makes a mean of the tensor non-finite. A zero is decoded as zero.
+    non-finite value makes the mean of a bin non-finite. A zero is decoded as zero.
 
         >>> codes, means = bin_values(torch.tensor([-4.0, -3.0, 3.0, 5.0]), [4], bits=2)
         >>> codes.tolist(), values_of_bins(codes, means, [4], bits=2).tolist()

@@ -1,10 +1,10 @@
-"""Operations on elements of flat tensors: copy, round, add, and write indices as bytes, exactly and narrowly.
+"""Operations on elements of flat tensors: copy, round, add, and write indices in few bytes.
 
-An index costs 2 bytes in blocks of 65 536 elements, plus 4 per block. Above a density of about 0.8 % blocks of 256
-elements are cheaper: 1 byte per index, plus 2 per block. Below 0.003 %, where most blocks are empty, an index costs 4
-bytes. Sizes follow from ``numel`` and ``count``, so ranks need not exchange them.
-
-The many tensors of a bucket cost more in kernel launches than in elements, so adjacent tensors share one call.
+An index is written as an offset in a block, and each block has the number of indices in the block. With blocks of
+65 536 elements an offset has 2 bytes, and a number 4. Above a density of about 0.8 %, blocks of 256 elements are
+cheaper: 1 byte and 2 bytes. Below 0.003 %, an index has 4 bytes, because most blocks would be empty. Sizes follow from
+``numel`` and ``count``, so ranks need not exchange sizes. Tensors that are adjacent in memory share one call, because
+kernel launches for the many small tensors of a bucket cost more than the elements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ def as_dtensor(held: Tensor, like: Any) -> Tensor:
 
 
 def flatten_as(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
-    """Return a tensor flat, in the order of memory or that of ``like``, as DDP flattens its gradient."""
+    """Return a tensor flattened in memory order, as DDP flattens a gradient, or in the memory order of ``like``."""
     if like is not None and not has_layout_of(tensor, like):
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -65,14 +65,14 @@ def flatten_as(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
 def has_layout_of(tensor: Tensor, like: Tensor) -> bool:
     """Return whether two tensors of one shape have the same memory layout. Strides along a size of 1 do not count.
 
-    These strides differ between parameters of 1x1 convolutions and channels_last gradients.
+    For a 1x1 convolution, these strides differ between the parameter and a channels_last gradient.
     """
     own, others = tensor.stride(), like.stride()
     return own == others or all(one == other for size, one, other in zip(tensor.shape, own, others) if size > 1)
 
 
 def laid_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the strides of ``like`` if the layouts agree: unequal strides disable fused list copies."""
+    """Return a view with the strides of ``like`` if layouts agree. Other strides disable fused ``_foreach`` copies."""
     is_same = tensor.stride() == like.stride() or not has_layout_of(tensor, like)
     return tensor if is_same else tensor.as_strided(tensor.shape, like.stride())
 
@@ -144,8 +144,8 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a floating-point dtype. A finite value out of range becomes the largest finite value.
 
-    The caller stores the difference, so that values beyond the range of float16 are late, not lost. Infinities and NaN
-    are unchanged, so that a gradient scaler detects them.
+    The caller stores the difference in the residual, so that the part beyond the range of float16 is sent later.
+    Infinities and NaN do not change, so that a gradient scaler detects a non-finite gradient.
 
         >>> round_to(torch.tensor([1.0001, -1e6, float("inf")]), torch.float16)
         tensor([ 1.0000e+00, -6.5504e+04,         inf], dtype=torch.float16)
@@ -256,7 +256,7 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
 
 
 class _Known(local):
-    """Per-thread cache of device copies: buckets repeat every step, and only the copying stream may read a copy."""
+    """A cache per thread of numbers on a device. Only the CUDA stream that made a copy may read the copy."""
 
     def __init__(self) -> None:
         self.copied_to = lru_cache(maxsize=512)(
@@ -275,7 +275,7 @@ def copied_to(numbers: Counts, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=512)
 def starts_of(numels: Counts) -> Counts:
-    """Return the offset of each tensor in the concatenation, and the end of the last one."""
+    """Return the offset of each tensor in the concatenation, and the end of the last tensor."""
     return tuple(accumulate(numels, initial=0))
 
 

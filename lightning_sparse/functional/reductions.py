@@ -16,7 +16,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
         norms: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float()
         if not norms.isinf().any():
             return norms
-    # fp32 squares overflow above a norm of 1.8e19; a check on a GPU would synchronize.
+    # fp32 overflows above a norm of 1.8e19. A GPU always uses float64, because a check would synchronize.
     wide: Tensor = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64))
     return wide.float()
 
@@ -31,15 +31,15 @@ def norm_of_all(norms: Tensor) -> Tensor:
     return wide.float()
 
 
-_PIECE = 1 << 18  # elements per part: temporaries fit in the cache, and fp32 counts are exact
-_DEVICE_PIECE = 1 << 26  # elements; on a GPU launches cost more, so temporaries have up to 256 MiB
+_PIECE = 1 << 18  # elements per piece on a CPU: temporaries fit in the cache, and fp32 counts are exact
+_DEVICE_PIECE = 1 << 26  # elements per piece on a GPU: launches cost more, so temporaries have up to 256 MiB
 
 
 def sign_totals(tensor: Tensor) -> Tensor:
-    """Add up and count the magnitudes of each sign: float64 ``[2, 2]``, positive above negative, sum beside count.
+    """Return sum and number of all positive magnitudes, and of all negative magnitudes: rows of float64 ``[2, 2]``.
 
-    A non-finite element makes a sum non-finite. On a CPU, pieces of narrow dtypes are summed in fp32, in half the time,
-    and the sums of pieces in float64, so the error is a few fp32 roundings.
+    A non-finite element makes a sum non-finite. A CPU adds the elements of a piece in fp32 if the dtype is not wider,
+    in half the time, and adds pieces in float64. The error is a few fp32 roundings.
 
         >>> sign_totals(torch.tensor([1.0, 0.0, -2.0, 3.0]))
         tensor([[4., 2.],
@@ -73,7 +73,7 @@ def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Te
     ``out`` may be the tensor itself.
     """
     shifted = torch.empty_like(tensor) if out is None else out
-    # A product with zero is exact, and zero times infinity is NaN.
+    # Shifts are multiplied by masks: a product with zero is exact, and zero times a non-finite shift is NaN.
     if tensor.device.type == "cpu":
         up, down = float(above), float(below)
         positives, negatives = torch.empty_like(tensor[:_PIECE]), torch.empty_like(tensor[:_PIECE])
@@ -91,7 +91,7 @@ def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Te
 
 
 def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> list[Tensor]:
-    """Return :func:`shift_by_sign` of flat tensors of one dtype, on a CPU in place."""
+    """Return :func:`shift_by_sign` of flat tensors of one dtype. On a CPU the tensors are changed in place."""
     if tensors[0].device.type == "cpu":
         for _, _, flat in runs(tensors):
             shift_by_sign(flat, above, below, out=flat)
@@ -99,11 +99,11 @@ def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) 
     return [shift_by_sign(tensor, above, below) for tensor in tensors]
 
 
-# The upper bits of fp32 magnitudes (exponent and mantissa) preserve the order; values of a bin differ by at most 1/8.
+# A bin is given by the upper 11 bits of fp32 magnitudes, which preserve the order. Values differ by at most 1/8.
 _BIN_BITS = 11
 _SHIFT = 31 - _BIN_BITS
-_CPU_CHUNK = 1 << 17  # elements per pass: copies (half a MiB each) stay in a second-level cache
-_DEVICE_CHUNK = 1 << 23  # elements, 32 MiB; a GPU synchronizes for every chunk
+_CPU_CHUNK = 1 << 17  # elements per pass on a CPU: copies (half a MiB each) stay in a second-level cache
+_DEVICE_CHUNK = 1 << 23  # elements per pass on a GPU, 32 MiB; each pass synchronizes
 
 
 def magnitude_histogram(tensor: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def magnitude_histogram(tensor: Tensor) -> Tensor:
 
 
 def magnitude_quantile(histogram: Tensor, count: int) -> float:
-    """Return the magnitude that about ``count`` elements reach (0 if too few exist), from a float64 sum of histograms.
+    """Return the magnitude that about ``count`` elements reach (0 if fewer exist), from a float64 sum of histograms.
 
     Within a bin, the logarithm of the count is interpolated linearly in the logarithm of the magnitude. At densities
     around 0.001 of a normal distribution the error is about 2 % of the count.
@@ -132,11 +132,11 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     if chosen <= 0:
         return 0.0
     edges = torch.tensor([chosen, chosen + 1], dtype=torch.int32).bitwise_left_shift_(_SHIFT).view(torch.float32)
-    # The bit patterns beyond the largest fp32 number are infinity and NaN: float64 values outside the range of fp32.
+    # An edge of a bin is infinity or NaN if float64 elements exceed the largest fp32 number.
     limit = torch.finfo(torch.float32).max
     lower, upper = edges.nan_to_num_(nan=limit, posinf=limit).tolist()
     reaching_lower, reaching_upper = (*reaching[chosen : chosen + 2].tolist(), 0.0)[:2]
-    # Above the largest magnitude, half an element stands for zero elements.
+    # Half an element replaces zero elements, which have no logarithm.
     share = math.log(reaching_lower / count) / math.log(reaching_lower / max(reaching_upper, 0.5))
     return float(lower * (upper / lower) ** share)
 
@@ -147,9 +147,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Add up the bits of all elements, each multiplied by a factor of its index, modulo ``2 ** 64``, as int64 ``[]``.
+    """Return the sum, modulo ``2 ** 64``, of the bits of each element times a factor of the index, as int64 ``[]``.
 
-    One changed element always changes the result (the factor is odd); several cancel with probability ``2 ** -64``.
+    One changed element always changes the result, because factors are odd. The changes of several elements add up to 0
+    with probability ``2 ** -64``.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -2,9 +2,9 @@
 
 On a CPU a cheap vectorised pass first discards nearly all elements, and only the rest is compared:
 
-* Low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
-  has at least one element that no element outside exceeds. For a large tensor, a sample of the maxima gives a
-  threshold. Only blocks with a maximum above the threshold are examined, and there only elements above the threshold.
+* Low densities: the ``count`` blocks of 64 elements with the largest maxima contain a top-``count`` set, because no
+  element of another block exceeds one of these maxima. For a large tensor, a sample of the maxima gives a threshold.
+  Only blocks with a maximum above this threshold are examined, and in such blocks only elements above the threshold.
 * Higher densities: a strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or
   many elements are equal), ``torch.topk`` decides.
 
@@ -20,18 +20,18 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-_BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
-_BLOCK_MARGIN = 4  # minimum number of blocks per selected block; with fewer, blocks discard too little
+_BLOCK = 64  # elements, 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
+_BLOCK_MARGIN = 4  # minimum number of blocks per selected element; with fewer, too few blocks are discarded
 _FEW_BLOCKS = 1 << 15  # elements; block maxima do not pay for smaller tensors
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
-_SAMPLE_STRIDE = 8  # a denser sample costs more than the surplus candidates
+_SAMPLE_STRIDE = 8  # minimum stride; a denser sample costs more time than the surplus candidates
 _SAMPLE = 1 << 16  # elements in a sample: the rank of the threshold is exact to about 1 %
-_SAMPLE_SIGMAS = 4.0  # margin below the expected rank; a miss costs one torch.topk
+_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is too low; a threshold above costs a torch.topk
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB), which stay in a core's second-level cache between two passes
-_FEW = 1 << 12  # elements below which fewer calls save more than fewer passes
+_FEW = 1 << 12  # elements; for smaller tensors the number of calls matters more than the number of passes
 _WORD = 8  # boolean flags read as one int64
-_SURPLUS = 2  # largest number of candidates per selected element; with more, separation does not pay
+_SURPLUS = 2  # largest number of candidates per selected element; with more, a selection among candidates is slow
 
 
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
@@ -150,14 +150,14 @@ def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional
     if candidates.numel() < count:
         return None
     magnitudes = tensor.index_select(0, candidates).abs_()
-    # Removal of the few surplus candidates is cheaper than a selection of the rest, and preserves the order.
+    # To remove the few surplus candidates is cheaper than to select all other candidates, and preserves the order.
     surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
     return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
 
 
 def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
     """Return a threshold from a sample, or ``None`` if too many elements equal the threshold."""
-    # An odd stride does not fall into step with rows whose length is a power of two.
+    # An odd stride samples different columns of a matrix with rows of 2, 4, 8, ... elements.
     stride = max(_SAMPLE_STRIDE, tensor.numel() // _SAMPLE) | 1
     sample = tensor[::stride].abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     expected = count / tensor.numel() * sample.numel()
@@ -197,7 +197,7 @@ def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]
 
 
 def _flagged(mask: Tensor) -> Tensor:
-    """Return the indices of true elements of a flat mask, ascending. The size is a multiple of ``_WORD``."""
+    """Return the ascending indices of true elements of a flat mask. The mask's size is a multiple of ``_WORD``."""
     # Eight flags are one word. Most words have no true flag, and one comparison skips them.
     words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
     row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)

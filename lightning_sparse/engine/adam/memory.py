@@ -304,8 +304,7 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
-        # ``owed`` is the sum of all later updates that the first moment would cause without new gradients. All ranks
-        # have equal values.
+        # ``owed`` is the sum of all later updates of the first moment without new gradients, equal on all ranks.
         beta1, first = moments.settings.beta1, moments.tensors.first
         owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         owed = -owed if moments.settings.maximizes else owed
