@@ -68,7 +68,7 @@ class A2SGD(Compressor):
     ) -> Sequence[Selection]:
         local = self._local_means()
         received = all_gather(local)
-        # The shift is relative to the rounded means that this rank sent. With equal gradients on all ranks it is 0.
+        # The shift is relative to the rounded means that this rank sent. If all ranks have equal gradients, it is 0.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
         # The shift is in place, because no other code reads the local gradient that ``means`` contains.

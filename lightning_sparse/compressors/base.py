@@ -30,7 +30,7 @@ class ErrorFeedback(NamedTuple):
             gradient to ``clip_norm / sqrt(world_size)``.
         rescale_on_lr_change: whether the residual has the unit of an update (learning rate times gradient). A new
             learning rate then does not change the effect of older gradients.
-        decay: factor of the residual before a gradient is added. Requires that the residual is the only state.
+        decay: factor of the residual before a gradient is added. Requires a memory that stores only the residual.
     """
 
     keeps_residual: bool = True

@@ -1,4 +1,4 @@
-"""ExDyna: each rank selects in a partition of equal load, and MiCRO, an earlier method with fixed partitions.
+"""ExDyna: each rank searches a partition of the model, of equal load. MiCRO is an earlier method of fixed partitions.
 
 Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGrid 2024
 (arXiv 2402.13781); "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
@@ -103,7 +103,7 @@ class ExDyna(Compressor):
         return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
 
     def _measure(self, piece: Tensor, start: int) -> Tensor:
-        """Return the largest elements of a piece, in proportion to the size. Add all magnitudes to the histogram."""
+        """Return indices of a piece's largest elements, in proportion to the size. Add the piece to the histogram."""
         numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
         # The counts are differences of a running total, so the counts of all pieces of the model add up to `wanted`.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel

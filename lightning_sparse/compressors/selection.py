@@ -23,7 +23,7 @@ from lightning_sparse.functional.elements import (
 
 
 class SelectionSize(NamedTuple):
-    """Size of a selection, and thus of the message. The size does not depend on gradient values.
+    """Size of a selection, and thus of the message, which ranks compute before the gradient exists.
 
     Attributes:
         numel: number of elements of the tensor.

@@ -15,7 +15,7 @@ from lightning_sparse.functional.elements import Counts, add_rows, copied_to, re
 
 BLOCK = 64  # elements that share a 16-bit scale: a quarter of a bit per element
 _SCALE = torch.bfloat16  # dtype with the range of fp32; values above the rounded scale are clamped to the scale
-_ZERO_BELOW = 0.75  # fraction of a block's mean; below, values become 0. Near the least squared error (1605.04711)
+_ZERO_BELOW = 0.75  # fraction of a block's mean magnitude; smaller values become 0, near the least error (1605.04711)
 _RANGE = 6.0  # standard deviations covered by the bins; values beyond go to the outermost bins
 BIN_MEANS = torch.bfloat16  # dtype of bin means; the sender's residual has the rounding error
 

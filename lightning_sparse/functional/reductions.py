@@ -149,8 +149,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return the sum, modulo ``2 ** 64``, of the bits of each element times a factor of the index, as int64 ``[]``.
 
-    One changed element always changes the result, because factors are odd. The changes of several elements add up to 0
-    with probability ``2 ** -64``.
+    One changed element always changes the result (factors are odd). Several cancel with probability ``2 ** -64``.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -27,7 +27,7 @@ _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a
 _BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
 _SAMPLE_STRIDE = 8  # minimum stride; a denser sample costs more time than the surplus candidates
 _SAMPLE = 1 << 16  # elements in a sample: the rank of the threshold is exact to about 1 %
-_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is too low; a threshold above costs a torch.topk
+_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; a miss still costs one torch.topk
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB), which stay in a core's second-level cache between two passes
 _FEW = 1 << 12  # elements; for smaller tensors the number of calls matters more than the number of passes
 _WORD = 8  # boolean flags read as one int64
@@ -145,7 +145,7 @@ def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
 
 
 def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional[Tensor]:
-    """Return the largest magnitudes above a threshold, or ``None`` if fewer than ``count`` elements are above."""
+    """Return indices of the ``count`` largest magnitudes, or ``None`` if fewer elements reach the threshold."""
     candidates = indices_reaching(tensor, threshold)
     if candidates.numel() < count:
         return None

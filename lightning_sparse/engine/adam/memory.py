@@ -37,7 +37,7 @@ from lightning_sparse.functional.adam import (
     to_gradients,
 )
 
-_GROWTH = 0.1  # interval per step made: after 2000 steps each second moment is updated every 200 steps
+_GROWTH = 0.1  # growth of the interval per step made: after 2000 steps, 200 steps between two updates
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
 _MIN_ELEMENTS = 1 << 19  # elements; a smaller message of mean gradients (below 1 MiB) does not pay for the round trip
 _LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
@@ -126,7 +126,7 @@ class OwnClips:
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # factors of this step's gradients, one per clip with a norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]``: of a rank's gradient, of the mean
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``: rank's gradient, mean
     _together: list[list[str]] = field(default_factory=list)  # for each limit, names of this step's gradients
 
     @property
@@ -207,7 +207,7 @@ class Refreshes:
     def on_finite(self, finite: Tensor) -> None:
         """Make stored gradients non-finite if the step was not finite, so that all ranks skip the update."""
         held = [each for each in self.gradients.values() if each is not None]
-        if held and not (finite.device.type == "cpu" and finite):  # without a synchronization on a GPU
+        if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
             torch._foreach_mul_(held, flag.reciprocal())  # 1 or infinity: zeros become NaN
 

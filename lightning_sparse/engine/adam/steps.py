@@ -42,7 +42,7 @@ class _Asked(NamedTuple):
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's ``step`` is that of ``torch.optim.Adam`` or ``AdamW``, not differentiable."""
+    """Return whether an optimizer has the ``step`` of ``torch.optim.Adam`` or ``AdamW``, not ``differentiable``."""
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
@@ -195,7 +195,7 @@ class AdamWarmUp:
         return 1.0 if self.counts.most < 0 else _progress(self.length, self.counts.most)
 
     def resume_from(self, before: "AdamWarmUp") -> None:
-        """Continue an earlier warm-up after a change of optimizers. New optimizers without steps start a new one."""
+        """Continue an earlier warm-up after a change of optimizers. Without steps, the warm-up starts again."""
         self.total_steps = before.total_steps
         if not self.counts.most:
             self.memory.warm_up = None

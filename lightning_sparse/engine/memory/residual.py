@@ -44,7 +44,7 @@ def renamed(state: Any, names: Renaming) -> Any:
 
 
 def rename_in(holder: object, names: Renaming) -> None:
-    """Rename the keys of all attributes of an object that are dictionaries."""
+    """Rename parameters in all attributes of an object that are dictionaries."""
     vars(holder).update({key: renamed(each, names) for key, each in vars(holder).items() if isinstance(each, dict)})
 
 
@@ -117,10 +117,10 @@ class Memory:
         scatter(gradients, means)
 
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
-        """Average gradients over ranks that the memory itself needs, before the first bucket of a step."""
+        """Average over ranks the gradients that the memory itself needs, before the first bucket of a step."""
 
     def on_finite(self, finite: Tensor) -> None:
-        """Receive a bool ``[]`` before the first :meth:`keep` of a step: whether all messages are finite."""
+        """Receive whether all messages of a step are finite, bool ``[]``, before the first :meth:`keep` of the step."""
 
     def on_unused(self, names: Iterable[str]) -> None:
         """Receive the names of parameters that have no mean gradient, because no rank used the parameters."""
@@ -178,9 +178,8 @@ class ResidualMemory(Memory):
 
     The residual takes 4 bytes per element, from a parameter's first gradient on. ``local_clip_norm`` limits the norm of
     this rank's gradient of the whole model. With ``rescale_on_lr_change`` the residual is multiplied by the last
-    learning rate over the present rate, so that older gradients act with their original rate. Before the division, both
-    rates are raised to at least a tenth of the largest rate so far. A step with a rate of zero does not change the
-    residual.
+    learning rate over the present rate, so that older gradients act with their original rate. Each rate is first raised
+    to at least a tenth of the largest rate so far. A step with a rate of zero does not change the residual.
     """
 
     def __init__(
@@ -313,7 +312,7 @@ def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
     """Return the stored tensor of each name. A new name gets zeros with the size and dtype of the tensor in ``likes``.
 
-    New tensors share an allocation. Each large tensor on a CPU has a separate one, so that it can replace a gradient.
+    New tensors share one allocation. A large tensor on a CPU gets a separate allocation, for a swap with a gradient.
     """
     new = {name: like for name, like in zip(names, likes) if name not in kept}
     is_host = bool(likes) and likes[0].device.type == "cpu"

@@ -72,7 +72,7 @@ class Wires(NamedTuple):
     dense: WireFormat  # format of selections of all elements, without indices; may be the object of ``sparse``
     refresh: WireFormat  # format of dense gradients that estimate Adam's second moment; never quantized
     owners: Optional[OwnersFormat] = None  # alternative format of selections with indices
-    chooses: bool = False  # whether the other formats replace ``sparse`` only if the bytes halve at least
+    chooses: bool = False  # whether other formats replace ``sparse`` only if this at least halves the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:

@@ -56,7 +56,7 @@ class WireFormat(ABC):
         Args:
             selection: the selection of each tensor.
             accumulated: the tensors themselves. Some formats also send elements that only other ranks selected.
-            used: uint8 per parameter: whether this rank used the parameter. ``None`` if not in a step's last message.
+            used: in a step's last message, uint8 per parameter: whether this rank used the parameter. Else ``None``.
         """
 
     def release(self) -> None:

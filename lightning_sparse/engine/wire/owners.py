@@ -74,8 +74,8 @@ class OwnersFormat(WireFormat):
 
     Owners come from Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
     arXiv 2201.07598). Differences: The map of owners is fixed. An owner selects an exact number of elements per tensor.
-    Sizes follow from the number of selected elements. All ranks send all selected elements: otherwise rejected
-    proposals accumulate with the number of ranks (measured: see ``examples/benchmarks/README.md``).
+    Sizes follow from the number of selected elements. All ranks send all selected elements. Otherwise the
+    residuals of rejected proposals grow with the number of ranks (measured: see ``examples/benchmarks/README.md``).
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -137,7 +137,7 @@ class _Shares(NamedTuple):
     final: int  # number of elements that an owner selects
 
     def owned_blocks(self, rank: int) -> list[int]:
-        """Return the number of elements of each tensor that a rank owns. The last block may be too short."""
+        """Return the number of elements of each tensor that a rank owns. The last block may lack the rank's element."""
         owned = []
         for numel in self.numels:
             block, rest = divmod(numel, self.world_size)
@@ -153,7 +153,7 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int
     for numel, count in zip(numels, counts):
         average = count / world_size
         rooms.append(min(-(-numel // world_size), math.ceil(average + _SIGMAS * math.sqrt(average))))
-        # An owner selects at most all elements that ranks propose on average, and all elements that the owner has.
+        # Upper limits: the average number of proposals from all ranks, and the number of elements that the owner has.
         finals.append(max(1, min(numel // world_size, math.ceil(min(keep, world_size) * average))))
     extent, room = sum(blocks), sum(rooms)
     by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))

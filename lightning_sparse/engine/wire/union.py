@@ -25,7 +25,7 @@ class UnionFormat(WireFormat):
     3. All ranks average the values at all of these indices, by
        :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
 
-    Ranks may select different numbers of elements, and equal elements. If no rank selects any, only phase 1 runs.
+    Ranks may select different numbers of elements, and the same elements. If no rank selects any, only phase 1 runs.
     """
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
