@@ -3,8 +3,8 @@
 An index is written as an offset in a block, and each block has the number of indices in the block. With blocks of
 65 536 elements an offset has 2 bytes, and a number 4. Above a density of about 0.8 %, blocks of 256 elements are
 cheaper: 1 byte and 2 bytes. Below 0.003 %, an index has 4 bytes, because most blocks would be empty. Sizes follow from
-``numel`` and ``count``, so ranks need not exchange sizes. Tensors that are adjacent in memory share one call, because
-kernel launches for the many small tensors of a bucket cost more than the elements.
+``numel`` and ``count``, so ranks need not exchange sizes. Tensors that are adjacent in memory share one call. For the
+many small tensors of a bucket, kernel launches cost more than the elements.
 """
 
 from collections.abc import Iterator, Sequence

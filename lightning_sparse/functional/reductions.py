@@ -38,8 +38,8 @@ _DEVICE_PIECE = 1 << 26  # elements per piece on a GPU: launches cost more, so t
 def sign_totals(tensor: Tensor) -> Tensor:
     """Return sum and number of all positive magnitudes, and of all negative magnitudes: rows of float64 ``[2, 2]``.
 
-    A non-finite element makes a sum non-finite. A CPU adds the elements of a piece in fp32 if the dtype is not wider,
-    in half the time, and adds pieces in float64. The error is a few fp32 roundings.
+    A non-finite element makes a sum non-finite. A CPU adds the elements of a piece in fp32 (half the time) if the dtype
+    is not wider, and the sums of pieces in float64. The error is a few fp32 roundings.
 
         >>> sign_totals(torch.tensor([1.0, 0.0, -2.0, 3.0]))
         tensor([[4., 2.],

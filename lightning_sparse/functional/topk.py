@@ -2,9 +2,9 @@
 
 On a CPU a cheap vectorised pass first discards nearly all elements, and only the rest is compared:
 
-* Low densities: the ``count`` blocks of 64 elements with the largest maxima contain a top-``count`` set, because no
-  element of another block exceeds one of these maxima. For a large tensor, a sample of the maxima gives a threshold.
-  Only blocks with a maximum above this threshold are examined, and in such blocks only elements above the threshold.
+* Low densities: the tensor has blocks of 64 elements. The ``count`` blocks with the largest maxima contain a
+  top-``count`` set. No other element exceeds one of these ``count`` maxima. For a large tensor, a sample of the maxima
+  gives a threshold. Only blocks with a maximum above this threshold are examined, and of these only elements above.
 * Higher densities: a strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or
   many elements are equal), ``torch.topk`` decides.
 
@@ -150,7 +150,7 @@ def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional
     if candidates.numel() < count:
         return None
     magnitudes = tensor.index_select(0, candidates).abs_()
-    # To remove the few surplus candidates is cheaper than to select all other candidates, and preserves the order.
+    # The few surplus candidates are removed: this is cheaper than a top-k of all candidates, and preserves the order.
     surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
     return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
 

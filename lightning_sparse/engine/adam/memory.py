@@ -404,7 +404,7 @@ class AdamMemory(ResidualMemory):
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, without residuals.
 
-        Gradients of the current step come near the end of backward, too late to hide an average behind backward.
+        Gradients of the current step come too late in backward: backward could not hide the average.
         """
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
         gradients = self.refreshes.taken(next_step)

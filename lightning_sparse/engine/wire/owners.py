@@ -67,15 +67,15 @@ class Owners:
 class OwnersFormat(WireFormat):
     """Average over ranks the elements with the largest sums of all selections, with four collectives.
 
-    1. Each rank sends its selected elements to their owners (all-to-all), as 16-bit values and block numbers. A fixed
+    1. Each rank sends selected elements to the owners (all-to-all), as 16-bit values and block numbers. A fixed
        map assigns owners. A message has space for slightly more than a tensor's average number per owner.
     2. Each owner adds up the proposals rank by rank, and sends the block numbers of the largest sums (all-gather).
-    3. All ranks average their values of these elements, proposed or not (all-to-all and all-gather).
+    3. All ranks average the values of these elements, proposed or not (all-to-all and all-gather).
 
     Owners come from Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
     arXiv 2201.07598). Differences: The map of owners is fixed. An owner selects an exact number of elements per tensor.
-    Sizes follow from the number of selected elements. All ranks send all selected elements. Otherwise the
-    residuals of rejected proposals grow with the number of ranks (measured: see ``examples/benchmarks/README.md``).
+    Sizes follow from the number of selected elements. All ranks send all selected elements. Otherwise
+    rejected proposals would accumulate with the number of ranks.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
