@@ -1,6 +1,6 @@
-"""A training session, without Lightning: optimizers, checks, changes of the model, and saved state.
+"""Training with compressed gradients, without Lightning: checks, optimizers, changes of the model, and saved state.
 
-:mod:`~lightning_sparse.loop.sparsify` is the entry point of a plain loop. The Trainer's strategies use the other files.
+:mod:`~lightning_sparse.loop.sparsify` is the entry point of plain loops. The strategies are built on these modules.
 """
 
 from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradients

@@ -1,4 +1,4 @@
-"""Arguments of entry points: settings, further arguments, and the arguments of base classes."""
+"""Keyword arguments of the strategies and of ``sparsify_gradients``: types, and a check of each call."""
 
 import difflib
 import inspect
@@ -28,7 +28,7 @@ REFUSED = {
 
 
 class DDPArguments(Compression, total=False):
-    """Settings, and arguments of Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``."""
+    """Keyword arguments: settings, and arguments of Lightning's ``DDPStrategy`` and torch's DDP."""
 
     accelerator: Any
     parallel_devices: Any
@@ -46,7 +46,7 @@ class DDPArguments(Compression, total=False):
 
 
 class LoopArguments(Compression, total=False):
-    """Settings, and arguments of :func:`~lightning_sparse.sparsify_gradients` beside model and optimizer."""
+    """Arguments of :func:`~lightning_sparse.sparsify_gradients`, except the model and the optimizer."""
 
     compressor: Union[str, Compressor]
     density: Optional[float]
@@ -56,7 +56,7 @@ class LoopArguments(Compression, total=False):
 
 
 class ShardArguments(Compression, total=False):
-    """Settings, and arguments of Lightning's ``ModelParallelStrategy``."""
+    """Keyword arguments: settings, and arguments of Lightning's ``ModelParallelStrategy``."""
 
     tensor_parallel_size: Union[Literal["auto"], int]
     save_distributed_checkpoint: bool
@@ -65,9 +65,9 @@ class ShardArguments(Compression, total=False):
 
 
 def with_settings_signature(*left_out: str) -> Callable[[Function], Function]:
-    """Replace ``**settings`` in a function's signature by the single settings, except those ``left_out``.
+    """Show each setting as a parameter in the signature of a function, except the names in ``left_out``.
 
-    Type checkers and editors read ``Unpack``. ``help()`` and command lines read the signature.
+    Type checkers and editors read ``**settings: Unpack[...]``, but ``help()`` and command lines read the signature.
     """
 
     def show(function: Function) -> Function:
@@ -93,14 +93,14 @@ def pop_settings(
     given: Any,
     *bases: Callable[..., Any],
 ) -> Settings:
-    """Remove the settings of an entry point from its keyword arguments, and check the other arguments.
+    """Remove the settings from the keyword arguments of a call, and check the remaining arguments.
 
     Args:
-        entry: the entry point.
+        entry: the called function or class.
         compressor: compressor or name of a compressor.
         density: fraction of elements sent; ``None`` for the compressor's default.
-        given: keyword arguments of the call, modified in place.
-        bases: callables that accept the arguments that are no settings.
+        given: keyword arguments of the call, from which the settings are removed in place.
+        bases: functions and classes that accept the remaining arguments.
     """
     own = _names(entry)
     settings = Settings.of(compressor, density, **{name: given.pop(name) for name in own & DEFAULTS.keys() & {*given}})

@@ -1,7 +1,7 @@
-"""Choice between compression and plain DDP from timed steps of both.
+"""Choice between compression and plain DDP, from measured times of optimizer steps.
 
-All ranks choose between two steps, from times averaged over ranks. Ranks and devices synchronize after a step only
-during a comparison. DDP is chosen if the error is too large, or the gain too small for the delay of gradients.
+Times are averaged over ranks, so that all ranks make the same choice after the same step. Only a comparison
+synchronizes ranks and devices after a step. Compression is chosen only if the saved time clearly exceeds a minimum.
 """
 
 import math
@@ -16,43 +16,43 @@ import torch
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import SharedOnCopy
 
-_MIN_GAIN = 0.02  # fraction of DDP's step that compression has to save, because DDP delays no gradient
-_GAIN_OF_A_TENTH = 0.05  # further fraction per factor of ten in density: delayed gradients cost steps
-_SIGMAS = 2.0
-_TO_SIGMA = 1.4826  # standard deviation over median absolute deviation, for normal values
-_ERROR_OF_MEDIAN = 1.2533  # standard error of a median over that of a mean, for normal values
-_SETTLING_STEPS = 2  # untimed steps after a change of backend
-_TIMED_STEPS = 6
-_TURNS = 2  # turns of each backend: other load on the machine affects both
-_MAX_TURNS = 6  # measurements of each backend until the result is clear
-_HOPELESS = 2.0  # DDP's time over compression's, from which one step per turn is enough
-_RECHECK_STEPS = 5000  # steps between two comparisons
+_MIN_GAIN = 0.02  # fraction of DDP's step time that compression has to save, because compression delays gradients
+_GAIN_OF_A_TENTH = 0.05  # additional fraction to save per tenfold lower density, because more gradients are delayed
+_SIGMAS = 2.0  # standard errors that count as the error of a measurement
+_TO_SIGMA = 1.4826  # ratio of standard deviation to median absolute deviation, for a normal distribution
+_ERROR_OF_MEDIAN = 1.2533  # ratio of a median's standard error to a mean's, for a normal distribution
+_SETTLING_STEPS = 2  # untimed steps after a switch of backend
+_TIMED_STEPS = 6  # maximum of timed steps of each backend per turn
+_TURNS = 2  # minimum of turns, so that other load on the machine affects both backends
+_MAX_TURNS = 6  # turns after which a comparison ends without a clear result
+_HOPELESS = 2.0  # timing of DDP stops early if DDP's median time is this multiple of compression's
+_RECHECK_STEPS = 5000  # optimizer steps between two comparisons
 
-Turn = tuple[Sequence[float], Sequence[float]]  # seconds per step, with compression and with DDP
+Turn = tuple[Sequence[float], Sequence[float]]  # seconds of each timed step with compression, then with DDP
 Steps = Generator[None, float, None]
 
 
 class Comparison(NamedTuple):
-    """Seconds per step with compression (``ours``) and with DDP (``theirs``)."""
+    """Result of a comparison: median seconds per step with compression (``ours``) and with DDP (``theirs``)."""
 
     ours: float
     theirs: float
-    gain: float  # seconds that compression saves, median over turns
-    error: float  # two standard errors of the gain
-    wanted: float  # smallest gain that is worth the delay of gradients
+    gain: float  # seconds per step that compression saves (median over turns)
+    error: float  # two standard errors of ``gain``, in seconds
+    wanted: float  # minimum gain in seconds: a smaller gain does not outweigh the delay of gradients
 
     @property
     def is_clear(self) -> bool:
-        """Whether the gain differs from the wanted gain by more than the error."""
+        """Whether the difference between ``gain`` and ``wanted`` is larger than ``error``."""
         return abs(self.gain - self.wanted) > self.error
 
     @property
     def pays(self) -> bool:
-        """Whether the gain exceeds the wanted gain by more than the error."""
+        """Whether ``gain`` exceeds ``wanted`` by more than ``error``."""
         return self.gain - self.wanted > self.error
 
     def choice(self, density: float) -> str:
-        """Return the chosen backend and the reason as text."""
+        """Return a text with the chosen backend and the reason for the choice."""
         gain = self.gain / self.theirs
         if self.pays:
             return f"compression, which saves {gain:.1%}"
@@ -64,10 +64,10 @@ class Comparison(NamedTuple):
 
 
 def compare(turns: Sequence[Turn], density: float) -> Comparison:
-    """Compare alternating turns of both backends; medians tolerate one disturbed turn in three.
+    """Compare the times of both backends. Medians over turns tolerate one disturbed turn in three.
 
     Args:
-        turns: seconds per step of each turn.
+        turns: seconds of the timed steps with compression and with DDP, for each turn.
         density: fraction of elements that compression sends.
     """
     ours, theirs = ([median(steps) for steps in side] for side in zip(*turns))
@@ -86,31 +86,31 @@ def _spread(values: Sequence[float]) -> float:
 
 
 class AutoBackend(SharedOnCopy):
-    """Choose between compression and plain DDP during a training."""
+    """Choose between compression and plain DDP. The training sends dense gradients while ``wants_dense`` is true."""
 
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
         self.wants_dense = False  # whether plain DDP runs the next step
-        self._engine: Engine = proxy(engine)  # a proxy, because the generator delays garbage collection
+        self._engine: Engine = proxy(engine)  # weak, because the generator's reference cycle would delay the release
         self._device = device
         self._log = log
         self._is_comparing = False
         self._density = 1.0  # density of the last timed steps with compression
-        self._exposed = 0.0  # exposed seconds per step with compression
-        self._border = perf_counter()
-        self._told: Optional[bool] = None  # last logged answer: whether compression pays
+        self._exposed = 0.0  # seconds from the end of backward until gradients are ready, per step with compression
+        self._border = perf_counter()  # end of the last step
+        self._told: Optional[bool] = None  # whether the last logged choice was compression; None: nothing logged
         self.verdict = "training ended before compression and plain DDP were compared"
         self._course = self._run()
         next(self._course)
 
     def end_step(self) -> None:
-        """Record the end of an optimizer step. All ranks call."""
+        """Record the end of an optimizer step. All ranks must call."""
         if self._is_comparing and self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)  # the current device may be another
+            torch.get_device_module(self._device).synchronize(self._device)  # the current device may differ
         border, self._border = self._border, perf_counter()
         self._course.send(self._border - border)
 
     def _run(self) -> Steps:
-        """Compare and choose until training ends. Each ``yield`` is a step, and receives the seconds of the step."""
+        """Compare and choose until training ends. Each ``yield`` waits for one step, and returns the step's seconds."""
         while self._engine.planner.plan is None:
             yield
         self._log(
@@ -131,7 +131,7 @@ class AutoBackend(SharedOnCopy):
                 yield
 
     def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
-        """Return seconds per step, averaged over ranks, and stop early if the median reaches ``hopeless``."""
+        """Return the seconds of each timed step, averaged over ranks. Stop early when the median is ``hopeless``."""
         self.wants_dense = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):
@@ -144,12 +144,12 @@ class AutoBackend(SharedOnCopy):
         self._is_comparing = False
         if not is_dense:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
-            # DDP runs the steps that refresh Adam's second moments, so their exposed seconds are NaN.
+            # A step that sends dense gradients, such as in Adam's warm-up, has NaN as exposed seconds.
             self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed, dtype=torch.float64).nanmedian()))
         return seen
 
     def _decide(self, is_dense: bool) -> Steps:
-        """Switch to the winner. Before DDP, residual gradients are sent, and residual updates of Adam are dropped."""
+        """Switch to the chosen backend. Before DDP, send residual gradients, or drop residual updates of Adam."""
         engine = self._engine
         if is_dense and engine.memory.corrects_adam:
             engine.worker.run(lambda: engine.memory.reset(engine.parameter_names))
@@ -161,7 +161,7 @@ class AutoBackend(SharedOnCopy):
         for _ in range(_SETTLING_STEPS):
             yield
         if is_dense:
-            self._engine.recorder.totals.forget_times()  # the comparison's times say nothing about DDP
+            self._engine.recorder.totals.forget_times()  # the times of compressed steps would distort exposed_share
 
     def _tell(self, comparison: Comparison, turns: int) -> None:
         ours, theirs = comparison.ours, comparison.theirs
@@ -169,7 +169,7 @@ class AutoBackend(SharedOnCopy):
         if self._told is comparison.pays:
             return
         self._told = comparison.pays
-        # r is DDP's exposed time, relative to a step with compression without exposed time.
+        # r: the extra time of a DDP step over a compressed step without exposed time, as a fraction of the latter.
         alone = ours - self._exposed
         r = f"; r = {max(0.0, theirs / alone - 1):.2g} as measured" if alone > 0 else ""
         self._log(

@@ -1,4 +1,4 @@
-"""Changes of a model between two steps: frozen, new and replaced parameters; loaded weights and optimizer states."""
+"""Detect changes between two steps: frozen, new or replaced parameters, and loaded weights or optimizer states."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -26,14 +26,15 @@ _ALIKE = (
 
 
 class TrainedParameters:
-    """Exchanged parameters of a model: an optimizer holds each, and each requires a gradient.
+    """The parameters of a model that ranks exchange: each requires a gradient, and is in an optimizer.
 
-    If the optimizers hold no parameter of the model, all parameters count as held.
+    If the optimizers hold no parameter of the model, all parameters that require a gradient are exchanged.
 
     Args:
         module: the model.
         optimizer_parameters: parameters of all optimizers.
-        exchanged: parameters with earlier exchanges. Held parameters of these stay, even if they are frozen.
+        exchanged: earlier exchanged parameters. If an optimizer holds a frozen parameter of this collection, ranks
+            still exchange the parameter.
 
     Attributes:
         parameters: parameters that are exchanged, by name.
@@ -57,11 +58,11 @@ class TrainedParameters:
         self._are_held = [each in held for each in self.names]
 
     def without_optimizer(self) -> list[str]:
-        """Return the names of parameters that require a gradient without an optimizer."""
+        """Return the names of parameters that require a gradient, but are in no optimizer."""
         return [name for each, name in self.names.items() if each.requires_grad and name not in self.parameters]
 
     def have_changed(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether the trained parameters have changed; about ten microseconds for a few hundred parameters."""
+        """Return whether the parameters to exchange have changed (ten microseconds for a few hundred parameters)."""
         present = list(map(id, optimizer_parameters))
         if present != self._handled:
             if self.has_others():
@@ -73,7 +74,7 @@ class TrainedParameters:
         return any(map(gt, are_trained, self._are_exchanged))
 
     def has_others(self) -> bool:
-        """Return whether parameters were added, removed or replaced."""
+        """Return whether parameters were added to the model, removed, or replaced."""
         return set(map(id, self._module.parameters())) != set(map(id, self.names))
 
     @property
@@ -82,27 +83,27 @@ class TrainedParameters:
         return not all(isinstance(each, Parameter) for each in self._module.parameters())
 
     def known_in(self, present: "TrainedParameters") -> set[str]:
-        """Return the names of parameters and buffers that are also in a later state of the model."""
+        """Return names of tensors that are not new in ``present``: parameters in both, and all buffers of ``self``."""
         return {present.names[each] for each in self.names if each in present.names} | self._buffers
 
     def lacks_any(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether an optimizer parameter has a gradient, and the model does not exchange the gradient."""
+        """Return whether a parameter of the model in ``optimizer_parameters`` has a gradient that is not exchanged."""
         others = set(self._module.parameters()).difference(self.parameters.values())
         return any(each in others and each.requires_grad and each.grad is not None for each in optimizer_parameters)
 
     def renaming_to(self, present: "TrainedParameters") -> Renaming:
-        """Return the new name of each parameter in a later state of the model, ``None`` for a removed parameter."""
+        """Return, by earlier name, the name of each parameter in ``present``, or ``None`` for a removed parameter."""
         return {name: present.names.get(each) for each, name in self.names.items()}
 
     def changes_to(self, present: "TrainedParameters") -> str:
-        """Return as text the parameters that a later state of the model exchanges in addition, or no longer."""
+        """Return a text with the parameters that only ``present`` exchanges, and that only ``self`` exchanges."""
         sides = {"new or unfrozen": (present, self), "gone": (self, present)}
         found = {change: _without(one.parameters, other.parameters) for change, (one, other) in sides.items()}
         return "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
 
 
 def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
-    """Raise an error on every rank unless all ranks call with the same ``changes`` within ``timeout``."""
+    """Raise an error on every rank, unless all ranks call within ``timeout`` and with the same ``changes``."""
     try:
         everywhere = all_gather_via_store(changes, timeout)
     except RuntimeError as error:
@@ -116,7 +117,7 @@ def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
 
 
 def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
-    known = set(others.values())  # names may differ
+    known = set(others.values())  # compares tensors, because the name of a parameter may have changed
     return [name for name, parameter in ones.items() if parameter not in known]
 
 
@@ -127,14 +128,14 @@ ROLLED_BACK = (
 
 
 class Watch(SharedOnCopy):
-    """A module hook that calls ``act``, except on copies of the module."""
+    """A hook of a module that calls ``act``. On copies of the module the hook does nothing."""
 
     def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
         self._module = module
         self._act = act
 
     def __call__(self, module: Module, *arguments: Any) -> None:
-        """Call ``act`` if the hook belongs to this module."""
+        """Call ``act``, unless ``module`` is a copy."""
         if module is self._module:
             self._act(*arguments)
 
@@ -143,19 +144,19 @@ class Watch(SharedOnCopy):
 
 
 class LoadedParameters:
-    """Collect the parameters with weights or optimizer states loaded between two exchanges.
+    """Collect parameters if ``load_state_dict`` loads weights or optimizer states between two exchanges.
 
-    A load that is reversed before the next exchange, such as averaged weights for a validation, does not count.
+    Weights that equal the earlier weights at the next exchange, such as after a validation of averages, do not count.
     """
 
     def __init__(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
         self._fingerprints: dict[Tensor, Tensor] = {}  # fingerprints of weights before the first load
-        self._of_optimizers: set[Tensor] = set()
+        self._of_optimizers: set[Tensor] = set()  # parameters with a loaded optimizer state
         self._handles: list[Any] = []
         self.watch(module, optimizers)
 
     def watch(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Register hooks on all current modules and optimizers."""
+        """Register hooks on all modules and optimizers, and remove earlier hooks."""
         self.close()
         for each in module.modules():
             self._handles.append(each.register_load_state_dict_pre_hook(Watch(each, partial(self._note, each))))
@@ -171,12 +172,12 @@ class LoadedParameters:
         self._of_optimizers.update(optimizer_parameters(optimizer))
 
     def clear(self) -> None:
-        """Reset, when an exchange begins or a state with matching residuals is loaded."""
+        """Drop all records, when an exchange begins, or when the residuals of the loaded weights are loaded, too."""
         self._fingerprints.clear()
         self._of_optimizers.clear()
 
     def take(self) -> set[Tensor]:
-        """Return the loaded parameters, and reset."""
+        """Return the parameters with changed weights or a loaded optimizer state, and drop all records."""
         before = self._fingerprints.items()
         moved = {each for each, print in before if not torch.equal(print, fingerprint(local_tensor(each)))}
         loaded = moved | self._of_optimizers

@@ -1,4 +1,4 @@
-"""Checks of model, optimizers and settings before a training, for all entry points."""
+"""Checks of model, optimizers and settings before a training, for the strategies and for plain loops."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,12 +30,12 @@ from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 _ON_NCCL = "and NCCL may deadlock if ranks launch on two communicators in different orders"
-_SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # names, because classes need an import
+_SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # names, because the classes need imports
 _WRAPPERS = _SHARDING | {"DistributedDataParallel", "DataParallel"}
 
 
 def check_model(model: Module) -> None:
-    """Raise an error for wrappers that reduce gradients, and for complex or integer trained parameters."""
+    """Raise an error for wrappers that reduce gradients, and for trained parameters with unsupported gradients."""
     if wrappers := [name or "itself" for name, each in model.named_modules() if _exchanges(each)]:
         raise ValueError(
             f"model={type(model).__name__} holds wrappers that reduce gradients themselves, {listed(wrappers)}: remove"
@@ -65,14 +65,14 @@ def check_layouts(modules: Iterable[tuple[str, Module]]) -> None:
 
 def _exchanges(module: Module) -> bool:
     bases = {base.__name__ for base in type(module).__mro__}
-    if _WRAPPERS.isdisjoint(bases):  # checked first, because parameters() of every nested module is slow
+    if _WRAPPERS.isdisjoint(bases):  # checked first, because a call of parameters() for every submodule is slow
         return False
-    is_trained = any(each.requires_grad for each in module.parameters())  # a frozen teacher may have a wrapper
+    is_trained = any(each.requires_grad for each in module.parameters())  # a frozen submodule may have a wrapper
     return is_trained or not _SHARDING.isdisjoint(bases)
 
 
 def check_rounds(local: Optional[LocalSteps], model: Module) -> None:
-    """Raise an error for layers that communicate in every local step."""
+    """Raise an error for ``SyncBatchNorm`` with local steps, because the layer communicates in every step."""
     if local is not None and any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
             f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm communicates in every"
@@ -82,21 +82,21 @@ def check_rounds(local: Optional[LocalSteps], model: Module) -> None:
 
 
 def refuse_training(message: str, module: Module, inputs: Any) -> None:
-    """Raise an error in a training forward. With ``message`` bound, this is a forward pre-hook."""
+    """Raise an error in a training forward. ``partial(refuse_training, message)`` is a forward pre-hook."""
     if module.training and torch.is_grad_enabled():
         raise RuntimeError(message)
 
 
 def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Settings, Sequence[str]]:
-    """Return settings with one order of collectives on all ranks, and log lines about the change.
+    """Return settings with which all ranks launch NCCL collectives in the same order, and log lines about the change.
 
-    Only NCCL requires one order. Collectives of backward and of the main thread may start before an exchange on one
-    rank and after the exchange on another. Such models exchange after backward. The argument is not modified.
+    FSDP and SyncBatchNorm launch collectives during backward. On one rank these may start before an exchange, and on
+    another rank after the exchange. With NCCL, models of this kind therefore exchange gradients after backward.
     """
     told = list[str]()
     if backend != "nccl":
         return settings, told
-    # FSDP communicates during the whole backward, on another communicator.
+    # FSDP communicates during the whole backward, on a different communicator than the exchange.
     overlaps = settings.overlaps_backward and not any(fsdp_modules(model))
     has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
     if settings.overlaps_backward and has_batch_norm:
@@ -117,14 +117,14 @@ def of_the_settings(settings: Settings) -> Iterator[str]:
 
 
 def refuse_together(reasons: Iterator[str]) -> None:
-    """Raise the same error on every rank: the first reason of the first rank that has any."""
+    """Raise the same error on every rank if any rank has a reason: the first reason of the lowest such rank."""
     refuse(filter(None, all_gather_object(next(reasons, ""))))
 
 
 def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Iterator[str]:
-    """Yield reasons why replicas of ``ranks`` cannot exchange this sharded model on ``device``.
+    """Yield reasons why the sharded model of a replica cannot be exchanged. ``ranks`` are the ranks of the replica.
 
-    Each check assumes that earlier checks passed.
+    Each check assumes that earlier checks yielded nothing.
     """
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     whole = [name for name, each in trained.items() if not hasattr(each, "device_mesh")]
@@ -144,7 +144,7 @@ def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Ite
 
 
 def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[str]:
-    """Yield reasons why this rank's shards cannot be exchanged on ``device``."""
+    """Yield reasons why this rank's shards of the parameters cannot be exchanged on ``device``."""
     elsewhere = [name for name, shard in held.items() if shard.device.type != device.type]
     if elsewhere:
         yield (
@@ -159,7 +159,7 @@ def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[
 
 
 def check_bare(model: Module) -> None:
-    """Raise an error for a model that is sharded, lazy, on several devices, or without trained parameters."""
+    """Raise an error for a model with shards, lazy parameters, several devices, or no trained parameter."""
     check_model(model)
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
     if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
@@ -176,7 +176,7 @@ def check_bare(model: Module) -> None:
 
 
 def check_device(strategy: type, device: torch.device) -> None:
-    """Raise an error for MPS. Lightning raises an error only for strategy names that contain "ddp"."""
+    """Raise an error for MPS. Lightning's own check covers only strategy names that contain "ddp"."""
     if device.type == "mps":
         raise ValueError(
             f"accelerator='mps' cannot be used with {strategy.__name__}, because processes cannot exchange MPS tensors:"
@@ -185,7 +185,7 @@ def check_device(strategy: type, device: torch.device) -> None:
 
 
 def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
-    """Raise an error for a wrapper that has a communication hook, or a process group of some ranks only."""
+    """Raise an error for a DDP wrapper with a communication hook, several devices, or a smaller process group."""
     check_model(ddp.module)
     if getattr(ddp, "_use_python_reducer", False):
         raise RuntimeError(
@@ -207,7 +207,7 @@ def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
 
 
 def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
-    """Raise an error for optimizers that do not train the model, or call no hooks if steps are counted."""
+    """Raise an error for an unsupported optimizer, or for an optimizer that trains no parameter of the model."""
     trained = set(module.parameters())
     counts_steps = settings.local_steps is not None or isinstance(settings.schedule, Auto)
     if not optimizers:
@@ -227,7 +227,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
 
 
 def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error for SparseAdam, and for optimizers that communicate in ``step`` if replicas diverge."""
+    """Raise an error for SparseAdam. If replicas diverge, also reject optimizers that communicate in ``step``."""
     if any(isinstance(chain_of(optimizer)[-1], SparseAdam) for optimizer in optimizers):
         raise ValueError(
             "optimizer=SparseAdam needs gradients with a sparse layout, and this package exchanges dense layouts only:"
@@ -253,7 +253,7 @@ def _sends(held: Any) -> bool:
 
 
 def check_total_steps(settings: Settings, total_steps: Optional[int]) -> None:
-    """Raise an error if the warm-up is a fraction of a number of steps that is not given."""
+    """Raise an error if ``warmup_steps`` is a fraction, and ``total_steps`` is ``None``."""
     if isinstance(settings.warmup_steps, float) and total_steps is None:
         raise ValueError(
             f"warmup_steps={settings.warmup_steps:g} is a fraction of the training's optimizer steps, and the"
@@ -262,7 +262,7 @@ def check_total_steps(settings: Settings, total_steps: Optional[int]) -> None:
 
 
 def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
-    """Check the arguments of a plain loop that are no settings."""
+    """Raise an error for a ``scaler`` of the wrong type, or a ``total_steps`` that is no positive whole number."""
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None if the loss is not scaled")
     if not (total_steps is None or is_whole(total_steps, 1)):
@@ -279,7 +279,7 @@ def check_replicas(engine: Engine, when: str) -> None:
     """Raise :class:`ReplicaError` on all ranks unless their parameters are bitwise identical. All ranks must call."""
     parameters = local_tensors(engine.module)
     if (rounds := engine.rounds) is not None and not rounds.is_shared:
-        # Parameters without an optimizer, such as moving averages, differ between ranks until a round ends early.
+        # During a round, parameters without an optimizer, such as moving averages, may differ, and are not checked.
         shared = rounds.shared.exchanged().keys()
         parameters = {name: each for name, each in parameters.items() if name in shared}
     own = torch.stack(list(map(fingerprint, parameters.values())))

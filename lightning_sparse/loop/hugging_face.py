@@ -20,21 +20,22 @@ from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradient
 class SparsifyCallback(TrainerCallback):
     """Compress gradients in Hugging Face's Trainer, like :func:`~lightning_sparse.sparsify_gradients`.
 
-    The callback also clips to ``max_grad_norm``, because AdamW's updates must not be clipped like gradients. With
-    local steps the shared model is evaluated, saved, and in place when ``train`` returns. A checkpoint folder also
-    holds the state of all processes for a resume. Add this callback after callbacks that request evaluations and saves.
+    The callback also replaces the clipping to ``max_grad_norm``: with AdamW ``.grad`` holds updates, which must not be
+    clipped. With local steps the Trainer evaluates, saves and returns the shared model of all ranks. Each checkpoint
+    folder also holds the compression state of all processes. Add this callback after callbacks that request
+    evaluations or saves, because this callback acts on the requests.
 
     Args:
         trainer: the Trainer that receives the callback.
-        resume_from: checkpoint folder that ``train`` resumes from, if outside of this training's folder.
-        resume_compression: whether to load the state of the processes. ``False`` starts with empty residuals.
+        resume_from: checkpoint folder from which ``train`` resumes, if not in the output folder of this training.
+        resume_compression: whether to load the compression state. ``False`` starts with empty residuals.
         **settings: arguments of :func:`~lightning_sparse.sparsify_gradients`.
 
     Attributes:
-        stats: final :meth:`~lightning_sparse.GradientSparsifier.compression_stats` of the training.
+        stats: :meth:`~lightning_sparse.GradientSparsifier.compression_stats` at the end of training.
 
     Raises:
-        CheckpointError: when training resumes from a checkpoint without the state of the processes.
+        CheckpointError: when training resumes from a checkpoint without compression state.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class SparsifyCallback(TrainerCallback):
         self._resumes = resume_compression
         self._settings = settings
         self._handle: Optional[GradientSparsifier] = None
-        self._accelerator: Any = None  # the accelerator with replaced methods
-        self._shown = ExitStack()
+        self._accelerator: Any = None  # the accelerator with methods that this callback has replaced
+        self._shown = ExitStack()  # holds ``shared_model()`` while the shared model is in place
         self.stats: dict[str, float] = {}
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin the exchange. Model and optimizer are wrapped and loaded by now."""
+        """Begin the exchange, after the Trainer has wrapped and loaded model and optimizer."""
         self._end_failed()
         ddp = self._trainer.model_wrapped
         if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
@@ -70,16 +71,16 @@ class SparsifyCallback(TrainerCallback):
             folder = self._resume_from or self._folder(state)
             self._handle.load_state(Path(folder) / _NAME)
             if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
-                self._handle.synchronize()  # the evaluation ended a round, maybe after the save
+                self._handle.synchronize()  # the evaluation at this checkpoint ended a round, maybe after the save
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Swap this process's local model back in."""
+        """Swap this process's local model back in, after an evaluation or a save of the shared model."""
         self._shown.close()
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Swap in the shared model for an evaluation or a save. An evaluation ends the round."""
+        """Swap in the shared model if an evaluation or a save follows. Before an evaluation, end the round."""
         if self._handle is not None and self._handle.training is not None and control.should_evaluate:
             self._handle.training.end_round()
         if self._handle is not None and (control.should_evaluate or control.should_save):
@@ -89,13 +90,13 @@ class SparsifyCallback(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Save the state of the processes beside the Trainer's own files."""
+        """Save the compression state of all processes in the Trainer's checkpoint folder."""
         if self._handle is not None:
             self._handle.save_state(self._folder(state) / _NAME)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End the exchange with the shared model, or with the best model if the Trainer has loaded that."""
+        """End the exchange. The shared model remains, or the best model if the Trainer has loaded the best model."""
         if self._handle is None:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -103,7 +104,7 @@ class SparsifyCallback(TrainerCallback):
         self._shown.close()
         self._handle.close()
         self.stats = self._handle.compression_stats()
-        self._trainer.model_wrapped = self._trainer.model  # the next training wraps the model
+        self._trainer.model_wrapped = self._trainer.model  # so that the next training wraps the model again
         self._give_back()
 
     def _folder(self, state: Any) -> Path:
@@ -115,7 +116,7 @@ class SparsifyCallback(TrainerCallback):
         return Path(self._trainer.args.output_dir) / f"checkpoint-{state.global_step}"
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Replace Accelerate's clipping, and return the norm, which the Trainer also requests without a limit."""
+        """Clip in place of Accelerate, and return the norm before clipping. A limit of ``inf`` only measures."""
         assert self._handle is not None
         self._accelerator.unscale_gradients()
         norm = get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
@@ -124,14 +125,14 @@ class SparsifyCallback(TrainerCallback):
         return norm
 
     def _free_memory(self, *objects: Any) -> Any:
-        """Replace Accelerate's ``free_memory``, which each training calls before the model is wrapped."""
+        """End a failed training, then call Accelerate's method. Each training calls this before wrapping the model."""
         accelerator, trainer = self._accelerator, self._trainer
-        self._end_failed()  # no callback runs when training raises
-        trainer.model_wrapped = trainer.model  # the earlier wrapper is closed
+        self._end_failed()  # no callback runs when training raises an error
+        trainer.model_wrapped = trainer.model  # the exchange of the earlier wrapper has ended
         return accelerator.free_memory(*objects)
 
     def _end_failed(self) -> None:
-        """End a training that raised, without a change of the model, which may have been loaded since."""
+        """End a training that raised an error. Weights stay unchanged, because the user may have loaded new weights."""
         self._give_back()
         if self._handle is None:
             return
@@ -148,14 +149,14 @@ class SparsifyCallback(TrainerCallback):
 
 
 _NAME = "lightning_sparse"  # folder name inside a checkpoint folder
-_REGISTERED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of saved handles, by accelerator
+_REGISTERED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of save_with() calls, by accelerator
 
 
 def save_with(accelerator: Any, handle: GradientSparsifier) -> None:
-    """Include the state of each process in Accelerate's ``save_state`` and ``load_state``.
+    """Include the compression state of each process in Accelerate's ``save_state`` and ``load_state``.
 
-    Accelerate's ``register_for_checkpointing`` saves the state of one process only. For several models call this
-    function once per model, in the same order in a resumed training. With local steps save inside
+    Accelerate's ``register_for_checkpointing`` saves the state of one process only. For several models, call this
+    function once per model. A resumed training must make these calls in the same order. With local steps, save inside
     :meth:`~lightning_sparse.GradientSparsifier.shared_model`.
 
     Args:

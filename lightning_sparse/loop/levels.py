@@ -1,4 +1,4 @@
-"""Levels of the exchange: with two, the ranks of a node average their gradients before nodes exchange the means."""
+"""Levels of the exchange: with two levels, ranks of a node average gradients before nodes exchange the means."""
 
 import os
 import socket
@@ -23,14 +23,14 @@ def own_node() -> Node:
 
 
 def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], None]) -> int:
-    """Return the number of ranks per node that average their gradients before the exchange between nodes.
+    """Return the number of ranks per node that average gradients before the exchange between nodes (1: one level).
 
     Args:
-        settings: the settings; ``levels`` decides.
+        settings: the settings; ``levels`` allows one level, two levels, or ``"auto"``.
         node: identity of this rank's node.
         log: function that logs a line if there are two levels.
     """
-    # The store works before NCCL has a device for each rank.
+    # Ranks gather through the store, because NCCL may not have a device for each rank yet.
     nodes = [] if settings.levels == 1 else all_gather_via_store(str(node))
     count = ranks_of_node(settings, nodes) if len(nodes) > 1 else 1
     if count > 1:
@@ -40,7 +40,7 @@ def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], No
 
 
 def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
-    """Return the number of ranks per node that average their gradients first, from each rank's node."""
+    """Return the number of ranks per node for two levels, or 1 for one level. ``nodes`` lists each rank's node."""
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     reason = None
     if len(set(nodes)) == 1:

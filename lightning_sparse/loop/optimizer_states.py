@@ -1,4 +1,4 @@
-"""Optimizer states of this rank, for a model file that holds the states of another rank."""
+"""Optimizer states of this rank, saved with the residuals, because the model's file holds the states of one rank."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 from lightning_sparse.functional.elements import as_dtensor, local_tensor
 
-_GROUPS = "groups"  # key of the parameter groups, beside the indices of parameters
-_OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # group entries that torch sets
+_GROUPS = "groups"  # key of the parameter groups; all other keys are indices of parameters
+_OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # group entries that torch sets, not the optimizer
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return this rank's optimizer states: the state of each parameter, and the learned entries of each group."""
+    """Return this rank's optimizer states: states of parameters, and group entries that an optimizer learns."""
     states = []
     for each in optimizers:
         whole = each.state_dict()
@@ -34,16 +34,16 @@ def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
 
 
 def _learned_names(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """Return the group entries that an optimizer learns, such as Prodigy's distance. They differ between ranks.
+    """Return names of group entries that an optimizer learns, such as Prodigy's distance. Ranks learn different values.
 
-    Arguments of the constructor are not included: users and schedulers set them, and the model file has them.
+    Arguments of the constructor are not included, because users and schedulers set the values.
     """
     given = inspect.signature(type(optimizer).__init__).parameters
     return group.keys() - given.keys() - _OF_THE_MODEL
 
 
 def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
-    """Apply ``change`` to each tensor of nested dictionaries and to the entry of ``like`` at the same place."""
+    """Replace each tensor in nested dictionaries by ``change(tensor, entry)``. ``like`` has the entry at equal keys."""
     if isinstance(state, Tensor):
         return change(state, like)
     if not isinstance(state, dict):
