@@ -1,4 +1,4 @@
-"""The training loop around an exchange, shared by the Trainer's strategies, Fabric and plain loops."""
+"""Start, batches, steps and end of a training that exchanges gradients, for strategies, Fabric and plain loops."""
 
 import inspect
 import warnings
@@ -91,20 +91,20 @@ Log = Callable[[str], None]
 class RuntimeOptions(NamedTuple):
     """Runtime options of a training that are not part of the settings."""
 
-    timeout: Optional[timedelta] = None  # timeout of an exchange
-    scaler: Any = None
-    clipping: Clipping = NOT_CLIPPED  # clipping in every step
-    local_world_size: int = 1  # number of ranks that average gradients before the exchange
-    node: Optional[Node] = None  # node of this rank, for an entry point without ``local_world_size``
+    timeout: Optional[timedelta] = None  # maximum time that an exchange waits for other ranks
+    scaler: Any = None  # gradient scaler, or ``None``
+    clipping: Clipping = NOT_CLIPPED  # clipping that the Trainer applies in every step
+    local_world_size: int = 1  # number of ranks that average gradients before the exchange (two levels, or FSDP)
+    node: Optional[Node] = None  # node of this rank, from which a GradientSparsifier finds ``local_world_size``
 
 
 class Loop:
-    """State of one entry point (strategy, Fabric, plain loop): settings, and the current training, if any."""
+    """State of a strategy, or of a model in Fabric or a plain loop: settings, and the current training or ``None``."""
 
     def __init__(self, settings: Settings, log: Log) -> None:
-        self.settings = settings  # checked user settings; ``adam`` is set if a training corrects Adam
+        self.settings = settings  # checked user settings; ``start`` sets ``adam`` if Adam is corrected
         self._log = log
-        self.training: Optional[Training] = None  # ``None`` in a single process, too
+        self.training: Optional[Training] = None  # ``None`` also while a single process trains without an exchange
         self.optimizers: Sequence[Optimizer] = ()  # optimizers of the current or the last training
         self._scaler: Any = None
         self._finish_with({}, None)
@@ -122,7 +122,7 @@ class Loop:
     def start(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: RuntimeOptions, goes_alone: bool = False
     ) -> None:
-        """Begin a training after all checks. A single process exchanges only if ``goes_alone``."""
+        """Check the optimizers, and begin a training. A single process compresses only if ``goes_alone``."""
         self.end()
         self._finish_with({}, None)
         self.optimizers, self._scaler = optimizers, given.scaler
@@ -150,28 +150,28 @@ class Loop:
             self.training.reset_residuals()
 
     def compression_stats(self) -> dict[str, float]:
-        """Return statistics of the last step's exchange, and of all exchanges, on this rank as plain floats.
+        """Return this rank's statistics of the last step's exchange, and of all exchanges, as plain floats.
 
-        The names are listed at :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. In a plain loop all time
-        between two steps counts for ``exposed_share``, except the time inside ``shared_model()``. The dictionary is
-        empty before the first step and on one process. After the end it holds the last values.
+        :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats` lists the names. In a plain loop, all time between
+        two steps counts for ``exposed_share``, except the time inside ``shared_model()``. The dictionary is empty
+        before the first step, and on one process. After training, the dictionary holds the last values.
         """
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 
     def plan(self) -> Optional[Plan]:
-        """Return the bucket plan of this rank, or the last plan after the end of training, or ``None``."""
+        """Return the bucket plan of this rank, after training the last plan, or ``None`` if there was no plan."""
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def state(self) -> Optional[dict[str, Any]]:
-        """Return this rank's state between two steps without a copy, or the final state, or ``None`` on one process.
+        """Return this rank's compression state without a copy, after training the final state, or ``None``.
 
-        All ranks must call, because some tensors of the state are distributed over ranks.
+        All ranks must call between two steps, because ranks compare some tensors.
         """
         training = self.training
         state = self.final_state if training is None else training.state(together=True)
         if state is None or not self.settings.replicas_diverge:
             return state
-        # The model's file holds one rank's optimizer states, and states differ between ranks, as local gradients do.
+        # The model's file holds the optimizer states of one rank, but diverging replicas have different states.
         state = {**state, "optimizers": states_of(self.optimizers if training is None else training.optimizers)}
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
@@ -180,24 +180,24 @@ class Loop:
         self.final_state: Optional[dict[str, Any]] = None
 
     def end(self, has_failed: bool = False, keeps_state: bool = False) -> None:
-        """End the training, also after an error of this rank (``has_failed``), and optionally store the final state.
+        """End the training, and store the final state on the CPU if ``keeps_state``. A second call does nothing.
 
-        A second call does nothing.
+        ``has_failed`` means that this rank has raised an error.
         """
         if (training := self.training) is None:
             return
-        # After an error an exchange may block the device forever, so nothing may synchronize with the device.
+        # After an error, an exchange may block the GPU forever, so this method must not wait for the GPU.
         can_ask = not has_failed or training.device.type == "cpu"
         self._finish_with(*((self.compression_stats(), self.plan()) if can_ask else ({}, None)))
         is_whole = training.close(self._final_stats, has_failed)
         self.training, self.optimizers = None, training.optimizers
-        if is_whole and can_ask and keeps_state:  # a copy on the GPU would need the model's memory again
+        if is_whole and can_ask and keeps_state:  # copies to the CPU, because residuals are as large as the model
             self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), training.state())
-        vars(training).clear()  # breaks a cycle with the engine, which would hold model-sized tensors until collection
+        vars(training).clear()  # breaks a reference cycle that would hold model-sized tensors until garbage collection
 
 
 class Training:
-    """A training of a wrapped model with an exchange, until ``close``."""
+    """One training of a wrapped model, with an exchange of gradients or of rounds' changes, until :meth:`close`."""
 
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
@@ -207,7 +207,7 @@ class Training:
         self.view: OptimizerView
         self.is_dense = False  # whether steps send dense gradients, as DDP does
         self.backwards = 0  # number of backwards since the last optimizer step
-        self._waiting: Sequence[Optimizer] = ()  # optimizers without a step since the last backward
+        self._waiting: Sequence[Optimizer] = ()  # optimizers that have not stepped since the last backward
         self._has_warned_of_gradients = False
         self.before_step: Callable[[], None] = self.begin_steps
         self.after_step: Callable[[], None] = lambda: None
@@ -230,7 +230,7 @@ class Training:
             log(TAKES_MOMENTUM)
 
     def _attend(self) -> None:
-        """Create the view of the optimizers, and register hooks on all steps."""
+        """Create the :class:`OptimizerView`, and register hooks on the steps of all optimizers."""
         parameters, engine = ddp_parameters(self.engine.module), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
         look = before_step_of_training(self._before_step)
@@ -244,9 +244,10 @@ class Training:
         self.steps.handles += hooks
 
     def restart_if_changed(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Exchange the parameters that are trained now, between two batches. All ranks have to agree.
+        """Continue with the present trained parameters and optimizers if these have changed since the last batch.
 
-        State follows parameters through changes of name. Frozen parameters with earlier exchanges count as unused.
+        All ranks must make the same change. A parameter's residual stays with the parameter if the name changes.
+        Parameters that were exchanged and then frozen count as unused.
         """
         optimizers = self.optimizers if optimizers is None else optimizers
         has_others = len(optimizers) != len(self.optimizers) or not all(map(is_, optimizers, self.optimizers))
@@ -267,7 +268,7 @@ class Training:
             self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
     def _restart(self, present: TrainedParameters) -> bool:
-        """Exchange the ``present`` parameters if they differ, and broadcast new layers from rank 0."""
+        """Exchange the ``present`` parameters, and broadcast new layers. Return ``False`` if nothing has changed."""
         before, module = self._trained, self.engine.module
         has_others = before.has_others()
         if not (has_others or before.changes_to(present)):
@@ -280,17 +281,17 @@ class Training:
         return True
 
     def _trains_others(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether the trained parameters have changed, after a reshard of FSDP's parameters."""
+        """Return whether the trained parameters have changed. Before the final check, reshard FSDP's parameters."""
         trained = all_optimizer_parameters(optimizers)
         if not self._trained.have_changed(trained):
             return False
         if isinstance(self.engine.wrapper, ShardedModel):
-            reshard(self.engine.module)  # an evaluation may have unsharded parameters
+            reshard(self.engine.module)  # unsharded parameters of an evaluation would look like replaced parameters
             return self._trained.have_changed(trained)
         return True
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Continue with other optimizers between two steps."""
+        """Replace the optimizers of this training, between two steps."""
         if self.backwards:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
@@ -306,8 +307,8 @@ class Training:
             self.view.adam.warm_up.resume_from(before.warm_up)
 
     def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True, is_trial: bool = False) -> None:
-        """Set the number of optimizer steps of the whole training, or ``None``, and log the number of rounds."""
-        total_steps = None if total_steps is None else int(total_steps)  # numpy's integers have another type
+        """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up and the rounds."""
+        total_steps = None if total_steps is None else int(total_steps)  # converts numpy's integers
         densities = self.engine.densities
         check_total_steps(self.settings, total_steps)
         densities.expect_steps(total_steps)
@@ -319,11 +320,11 @@ class Training:
             log_rounds(local, total_steps, self._log, None if is_trial else warn_user)
 
     def turn(self) -> None:
-        """Select dense, sparse or local steps for the next steps, between two steps."""
+        """Select, between two steps, whether the next steps are dense, sparse or local."""
         rounds, adam = self.engine.rounds, self.view.adam
         if rounds is not None:
             is_dense = rounds.is_synchronous
-            if self.is_dense and not is_dense:  # local steps start from equal models
+            if self.is_dense and not is_dense:  # local steps have to start from equal models
                 sync_module_states(self.engine.module)
         else:
             is_dense = self.choice is not None and self.choice.wants_dense
@@ -335,22 +336,22 @@ class Training:
 
     @property
     def replicas(self) -> Replicas:
-        """Replica manager of the engine, or a no-op manager in synchronous first steps."""
+        """Replica manager of the engine, or a no-op manager during the first ``synchronous_steps``."""
         is_one = self.is_dense and self.settings.local_steps is not None
         return _ONE if is_one else self.engine.replicas
 
     @property
     def is_in_round(self) -> bool:
-        """Whether only rounds of local steps exchange."""
+        """Whether the next step is a local step, so that ranks exchange only at the end of a round."""
         return self.settings.local_steps is not None and not self.is_dense
 
     def begin_steps(self) -> None:
-        """Begin a local step, if rounds exchange. All ranks must call before an update."""
+        """Begin local steps, if the next step is a local step. All ranks must call before an update."""
         if (rounds := self.engine.rounds) is not None and not self.is_dense:
             rounds.begin_steps()
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Prepare a batch, before the forward."""
+        """Prepare for the next batch: changed parameters, loaded weights, and the kind of step. Runs before forward."""
         self.restart_if_changed(optimizers)
         self.turn()
         has_loaded = self.is_in_round and self._reset_loaded()
@@ -362,7 +363,7 @@ class Training:
             self.steps.see_weights(self.engine.module)
 
     def end_round(self, is_trial: bool = False) -> None:
-        """End a round before a validation of the shared model, and warn if validations shorten rounds too much."""
+        """End the round before a validation of the shared model. Warn once if validations shorten rounds too much."""
         if (rounds := self.engine.rounds) is None:
             return
         warning = warning_of_validations(rounds.local, rounds.steps_since_ended)
@@ -372,10 +373,10 @@ class Training:
             warn_user(warning)
 
     def begin(self, is_automatic: bool = False) -> None:
-        """Begin a backward, under Lightning's automatic optimization or by hand."""
+        """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
         self._add_backward()
         reducer = self.engine.reducer
-        # User hooks may run backwards before the last backward of a step, and all are exchanged together.
+        # Users' hooks may run backwards of their own. The last backward of a step exchanges all gradients together.
         reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
 
@@ -388,14 +389,14 @@ class Training:
         return not self._waiting
 
     def set_inside(self, is_inside: bool) -> None:
-        """Allow exchanges of backwards that Lightning does not announce, as inside manual optimization."""
+        """Set whether a backward that Lightning does not announce may exchange, such as in manual optimization."""
         self.engine.reducer.allow_implicit_backward = is_inside
 
     def _open(self, is_explicit: bool) -> None:
-        """Begin a step's exchange, before the first gradient is ready."""
+        """Begin the exchange of a backward, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            if self.engine.rounds is None:  # rounds change mode only between batches: a change synchronizes the models
+            if self.engine.rounds is None:  # with rounds, turn() may broadcast the model, so only between batches
                 self.turn()
             self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
@@ -413,7 +414,7 @@ class Training:
             self.engine.begin_backward(context._replace(loss_scale=scale))
 
     def reset_residuals(self) -> None:
-        """Reset residuals and momentum. With local steps the current weights become the shared model."""
+        """Set residuals and momentum to zero. With local steps, the current weights become the shared model."""
         self._reset(set(self.engine.module.parameters()))
         if self.is_in_round:
             self.replicas.reset_shared_model()
@@ -424,7 +425,7 @@ class Training:
         self._log(ROLLED_BACK.format(count=len(names)))
 
     def _reset_loaded(self) -> bool:
-        """Reset the residuals of weights that were loaded since the last exchange, and return whether any were."""
+        """Reset residuals of parameters loaded since the last exchange. Return ``True`` if there were any."""
         loaded = self._loaded.take()
         has_trained = self.engine.recorder.last is not None
         if loaded and has_trained:
@@ -432,7 +433,7 @@ class Training:
         return bool(loaded) and has_trained
 
     def end_backward(self, is_inside: bool) -> None:
-        """End a backward, and raise an error of the exchange."""
+        """Finish the exchange of a backward. Raise an error if the exchange has failed."""
         self.engine.reducer.finalize_backward()
         self.set_inside(is_inside)
         self.view.note_arrived()
@@ -444,7 +445,7 @@ class Training:
 
     def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
         has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
-        # Without gradients a closure computes gradients first, possibly at moved weights as in SAM.
+        # Without gradients, a closure computes gradients inside the step, possibly at changed weights (SAM).
         if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
             self.before_step()
         return after_closure(self._before_update)(optimizer, *step)
@@ -459,7 +460,7 @@ class Training:
         self.before_step()
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        self.before_step()  # a scaler may have skipped the first step without calling hooks
+        self.before_step()  # needed if a scaler has skipped the first step, because then no pre-hook ran
         self.backwards, self._waiting = 0, [each for each in self._waiting if each is not optimizer]
         if self.view.adam is not None:
             self.view.adam.clips.end_step(optimizer)
@@ -473,7 +474,7 @@ class Training:
         self.after_step()
 
     def state(self, together: bool = False) -> dict[str, Any]:
-        """Return this rank's state between two steps without a copy. All ranks must call if ``together``."""
+        """Return this rank's state, between two steps, without a copy. With ``together`` all ranks must call."""
         if together:
             self._warn_of_gradients()
             self.engine.worker.drain()
@@ -481,14 +482,14 @@ class Training:
         return {**collect_state(self.engine, together), "clips": clips}
 
     def _warn_of_gradients(self) -> None:
-        """Warn once of a save during gradient accumulation, because no checkpoint holds the gradients."""
+        """Warn once if a save occurs during gradient accumulation, because checkpoints contain no gradients."""
         holds = self.backwards and any(each.grad is not None for each in all_optimizer_parameters(self.optimizers))
         if holds and not self._has_warned_of_gradients:
             self._has_warned_of_gradients = True
             warn_user(UNSAVED_GRADIENTS.format(backwards=self.backwards))
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a state, and return descriptions of the unused parts."""
+        """Load a state, and return descriptions of the parts that this training cannot use."""
         usable, unused = match_state(state, self.engine)
         exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
@@ -506,7 +507,7 @@ class Training:
         return unused
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
-        """End the exchange, remove all hooks, and return whether the state is the state of a complete step."""
+        """End the exchange, and remove all hooks. Return whether the state is the state after a complete step."""
         if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
@@ -518,12 +519,12 @@ class Training:
 
 
 def _scale_of(scaler: Any, device: torch.device) -> Optional[Tensor]:
-    """Return the scaled value of 1 as the loss scale, because ``get_scale`` synchronizes with the device."""
+    """Return the loss scale as a tensor: a scaled 1. ``get_scale`` would synchronize with the device."""
     return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
 def _unscaling_changes(scaler: Any, device: torch.device) -> int:
-    """Return the increase of a gradient's version counter when a scaler unscales it. Devices differ."""
+    """Return by how much ``unscale_`` increases a gradient's version counter. The increase depends on the device."""
     if scaler is None or not scaler.is_enabled():
         return 0
     # The unscale kernel supports float32 only, independent of the default dtype.
@@ -533,7 +534,7 @@ def _unscaling_changes(scaler: Any, device: torch.device) -> int:
 
 
 def warn_user(message: str) -> None:
-    """Warn on rank 0, at the line of user code that led to the call."""
+    """Warn on rank 0. The warning points to the line of user code that led to this call."""
     if dist.get_rank() != 0:
         return
     frame, level = inspect.currentframe(), 1

@@ -1,4 +1,4 @@
-"""Views of the optimizers: hyperparameters, momentum that the memory accumulates, and counted steps."""
+"""Access to the user's optimizers: hyperparameters, momentum that is applied before compression, and step counts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,21 +34,22 @@ _TWO_NORMS = (
     " the others. Clip each optimizer separately, such as by clip(norm=1.0, optimizer=optimizer), or set"
     " optimizer_correction=None"
 )
-_SHOWN = 5  # number of names in a message
-_NO_OPTIMIZER = Hyperparameters(float("nan"))  # NaN: a first optimizer of a parameter changes no rate
-# Hyperparameters of adaptive optimizers: decay rates of moments and squares, the epsilon of a quotient, Rprop's step
-# factors, and LBFGS's number of gradients.
+_SHOWN = 5  # maximum number of names in a message
+_NO_OPTIMIZER = Hyperparameters(float("nan"))  # NaN, so that a parameter's first learning rate counts as no change
+# Hyperparameters that only adaptive optimizers have: decay rates of moments and squares, the epsilon of a quotient,
+# Rprop's step factors, and the number of gradients that LBFGS stores.
 _SIGNS_OF_LEARNING = frozenset({"betas", "beta2", "alpha", "rho", "eps", "etas", "history_size"})
 _LINEAR = (SGD, ASGD)
 _SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"})
 
 
 class OptimizerView:
-    """Read hyperparameters by parameter name, and disable the optimizers' momentum if the memory accumulates momentum.
+    """Read the optimizers' hyperparameters, and disable momentum in updates if momentum is applied before compression.
 
-    Momentum amplifies weight decay by ``1 / (1 - momentum)``, so an update without momentum divides weight decay by
-    ``1 - momentum``. Both values change only during the update, after the closure: hooks and closures find the user's
-    values. Optimizers that ``feedback`` does not support raise an error. ``adam`` steps the corrected optimizers.
+    Momentum amplifies weight decay by ``1 / (1 - momentum)``, so an update without momentum uses ``weight_decay /
+    (1 - momentum)``. Momentum and weight decay change only during the update, after the closure. Hooks and closures
+    read the user's values. Optimizers that ``feedback`` does not support raise an error. If Adam is corrected, ``adam``
+    applies updates in place of the optimizers.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class OptimizerView:
 
     @property
     def takes_momentum(self) -> bool:
-        """Whether the memory accumulates the optimizers' momentum."""
+        """Whether the optimizers' momentum is applied before compression, instead of in the optimizers' steps."""
         return self._feedback.momentum == FROM_OPTIMIZER
 
     def know(self, parameters: Mapping[str, Parameter]) -> None:
-        """Record the model's current parameters."""
+        """Set the model's current parameters, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self.adam is not None:
             self.adam.counts.know(self._names)
@@ -96,18 +97,19 @@ class OptimizerView:
         continued: AbstractSet[Tensor] = frozenset(),
         begun: AbstractSet[Tensor] = frozenset(),
     ) -> StepContext:
-        """Return the context of the next exchange.
+        """Return the :class:`StepContext` of the next exchange.
 
-        Parameters in ``begun`` have had an exchange in this step; gradients of ``continued`` hold its result.
+        ``begun`` holds parameters that were exchanged in this step already. If the gradient of a parameter still holds
+        the mean of that exchange, ``continued`` also holds the parameter.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
         return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
-        """Return hyperparameters for the next step by parameter name, empty if the memory uses no hyperparameters."""
+        """Return the hyperparameters of the next step, by parameter name. The result is empty if none are needed."""
         if self._feedback.momentum is None and not self._feedback.rescale_on_lr_change:
             return {}
-        self._give_back()  # a failed update, or a second call of a closure, has not restored momentum
+        self._give_back()  # after a failed update, or inside a repeated closure, momentum is still zero
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
         for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
             if self.takes_momentum:
@@ -123,7 +125,7 @@ class OptimizerView:
         return found
 
     def check_one_norm(self, parameters: Iterable[Tensor]) -> None:
-        """Raise an error if one norm would clip both updates and gradients."""
+        """Raise an error if one norm would clip updates of a corrected Adam and gradients of another optimizer."""
         given = set(parameters)
         clipped = [each for each in self._optimizers if not given.isdisjoint(optimizer_parameters(each))]
         kinds = {self.adam is not None and is_correctable(each) for each in clipped}
@@ -132,14 +134,14 @@ class OptimizerView:
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Request clipping of the next gradients, before updates are made, and hide the current updates inside."""
+        """Request clipping of the gradients for Adam's next updates. Inside the context, hide the present updates."""
         if self.adam is not None:
             self.adam.clips.ask(clipping, parameters)
         with nullcontext() if self.adam is None else self.adam.hidden():
             yield
 
     def note_arrived(self) -> None:
-        """Record the updates in ``.grad`` after an exchange, to detect later changes."""
+        """Record Adam's updates in ``.grad`` after an exchange, to detect later changes by other code."""
         if self.adam is not None:
             self.adam.note_arrived()
 
@@ -152,7 +154,7 @@ class OptimizerView:
         self._give_back()
 
     def _take(self, optimizer: Optimizer) -> None:
-        self._give_back()  # a failed update has not restored momentum
+        self._give_back()  # after a failed update, momentum is still zero
         for group in optimizer.param_groups:
             if momentum := group["momentum"]:
                 own = {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}
@@ -161,16 +163,17 @@ class OptimizerView:
                 group.update(meanwhile)
 
     def _give_back(self, *step: Any) -> None:
-        # A value that another hook has set meanwhile stays.
+        # If another hook has changed a value since :meth:`_take`, do not overwrite this value.
         for group, own, meanwhile in self._taken:
             group.update({name: own[name] for name in own if group[name] == meanwhile[name]})
         self._taken.clear()
 
 
 class CountedSteps:
-    """Count the steps of optimizers, also steps made by a wrapper, and warn of weights that change without a step.
+    """Count optimizer steps, also steps through a wrapper. Warn if weights change without a step.
 
-    ``begin`` is called before every step, and ``end`` after every counted step, with the optimizer from ``optimizers``.
+    The hooks call ``begin`` before every step. After every counted step they call ``end`` with the optimizer from
+    ``optimizers``, not with a nested optimizer.
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class CountedSteps:
         self._end = end
         self._warn = warn
         self._stepping: Any = None  # optimizer of the step in progress, or ``self`` inside :meth:`step_of`
-        self._versions, self._uncounted = 0, 0  # versions of all weights; batches that changed weights without a step
+        self._versions, self._uncounted = 0, 0  # sum of version counters; batches that changed weights without a step
         self._optimizers = optimizers
         self.handles: list[Any] = []  # hooks that ``close`` removes
         for optimizer in optimizers:
@@ -195,7 +198,7 @@ class CountedSteps:
 
     @contextmanager
     def step_of(self, optimizer: Optimizer) -> Iterator[None]:
-        """Count the step that is made inside, even if a scaler skips the step."""
+        """Count one step of ``optimizer``, which is made inside the context, even if a scaler skips the step."""
         self._stepping = self
         try:
             yield
@@ -219,7 +222,7 @@ class CountedSteps:
         self._end(optimizer)
 
     def count_skipped(self, scaler: GradScaler) -> None:
-        """Count also skipped steps of a scaler: one rank may skip alone, and rounds begin and end on all ranks."""
+        """Count also the steps that a scaler skips: one rank may skip alone, but all ranks end a round together."""
         step = scaler.step
 
         def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +248,7 @@ class CountedSteps:
 
 
 def listed(names: Sequence[object]) -> str:
-    """Return the first names, and the number of the others.
+    """Return the first names as text, with the number of further names.
 
     Example::
 
@@ -257,17 +260,17 @@ def listed(names: Sequence[object]) -> str:
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer adapts to more than the mean gradient, such as magnitudes or signs.
+    """Return whether an optimizer adapts steps to statistics of gradients, such as magnitudes or signs.
 
-    SGD and ASGD are not adaptive. Other optimizers are adaptive if a default setting, also of a wrapped optimizer, has
-    a typical name, such as ``betas``.
+    SGD and ASGD are not adaptive. All other optimizers are adaptive if ``defaults`` has a typical name, such as
+    ``betas``. For a wrapper, the innermost optimizer counts.
     """
     *_, optimizer = chain_of(optimizer)
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_LEARNING.isdisjoint(optimizer.defaults)
 
 
 def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> list[Any]:
-    """Warn of adaptive optimizers with sparse gradients, and return hooks that check other optimizers by state."""
+    """Warn of adaptive optimizers with sparse gradients. Return hooks that check all other optimizers after a step."""
     hooks = []
     for optimizer in optimizers if settings.is_sparse else ():
         if settings.adam is not None and is_correctable(optimizer):
@@ -280,7 +283,7 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
 
 
 def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[str], None]) -> Any:
-    found = list[bool]()  # the hook stays registered, because removal inside a hook fails if another hook follows
+    found = list[bool]()  # ends the check: a hook cannot remove a hook during a call, if another hook follows
 
     def look(*step: Any) -> None:
         if not found and (keeps := keeps_second_moment(inside)) is not None:
@@ -292,13 +295,13 @@ def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[st
 
 
 def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:
-    """Return whether an optimizer's state has a second moment, or ``None`` without a state."""
+    """Return whether the state of an optimizer has a second moment, or ``None`` if the state is still empty."""
     kept = {key for state in chain_of(optimizer)[-1].state.values() if isinstance(state, dict) for key in state}
     return None if not kept else not _SECOND_MOMENTS.isdisjoint(kept)
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer calls step hooks. Wrappers of other packages may not."""
+    """Return whether an optimizer supports step hooks. Some wrappers of other packages do not."""
     with suppress(AttributeError):
         optimizer.register_step_post_hook(lambda *step: None).remove()
         return True
@@ -322,7 +325,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether Adam's updates can precede selection. Raise an error if ``AdamCorrection`` cannot apply."""
+    """Return whether Adam's updates can be made before selection. Raise an error for an unsupported ``AdamCorrection``."""
     if isinstance(settings.optimizer_correction, AdamCorrection):
         _check_correctable(optimizers)
     are_correctable = list(map(is_correctable, optimizers))
@@ -342,7 +345,7 @@ def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a step is the step of zeros by which torch's sharded checkpoints create optimizer states."""
+    """Return whether a step is no training step: torch's sharded checkpoints step with zeros to create states."""
     if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
         return False
     gradients = (each.grad for each in optimizer_parameters(optimizer) if each.grad is not None)
@@ -352,7 +355,7 @@ def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
 
 
 def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step pre-hook that calls ``act``, except before a step of torch's checkpoints."""
+    """Return a step pre-hook that calls ``act``, except before the steps with zeros of torch's checkpoints."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None if is_torchs_own(optimizer, kwargs) else act(optimizer, args, kwargs)
