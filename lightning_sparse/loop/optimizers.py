@@ -325,7 +325,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether Adam's updates can be made before selection. Raise an error for an unsupported ``AdamCorrection``."""
+    """Return whether Adam's updates can be made before selection. An unsupported ``AdamCorrection`` raises an error."""
     if isinstance(settings.optimizer_correction, AdamCorrection):
         _check_correctable(optimizers)
     are_correctable = list(map(is_correctable, optimizers))

@@ -1,4 +1,4 @@
-"""The entry point for loops without a Trainer: :func:`sparsify_gradients`, and the handle of a model."""
+"""The entry point for loops without a Trainer: :func:`sparsify_gradients`, and the handle that the call returns."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,22 +69,25 @@ def sparsify_gradients(
     """Exchange only the largest part of each gradient of a model, in a custom training loop.
 
     Call the function once on all ranks, before the first backward. Parameters and buffers are broadcast from rank 0.
-    Gradients are exchanged during backward, and are means when backward ends. One process only checks the arguments.
+    Gradients are exchanged during backward. When backward ends, ``.grad`` holds the mean over ranks. On one process the
+    function only checks the arguments.
 
     Args:
-        model: a module without a wrapper, which is called as before. Buffers are broadcast from rank 0 before the first
-            training forward of a step, as with DDP. A ``DistributedDataParallel`` of all processes is accepted, too,
-            and then reduces no gradient.
-        optimizer: one or several optimizers of the model. Wrappers of libraries, such as Accelerate, are removed.
-        compressor: a compressor without diverging replicas.
+        model: a module without a wrapper; the training loop calls the module as before. Buffers are broadcast from rank
+            0 before the first training forward of a step, as with DDP. The model may also be a
+            ``DistributedDataParallel`` of all processes, which then reduces no gradient.
+        optimizer: one or several optimizers of the model. If a library such as Accelerate wraps an optimizer, the inner
+            optimizer is used.
+        compressor: name of a compressor, or an object. Compressors with diverging replicas are not supported.
         density: fraction of elements sent; ``None`` for the default density.
-        scaler: the gradient scaler, if any. Residuals are stored unscaled.
+        scaler: the gradient scaler, or ``None``. Residuals are stored unscaled.
         total_steps: optimizer steps of the whole training, for Adam's warm-up and a ``warmup_steps`` that is a
             fraction (``"dgc"``, ``"sdagc"``: 0.1 by default); ``None`` if unknown.
         timeout: maximum time that an exchange waits for other ranks; ``None`` for the timeout of the process group.
         **given: settings of :class:`~lightning_sparse.Compression`. ``levels`` identifies nodes by torchrun's node
-            numbers, or by host names. With ``local_steps`` all ranks must make equally many steps, evaluate and save
-            inside :meth:`GradientSparsifier.shared_model`, and call :meth:`GradientSparsifier.close` at the end.
+            numbers, or by host names. With ``local_steps`` all ranks must make equally many steps, and call
+            :meth:`GradientSparsifier.close` at the end. Evaluate and save inside
+            :meth:`GradientSparsifier.shared_model`.
 
     Raises:
         ValueError: for a value out of range, an unknown name, or a setting that only the Trainer supports.
@@ -107,9 +110,9 @@ def _log(line: str) -> None:
 
 
 class GradientSparsifier(Loop):
-    """Handle of :func:`sparsify_gradients` that exchanges the gradients of one model until closed.
+    """Handle of :func:`sparsify_gradients`: exchanges the gradients of one model until :meth:`close`.
 
-    A ``with`` statement closes the handle at its end. ``settings`` belong to this model alone.
+    At the end of a ``with`` statement the handle is closed. ``settings`` apply to this model only.
 
     Attributes:
         engine: the engine that exchanges gradients, or ``None`` on one process and after :meth:`close`.
@@ -149,7 +152,7 @@ class GradientSparsifier(Loop):
         try:
             self.start(self._model, optimizers, given)
             self._attend(model, given.scaler, total_steps)
-        except BaseException:  # a warning may be raised as an error
+        except BaseException:  # user settings may turn warnings into errors
             self._leave(has_failed=True)
             raise
         _OPEN[self] = None
@@ -195,17 +198,17 @@ class GradientSparsifier(Loop):
     ) -> None:
         """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
 
-        With corrected Adam, backward ends with updates in ``.grad``, and updates must not be clipped. Instead the
-        gradients of the next step are clipped before updates are made. With a gradient scaler call ``unscale_`` first.
+        With corrected Adam, ``.grad`` holds updates after backward, and updates must not be clipped. Instead this call
+        clips the gradients of the next step, before updates are made. With a gradient scaler call ``unscale_`` first.
 
         Args:
             norm: maximum norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
             value: maximum magnitude of an element; ``None`` for no limit.
-            optimizer: optimizer of the gradients to clip by one norm; ``None`` for all gradients of the model. If a
-                corrected Adam trains several models, each model has a separate norm.
+            optimizer: optimizer with the gradients to clip; ``None`` for all gradients of the model. If a corrected
+                Adam trains several models, each model has a separate norm.
 
         Raises:
-            ValueError: for one norm of several optimizers if only some of the optimizers are corrected.
+            ValueError: if one norm would clip parameters of a corrected Adam and of another optimizer.
         """
         parameters = [*self._model.module.parameters()] if optimizer is None else optimizer_parameters(optimizer)
         if norm is not None and self.training is not None:
@@ -219,9 +222,9 @@ class GradientSparsifier(Loop):
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Request the clipping of gradients for the next Adam updates, and hide present updates inside the context.
+        """Request clipping of the gradients for Adam's next updates. Inside the context, hide the present updates.
 
-        The request covers all models with one of the parameters, because an optimizer may train several models.
+        The request applies to each model that has any of the parameters, because an optimizer may train several models.
         """
         clipped = set(parameters)
         with ExitStack() as hidden:
@@ -234,7 +237,8 @@ class GradientSparsifier(Loop):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that disables the exchange of gradients, like DDP's ``no_sync()``.
 
-        Use the context for forward and backward of all batches of a step except the last, which exchanges the sum.
+        Use the context for forward and backward of all batches of a step except the last batch. The backward of the
+        last batch exchanges the sum of the gradients.
         """
         no_sync: AbstractContextManager[None] = self._model.no_sync()
         return no_sync
@@ -243,7 +247,7 @@ class GradientSparsifier(Loop):
     def shared_model(self) -> Iterator[None]:
         """Swap in the shared model of all ranks inside the context, for an evaluation or a save.
 
-        Nothing is sent. Without local steps the model is always shared. Statistics exclude the time inside.
+        Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes the time inside.
         """
         with self._followed.shown():
             yield
@@ -264,9 +268,9 @@ class GradientSparsifier(Loop):
         self.replicas.synchronize()
 
     def reset_shared_model(self) -> None:
-        """Make the present model the shared model, such as after a load mid-training. All ranks must call.
+        """Make the present model the shared model, such as after a load during training. All ranks must call.
 
-        With local steps, any other change of the model would count as a change by training.
+        With local steps, other changes of weights between two batches count as changes by training.
         """
         self._followed.take_up()
         self.replicas.reset_shared_model()
@@ -282,9 +286,10 @@ class GradientSparsifier(Loop):
             save_state({**state, "shared model": self._followed.prints()}, str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:
-        """Continue from a folder of :meth:`save_state`. All ranks must call, before or after model and optimizers load.
+        """Load the state from a folder of :meth:`save_state`. All ranks must call.
 
-        The same number of ranks continues bitwise identically. Another number continues from the mean residual.
+        Model and optimizers may be loaded before or after. With the same number of ranks, training resumes bitwise
+        identically. With another number, each rank starts with the mean residual.
 
         Raises:
             CheckpointError: for files that are missing, damaged, or of another format.
@@ -317,15 +322,16 @@ class GradientSparsifier(Loop):
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a state, and return descriptions of unused parts."""
+        """Load a state, and return descriptions of the parts that this training cannot use."""
         return self._followed.load(state)
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and release the optimizers. Later training forwards raise an error. Safe to call twice.
 
-        With local steps all ranks must call, because this ends the round. To continue training, give the model to
-        :func:`sparsify_gradients` again, in a new wrapper if there was one, or to any ``DistributedDataParallel``.
-        Set ``has_failed`` after an error on this rank, so that the call waits for no other rank.
+        With local steps all ranks must call, because ``close`` ends the round. To continue training, call
+        :func:`sparsify_gradients` with the model again, in a new DDP wrapper if the model had a wrapper. Or train the
+        model in any ``DistributedDataParallel``. After an error on this rank, set ``has_failed``, so that the call does
+        not wait for other ranks.
         """
         engine, self._followed.is_closed = self.engine, True
         try:
@@ -345,26 +351,26 @@ class FollowedModel:
 
     def __init__(self, model: Wrapper) -> None:
         self.training: Optional[Training] = None  # the running training
-        self.waiting: Optional[dict[str, Any]] = None  # a state to apply after model and optimizers load
+        self.waiting: Optional[dict[str, Any]] = None  # loaded state, applied after the user has loaded the model
         self.is_closed = False
         self._model = model
         self._is_shown = False  # whether shared_model() is active
-        self._broadcasts = True
+        self._broadcasts = True  # whether the hooks broadcast buffers, because no DDP wrapper does
 
     def follow(self, training: Training, model: Module) -> list[Any]:
-        """Register hooks on a model, as the user calls it, and return the hooks."""
+        """Register hooks on ``model``, the module or DDP wrapper that the user calls, and return the hooks' handles."""
         self.training, rounds, module = training, training.engine.rounds, self._model.module
         self._broadcasts = model is not self._model  # a DDP wrapper broadcasts buffers when called
         listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.reducer)))
         hooks: list[Any] = [model.register_forward_hook(listen)]
-        for called in {model} if rounds is None else {model, module}:  # a rank may evaluate DDP's inner module
+        for called in {model} if rounds is None else {model, module}:  # the user may evaluate the inner module of DDP
             forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
             hooks.append(called.register_forward_pre_hook(forward, prepend=True))
         if rounds is not None:
             hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
             training.before_step = partial(self._begin_rounds, training)
             training.after_step = partial(self._end_step, training)
-            # LBFGS reads optimizer state before the closure runs forward, so a loaded state is applied before the step.
+            # A loaded state is applied before the step, because LBFGS reads optimizer state before a closure's forward.
             look = before_step_of_training(lambda *step: self.take_up())
             hooks += [each.register_step_pre_hook(look) for each in training.optimizers]
         return hooks
@@ -384,10 +390,10 @@ class FollowedModel:
             finally:
                 self._is_shown = before
                 if recorder is not None:
-                    recorder.totals.resume()  # a load inside the context replaces totals
+                    recorder.totals.resume()  # reads ``totals`` again, because a load inside the context replaces it
 
     def take_up(self) -> None:
-        """Apply a loaded state that waits for its model, after a check that the present model belongs to the state."""
+        """Apply the loaded state in ``waiting``. Raise an error if the present model was not saved with the state."""
         state, self.waiting = self.waiting, None
         if state is None or self.training is None:
             return
@@ -399,7 +405,7 @@ class FollowedModel:
         self.load(state)
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a state, and return descriptions of unused parts."""
+        """Load a state now, and return descriptions of the parts that this training cannot use."""
         assert self.training is not None
         engine = self.training.engine
         if engine.rounds is not None:  # valid inside shared_model(), too
@@ -411,7 +417,7 @@ class FollowedModel:
         return unused
 
     def prints(self) -> Optional[list[int]]:
-        """Return fingerprints of the trained shared parameters, or ``None`` without local steps."""
+        """Return fingerprints of the shared model's trained parameters, or ``None`` without local steps."""
         if self.training is None or self.training.settings.local_steps is None:
             return None
         # Parameters without an optimizer, such as a moving average, may differ between ranks.
@@ -421,7 +427,7 @@ class FollowedModel:
             return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:
-        """Begin a batch, and detect new layers, which have no gradient hooks yet."""
+        """Before a training forward, begin a batch. Before an evaluation, check that the model is the shared model."""
         is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
         if has_grad and (is_training or self.waiting is not None) and not is_in_backward():  # recomputation is no batch
             if training.engine.rounds is None:
@@ -436,7 +442,7 @@ class FollowedModel:
             self._check_shared()
 
     def _listen(self, reducer: SparseReducer, inputs: Any, output: Any) -> None:
-        """Register hooks on the outputs, which detect a backward before any gradient is added."""
+        """Register hooks on the outputs. The hooks run at the start of a backward, before any gradient is added."""
 
         def on_backward_start(gradient: Tensor) -> None:
             if self.is_closed:
@@ -447,7 +453,7 @@ class FollowedModel:
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad and (is_training or reducer.allow_implicit_backward):
                 each.register_hook(on_backward_start)
-                # A model that was never called in training mode may be trained in evaluation mode, or through parts.
+                # Until the first training-mode forward, users may train in evaluation mode, or call submodules only.
                 reducer.allow_implicit_backward &= not is_training
 
     def _begin_training(self) -> None:
@@ -456,14 +462,14 @@ class FollowedModel:
         self.take_up()
 
     def _begin_rounds(self, training: Training) -> None:
-        """Begin rounds before the first local step changes the model."""
+        """Begin rounds of local steps, before the first local step changes the model."""
         self._begin_training()
-        if training.backwards:  # a forward of parts of the model calls no hook
+        if training.backwards:  # needed if the user has called submodules only, because then no forward hook ran
             training.turn()
         training.begin_steps()
 
     def _end_step(self, training: Training) -> None:
-        """Begin rounds after synchronous steps, when all optimizers have stepped since the last backward."""
+        """When all optimizers have stepped since the last backward, begin rounds if synchronous steps are complete."""
         if training.has_stepped:
             training.turn()
 
@@ -485,12 +491,12 @@ def _refuse_join(**settings: Any) -> Any:
 
 
 _ATTENDED: WeakSet[Module] = WeakSet()  # modules with exchanged parameters
-_OPEN: WeakKeyDictionary["GradientSparsifier", None] = WeakKeyDictionary()  # open handles, ordered alike on all ranks
-_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks on unwrapped models after close()
+_OPEN: WeakKeyDictionary["GradientSparsifier", None] = WeakKeyDictionary()  # open handles, in order of construction
+_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that raise errors, by model, after close()
 
 
 def _refuse_training_of(model: Module) -> None:
-    """Raise in later training forwards of an unwrapped model, or of the wrapper."""
+    """Register a hook that raises an error in later training forwards of a model or of the model's wrapper."""
     if isinstance(model, (DistributedDataParallel, UnwrappedModule)):
         model.register_forward_pre_hook(partial(refuse_training, CLOSED))
     else:

@@ -1,8 +1,8 @@
-"""State between two steps: a folder with a file for each rank, in one form for every entry point.
+"""Compression state between two steps: a folder with one file per rank, in the same format for every entry point.
 
-With equal numbers of ranks, nodes and replicas, every rank continues bitwise identically from a file of its own. With
-other numbers ranks continue from the mean of every floating-point tensor over ranks, nodes or replicas; other entries
-come from the files in turn. The ranks of a node with two levels, or of a sharded replica, each have a part.
+If the numbers of ranks, nodes and replicas are unchanged, each rank resumes bitwise identically from the rank's file.
+Otherwise each floating-point tensor is the mean over saved ranks, nodes or replicas. A rank reads all other entries
+from one file. With two levels, or with shards, each file holds only a part of every residual.
 """
 
 import os
@@ -29,13 +29,13 @@ HINT = (
     "To continue without the state, set resume_compression=False (Trainer, Fabric, Hugging Face), or do not call"
     " load_state. Weights and optimizers load as usual."
 )
-_AT_ONCE = 1 << 20  # elements per all-reduce, 8 MiB on the device
-Place = tuple[Any, ...]  # keys of nested dictionaries and lists
+_AT_ONCE = 1 << 20  # elements per all-reduce (8 MiB in float64)
+Place = tuple[Any, ...]  # keys and indices that lead to a tensor in nested dictionaries and lists
 Result = TypeVar("Result")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint, or the file of a rank, cannot be written, read or used."""
+    """A checkpoint file, or the file with a rank's compression state, cannot be written, read or used."""
 
 
 def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
@@ -49,18 +49,18 @@ def _header_of(engine: Engine) -> dict[str, Any]:
 
 
 def save_state(state: Mapping[str, Any], folder: str) -> None:
-    """Write this rank's state into a folder. All ranks must call, and all raise an error if one rank fails."""
+    """Write this rank's state into a folder. All ranks must call. If one rank fails, all ranks raise an error."""
     save = all_gather_object(uuid4().hex)[0]
     content = {**state, "header": {**state["header"], "save": save}}
     act_together(partial(_write, content, _path_of(folder, dist.get_rank())), f"{folder} was not written")
 
 
 def load_state(folder: str, engine: Engine) -> dict[str, Any]:
-    """Read the state from which this rank continues. All ranks must call, and all raise an error if any rank fails.
+    """Read the state from which this rank continues. All ranks must call. If one rank fails, all ranks raise an error.
 
     Raises:
-        CheckpointError: if a file is missing, damaged, or from another format or save; or if either the state or the
-            model is sharded, and the other is not.
+        CheckpointError: if a file is missing, damaged, of another format, or from another save than other files, or if
+            only one of state and model is sharded.
     """
     number, state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
     before, now = state["header"], _header_of(engine)
@@ -80,7 +80,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
 
 
 def act_together(action: Callable[[], Result], outcome: str) -> Result:
-    """Run an action on every rank, and raise an error with ``outcome`` on all if one fails. All ranks must call."""
+    """Run an action on every rank. If any rank fails, all ranks raise an error. All ranks must call."""
     error: Any = None
     try:
         result = action()
@@ -110,7 +110,7 @@ def _write(content: Any, path: str) -> None:
     with files.open(place, "wb") as file:
         torch.save(content, file)
         file.flush()
-        if isinstance(files, LocalFileSystem):  # a crash must not lose a written checkpoint
+        if isinstance(files, LocalFileSystem):  # writes to the disk now, so that a crash loses no checkpoint
             os.fsync(file.fileno())
 
 
@@ -137,7 +137,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def check_version(version: Any, source: str) -> None:
-    """Raise an error for a state of another format."""
+    """Raise an error if a state has another format version."""
     if version != VERSION:
         raise CheckpointError(
             f"{source} was written by another version of lightning-sparse (format {version}, this version reads"
@@ -146,7 +146,7 @@ def check_version(version: Any, source: str) -> None:
 
 
 def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
-    # A rank without a file, because fewer ranks had saved, starts from rank 0's file.
+    # If fewer ranks have saved than continue, a rank without a file reads rank 0's file.
     if exists(_path_of(folder, rank)):
         return rank, _read(_path_of(folder, rank))
     state = _read(_path_of(folder, 0))
@@ -154,9 +154,10 @@ def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
 
 
 class _Table:
-    """Mean of the states of another number of ranks, with one row per rank, node or replica.
+    """Mean of saved states, if another number of ranks continues.
 
-    The ranks with the same part share the rows, and all-reduce their sums. ``state`` was read before.
+    Each saved rank, node or replica is a row, with one file per part of the residuals. Ranks that hold the same part
+    each read some of the rows, and all-reduce the sums. ``state`` is the content of file ``number``.
     """
 
     def __init__(self, folder: str, number: int, state: dict[str, Any], engine: Engine) -> None:
@@ -171,12 +172,12 @@ class _Table:
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
 
     def read(self) -> None:
-        """Read and sum this rank's share of the rows."""
+        """Read some of the rows, and sum the tensors. Ranks that hold the same part read different rows."""
         is_cut = self._parts != self._shards
         first = self._file(self._replicas.rank % self._rows, self._shard % self._parts)
         if self._is_sharded and is_cut:
             self._check_shards(first)
-            first["layouts"] = _layouts_of(self._engine.module)  # FSDP shards are contiguous rows
+            first["layouts"] = _layouts_of(self._engine.module)  # FSDP's shards are contiguous slices along dimension 0
         for row in range(self._replicas.rank, self._rows, self._replicas.world_size):
             for part in range(self._parts) if is_cut else [self._shard]:
                 for place, tensor in _floats(self._file(row, part)):
@@ -203,11 +204,11 @@ class _Table:
             tensor = self._part_of(parameter, tensor, part) if self._parts != self._shards else tensor
         self._forms[place] = tensor.shape, tensor.dtype
         if _is_number(place):
-            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # a count, because ranks may lack the number
+            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # with a count: files may lack the number
         self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
 
     def _part_of(self, parameter: Tensor, tensor: Tensor, part: int) -> Tensor:
-        """Return this rank's part with the elements of one saved part, and zeros elsewhere."""
+        """Return this rank's part of a parameter, with the elements of one saved part, and zeros elsewhere."""
         own = torch.zeros(local_tensor(parameter).numel(), dtype=tensor.dtype)
         row = parameter.shape[1:].numel() if self._is_sharded else 1  # elements per row: DTensor shards whole rows
         rows = parameter.numel() // max(1, row)
@@ -221,7 +222,7 @@ class _Table:
         return own
 
     def mean(self) -> dict[str, Any]:
-        """Return the state from which this rank continues, with complete parameters instead of shares."""
+        """Return the mean state. Without shards, residuals cover whole parameters, not one rank's slice of a node."""
         forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
         for others in all_gather_object(self._forms, self._replicas.group):
             if any(forms.setdefault(place, form) != form for place, form in others.items()):
@@ -248,7 +249,7 @@ def _is_number(place: Place) -> bool:
 
 
 def _floats(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
-    """Yield places and tensors of all floating-point tensors in nested dictionaries and lists."""
+    """Yield all floating-point tensors in nested dictionaries and lists, each with the keys that lead to the tensor."""
     if isinstance(part, (dict, list)):
         for key, value in part.items() if isinstance(part, dict) else enumerate(part):
             yield from _floats(value, *place, key)
@@ -264,7 +265,7 @@ def _put(part: Any, place: Place, tensor: Tensor) -> None:
 
 
 def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of a state that an engine can use, and descriptions of the rest.
+    """Return the entries of a state that an engine can use, and descriptions of the unused entries.
 
     Raises:
         ValueError: if the shape of a parameter has changed.
@@ -294,7 +295,7 @@ def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
 
 
 def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Return the memory in the dtype, device and layout of the parameters, and the names of missing parameters."""
+    """Convert saved residuals to the parameters' dtype, device and layout. Also return names that the model lacks."""
     parameters, layouts, is_whole = local_tensors(engine.module), _layouts_of(engine.module), "is_whole" in state
     matched: dict[str, dict[str, Tensor]] = {kind: {} for kind in state["memory"]}
     gone = set()
@@ -320,7 +321,7 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
 
 
 def _laid_as_now(tensor: Tensor, name: str, before: Any, now: list[list[int]], is_share: bool) -> Tensor:
-    """Return a flat tensor in the current memory layout of a parameter."""
+    """Reorder a flat tensor from the saved memory layout of a parameter to the current layout."""
     if before == now:
         return tensor
     if is_share or before[0] != now[0]:
@@ -333,9 +334,9 @@ def _laid_as_now(tensor: Tensor, name: str, before: Any, now: list[list[int]], i
 
 
 def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:
-    """Return shape and strides of this rank's part of each parameter, by name.
+    """Return shape and strides of the residual for this rank's part of each parameter, by name.
 
-    A residual has the layout of DDP's gradient: the parameter's if dense and non-overlapping, otherwise row-major.
+    A residual has the layout of DDP's gradient: the parameter's layout if dense and non-overlapping, else row-major.
     """
     layouts = {}
     for name, held in local_tensors(module).items():

@@ -12,9 +12,9 @@ from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.wire import EXCHANGES
 from lightning_sparse.schedule import FixedSize
 
-FEW_ROUNDS = 100
-SHORTEST_PART = 5  # validations that cut rounds below 1 / SHORTEST_PART cause a warning
-SAFE_STEPS = 5  # local steps per round; short trainings with fewer steps ended near DDP's loss
+FEW_ROUNDS = 100  # a training with fewer rounds causes a warning
+SHORTEST_PART = 5  # a warning follows if validations shorten rounds to less than 1 / SHORTEST_PART
+SAFE_STEPS = 5  # local steps per round: with at most this number, short trainings ended near DDP's loss
 
 RESUMES_ALONE = (
     "one process continues a compressed training: nothing is sent, and compression continues so that the model"
@@ -41,7 +41,7 @@ CHANGED = (
     " training all but stops. Clip the gradients before the updates are made: by Trainer(gradient_clip_val=...) or"
     " self.clip_gradients(...); in a plain loop by handle.clip(norm=...); with Fabric by fabric.clip_gradients(...)."
 )
-UNCOUNTED_BATCHES = 8  # consecutive batches: hooks change weights in fewer while a step accumulates
+UNCOUNTED_BATCHES = 8  # consecutive batches before the warning: while gradients accumulate, hooks may change weights
 UNCOUNTED = (
     f"the weights changed in {UNCOUNTED_BATCHES} consecutive batches without a step of a registered optimizer. Rounds,"
     " momentum and Adam's updates follow the steps of registered optimizers. Update the weights by step() of an"
@@ -51,7 +51,7 @@ UNCOUNTED = (
 
 
 def describe(settings: Settings) -> str:
-    """Describe in one line the message, warm-up, schedule, exchange, wire and correction."""
+    """Describe settings in one line: message, warm-up, schedule, exchange, wire and correction."""
     compressor, local = settings.compressor, settings.local_steps
     what = "gradient" if local is None else "change of parameters"
     if compressor.default_density is not None:
@@ -74,7 +74,7 @@ def describe(settings: Settings) -> str:
 
 
 def adam_line(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
-    """Describe the dense first steps of the corrected optimizers."""
+    """Describe the warm-up of corrected optimizers: dense first steps, then a falling density."""
     assert settings.adam is not None
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
     dense, fall = settings.adam.warm_up(total_steps)
@@ -102,7 +102,7 @@ def warning_for(optimizer: Optimizer) -> str:
 
 
 def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
-    """Describe the traffic and the exposed time of a training, and the ``verdict`` of ``sparse_auto``.
+    """Describe the sent bytes and the exposed time of a training, and the ``verdict`` of ``sparse_auto``.
 
     Example::
 
@@ -125,7 +125,7 @@ def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str
 def log_rounds(
     local: LocalSteps, steps: int, log: Callable[[str], None], warn: Optional[Callable[[str], None]]
 ) -> None:
-    """Log the number of rounds in ``steps`` optimizer steps, and ``warn`` if the rounds are few."""
+    """Log how many rounds ``steps`` optimizer steps make. Call ``warn`` if the rounds are few."""
     every = local.every
     count = -(-max(0, steps - local.synchronous_steps) // every)
     rounds = f"{count} round{'s' * (count != 1)} of {every} local steps"
@@ -139,7 +139,7 @@ def log_rounds(
 
 
 def warning_of_validations(local: LocalSteps, steps: int) -> str:
-    """Return a warning if validations every ``steps`` optimizer steps cut rounds short, else an empty string."""
+    """Return a warning if validations every ``steps`` optimizer steps shorten rounds too much, else an empty string."""
     if not 0 < steps * SHORTEST_PART < (every := local.every):
         return ""
     return (
