@@ -1,1 +1,1 @@
-"""The entry points of the Trainer and of Fabric: DDP strategies whose gradients are exchanged by the engine."""
+"""Strategies for the Trainer and for Fabric that compress gradients, with checkpoints and the names of strategies."""

@@ -1,7 +1,7 @@
-"""Checkpoints: Lightning's file, and a folder with the states of all ranks, which the file names.
+"""Checkpoints: Lightning's file, and beside the file a folder with the compression states of all ranks.
 
-The states of all ranks are too large to gather on one rank. Lightning's file names a new folder when the folder is
-complete. Only then is the old folder removed, so that after a crash the old or the new checkpoint loads.
+Each rank writes a file of the folder, because all states are too large for one rank. A save writes a new folder, then
+Lightning's file with the folder's name, and then removes the old folder. After a crash, the old or the new save loads.
 """
 
 import os
@@ -34,19 +34,19 @@ from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricDDPStra
 
 PathLike = Union[str, Path]
 KEY = "lightning_sparse"
-_UNKNOWN = (ValueError, ImportError)  # raised by fsspec for protocols of custom CheckpointIO plugins
+_UNKNOWN = (ValueError, ImportError)  # errors of fsspec for protocols that only a custom CheckpointIO supports
 
 
 class Checkpointer:
     """Write, read and remove the folders of a strategy's checkpoints."""
 
     def __init__(self, strategy: Union[ParallelStrategy, FabricDDPStrategy], resumes: bool) -> None:
-        # Path of the checkpoint that was read, and its header if restore() is to use the states.
+        # Path of the checkpoint that was read, and its entry ``KEY``, or ``None`` if restore() shall not use states.
         self.loaded: Optional[tuple[str, Optional[Mapping[str, Any]]]] = None
         self._strategy = strategy
         self._resumes = resumes
-        self._written: dict[str, str] = {}  # save id by file path
-        self._removed: list[str] = []  # files removed on rank 0, with folders on other nodes
+        self._written: dict[str, str] = {}  # id of the last save, by path of Lightning's file
+        self._removed: list[str] = []  # removed files of Lightning; at the next save, all nodes remove the folders
 
     def save(
         self,
@@ -60,20 +60,20 @@ class Checkpointer:
         Args:
             states: this rank's state by model name; if empty, only Lightning's file is written.
             checkpoint: contents of Lightning's file.
-            filepath: path of Lightning's file; rank 0's value counts.
+            filepath: path of Lightning's file; all ranks use the path of rank 0.
             write_file: writes Lightning's file from ``checkpoint`` and ``filepath``.
         """
         if not states:
             write_file(checkpoint, filepath)
             self.remove(filepath)
             return
-        # Rank 0's path counts, as with DDP, because a user's path may hold a rank number or the time.
+        # As with DDP, all ranks use rank 0's path, because a user's path may contain a rank number or the time.
         save, filepath, removed = self._strategy.broadcast((uuid4().hex, filepath, self._removed))
         self._removed, path, is_first = [], str(filepath), self._strategy.local_rank == 0
         for each in set(removed) - {path} if is_first else ():
             _remove(_folder_of(each))
         is_async = isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
-        if is_async:  # the pending write has to finish first
+        if is_async:  # the previous asynchronous write has to finish first
             act_together(self._strategy.checkpoint_io.teardown, "the last checkpoint was not written")
         header = {"version": VERSION, "save": save, "models": list(states)}
         try:
@@ -81,7 +81,7 @@ class Checkpointer:
                 save_state(state, f"{_folder_of(path)}/{save}/{number}")
             act_together(partial(write_file, {**checkpoint, KEY: header}, filepath), f"{path} was not written")
         except Exception:
-            if is_first and not is_async:  # an asynchronous write may still produce the file
+            if is_first and not is_async:  # an asynchronous write may still complete the file that names this folder
                 _remove(f"{_folder_of(path)}/{save}")
             raise
         last = self._written.get(path)
@@ -91,7 +91,7 @@ class Checkpointer:
                 _remove(f"{_folder_of(path)}/{each}")
 
     def remove(self, filepath: PathLike) -> None:
-        """Remove the folder of a file that rank 0 has removed. Other nodes remove local folders at the next save.
+        """Remove the folder of a file that rank 0 has removed. All other nodes remove folders at the next save.
 
         Only rank 0 decides, because ranks with different metrics would remove different checkpoints.
         """
@@ -101,32 +101,33 @@ class Checkpointer:
             _remove(_folder_of(filepath))
 
     def note(self, checkpoint: Mapping[str, Any], filepath: PathLike, goes_back: bool = False) -> None:
-        """Record a checkpoint that Lightning has read.
+        """Record a checkpoint that Lightning has read, for :meth:`restore`.
 
-        ``goes_back`` means that a running training returns to an earlier checkpoint.
+        ``goes_back`` means that a running training returns to an earlier checkpoint. If this training wrote the
+        checkpoint, the states are restored even with ``resume_compression=False``.
         """
         path, header = _followed(filepath), checkpoint.get(KEY)
         is_wanted = self._resumes or (goes_back and str(filepath) in self._written)
         self.loaded = path, header if is_wanted else None
         if is_wanted and header is not None:
             check_version(header.get("version") if isinstance(header, dict) else None, path)
-            if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # the id becomes part of a path
+            if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # checked, because the id is part of a path
                 raise CheckpointError(
                     f"{path} names the save {header.get('save')!r}, but this package did not write such a save. {HINT}"
                 )
 
     @property
     def has_loaded_save(self) -> bool:
-        """Whether a checkpoint with states was read and not restored yet."""
+        """Whether the recorded checkpoint has states that :meth:`restore` would load."""
         return self.loaded is not None and self.loaded[1] is not None
 
     def restore(self, model: str, engine: Engine, load: Callable[[dict[str, Any]], Sequence[str]]) -> None:
-        """Load a model's state from the recorded checkpoint. All ranks must call, and all raise if one rank fails.
+        """Load a model's state from the recorded checkpoint. All ranks must call. If one fails, all raise an error.
 
         Args:
             model: name of the model in the checkpoint.
             engine: engine of the running training.
-            load: loads a state and returns descriptions of its unused parts.
+            load: function that loads a state, and returns descriptions of unused parts.
         """
         if self.loaded is None:
             return
@@ -165,14 +166,14 @@ class Checkpointer:
         rank_zero_info(f"{type(self._strategy).__name__}: {line}")
 
     def close(self) -> None:
-        """Drop the records of written and read files."""
+        """Drop the records of files that were written or read."""
         self._written.clear()
         self.loaded = None
 
 
 def _folder_of(path: PathLike) -> str:
     folder, name = os.path.split(str(path))
-    # Lightning resumes from any name that contains hpc_ckpt_, also from a folder.
+    # Lightning would try to resume from a folder with hpc_ckpt_ in the name.
     return os.path.join(folder, name.replace("hpc_ckpt_", "hpc-ckpt-") + ".sparse")
 
 
@@ -193,8 +194,8 @@ def _saves_of(path: PathLike) -> list[str]:
 
 def _remove(folder: str) -> None:
     try:
-        with suppress(FileNotFoundError, *_UNKNOWN):  # another rank may have been faster on a shared disk
+        with suppress(FileNotFoundError, *_UNKNOWN):  # on a shared disk another rank may have removed the folder
             files, place = url_to_fs(folder)
             files.rm(place, recursive=True)
-    except OSError as error:  # raising here would block the other ranks
+    except OSError as error:  # only a warning, because an error on one rank would block all other ranks
         warnings.warn(f"{folder} could not be removed ({error}). Delete the folder by hand.", stacklevel=3)

@@ -35,8 +35,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     """Fabric's data-parallel training that sends only the largest part of each gradient.
 
     Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model with an optimizer has a separate
-    exchange, like a model of :func:`~lightning_sparse.sparsify_gradients`. ``fabric.save`` also writes the compression
-    state of all ranks for each model that is saved with an optimizer, and ``fabric.load`` restores this state.
+    exchange, like a model of :func:`~lightning_sparse.sparsify_gradients`. If a model is saved with an optimizer,
+    ``fabric.save`` also writes the compression state of all ranks, and ``fabric.load`` restores this state.
 
     Args:
         compressor: like in :class:`~lightning_sparse.SparseDDPStrategy`, except compressors with diverging replicas.
@@ -76,11 +76,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         check_facts(None, total_steps)
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._optimizers: list[Optimizer] = []
-        self._waiting: dict[Module, Any] = {}  # forward hook by model without an optimizer
+        self._optimizers: list[Optimizer] = []  # all optimizers that Fabric has set up
+        self._waiting: dict[Module, Any] = {}  # forward pre-hook of each model without an exchange so far
         self._handles: dict[Module, GradientSparsifier] = {}
         self._are_closed = False  # whether the exchanges in _handles have ended
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # actions ("saved", "restored") with a log line already
         self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
         self._backward_sync_control = self  # type: ignore[assignment]
@@ -111,13 +111,13 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         super().load_module_state_dict(inside, state_dict, strict)
 
     def handle(self, model: Optional[Module] = None) -> Optional[GradientSparsifier]:
-        """Return the :class:`~lightning_sparse.GradientSparsifier` of a model, or ``None`` before training.
+        """Return the :class:`~lightning_sparse.GradientSparsifier` of a model, or ``None`` before any training.
 
         Args:
             model: argument or result of ``fabric.setup``. Required if several models are trained.
 
         Raises:
-            ValueError: if the model is not trained here, or ``None`` is ambiguous.
+            ValueError: if this strategy does not train the model, or if ``None`` is ambiguous for several models.
         """
         if model is None and len(self._handles) > 1:
             raise ValueError(f"model=None is ambiguous for {len(self._handles)} trained models: give the model")
@@ -135,7 +135,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def compression_stats(self, model: Optional[Module] = None) -> dict[str, float]:
         """Return a model's exchange statistics on this rank, named as in :class:`~lightning_sparse.SparseDDPStrategy`.
 
-        The dictionary is empty before the first step, and on one process. See :meth:`handle` for ``model``.
+        The dictionary is empty before the first step, and on one process. :meth:`handle` describes ``model``.
         """
         handle = self.handle(model)
         return {} if handle is None else handle.compression_stats()
@@ -147,7 +147,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Swap in the shared model of each trained model inside the context, as ``fabric.save`` does."""
+        """Swap in the shared weights of all trained models inside the context, as ``fabric.save`` does."""
         with ExitStack() as shared:
             for handle in self._handles.values():
                 shared.enter_context(handle.shared_model())
@@ -161,7 +161,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def close(self) -> None:
         """End the exchanges. To continue training, set the models up again. Safe to call twice.
 
-        With local steps all ranks must call, because this ends the rounds. The end of the process ends no round.
+        With local steps all ranks must call, because ``close`` ends the rounds. The exit of a process ends no round.
         """
         self._close(has_failed=False)
 
@@ -178,7 +178,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._checkpointer.close()
 
     def _exit(self) -> None:
-        # Ending a round here could wait forever for other ranks. Saved files already hold the shared model.
+        # The end of a round could wait forever for other ranks. Saved files hold the shared model without this end.
         are_apart = self.settings.local_steps is not None
         self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 
@@ -230,7 +230,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         return [each for each in self._optimizers if not parameters.isdisjoint(optimizer_parameters(each))]
 
     def _clipping(self, module: Module, optimizer: Optimizer) -> Optional[GradientSparsifier]:
-        """Return the exchange of the module, or else of another model that the optimizer trains."""
+        """Return the handle of ``module``, or else the handle of another model that ``optimizer`` trains."""
         others = (each for each in self._handles.values() if any(one is optimizer for one in each.optimizers))
         return self._handles.get(module) or next(others, None)
 
@@ -286,7 +286,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._tell_of_others(handles, state, "saved")
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
-        """Return the exchanges, by key, of the models in a state that also holds an optimizer of the model."""
+        """Return the handles of the models in ``state``, by key, if ``state`` also holds an optimizer of the model."""
         models = {key: each for key, each in state.items() if isinstance(each, Module)}
         for model in models.values():
             if model in self._waiting and self._optimizers_of(model):

@@ -1,4 +1,4 @@
-"""The first callback: with local steps or shards, callbacks and validation use the same model on all ranks."""
+"""A callback that runs before users' callbacks: with local steps, validation uses the same model on all ranks."""
 
 from contextlib import ExitStack
 
@@ -16,7 +16,7 @@ from lightning_sparse.strategy.lightning import (
 
 
 class FirstCallback(Callback):
-    """End a round of local steps when a validation or the end of training begins, before users' callbacks run."""
+    """End the round of local steps at the start of validation and at the end of training, before users' callbacks."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -29,7 +29,7 @@ class FirstCallback(Callback):
         self._shown.enter_context(self._training.replicas.shared_model())
 
     def end_validation(self, module: LightningModule) -> None:
-        """Restore this rank's local model after all callbacks have handled the end of a validation."""
+        """Restore this rank's local model. Runs when all callbacks have handled the end of a validation."""
         reshard(module)
         self._shown.close()
 
@@ -39,8 +39,8 @@ class FirstCallback(Callback):
 
 
 def check_ranks_apart(trainer: Trainer) -> None:
-    """Raise if a setting depends on a rank's own clock or weights, because ranks would act differently."""
-    # Lightning sets this attribute unless the interval is a time.
+    """Raise an error for settings that make ranks act differently: a rank's clock, or callbacks that change weights."""
+    # Lightning sets the attribute to a number, unless the interval is a time.
     if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):
         raise ValueError(
             "val_check_interval is a time, and clocks differ between ranks. A validation averages the replicas, so all"

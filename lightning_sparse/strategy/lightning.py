@@ -1,9 +1,9 @@
-"""Imports from ``pytorch_lightning`` or ``lightning.pytorch``, from the package that this process imported first.
+"""Lightning's classes from ``pytorch_lightning`` or ``lightning.pytorch``: the package that was imported first.
 
-Both packages have the same code, but separate classes. The whole package takes Lightning's names from this module. The
-choice is made when this module is imported. Type checkers see ``pytorch_lightning``.
+The two packages have the same code, but separate classes. All modules of ``lightning_sparse`` import Lightning's
+classes from this module, which chooses a package at import time. Type checkers see ``pytorch_lightning``.
 """
-# These imports are for other modules, which import the names from this module.
+# Other modules import these names from this module.
 # ruff: noqa: F401
 
 import sys

@@ -12,7 +12,7 @@ from lightning_sparse.strategy.lightning import STRATEGY_REGISTRY, StrategyRegis
 from lightning_sparse.strategy.sharded import SparseModelParallelStrategy
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
-# Suffixes of a strategy name, the same as for "ddp", and their arguments.
+# Suffixes of a strategy name, the same as for "ddp", with the arguments that a suffix stands for.
 VARIANTS: dict[str, dict[str, Any]] = {
     f"{way}{looks}": {"start_method": method, **more}
     for looks, more in {"": {}, "_find_unused_parameters_true": {"find_unused_parameters": True}}.items()
@@ -59,20 +59,20 @@ SHARDED = System(
 
 
 def systems() -> list[System]:
-    """Return all registered strategies for models that are not sharded."""
+    """Return all registered strategies except the sharded one."""
     return [*_OWN, *map(_system_of, available_compressors())]
 
 
 def register_names() -> None:
     """Register all strategy names with Lightning, for the Trainer and for Fabric."""
     _register(systems())
-    # Lightning launches sharded strategies only as a script, so the name has no variants.
+    # Lightning starts sharded strategies only by running the script on each rank, so the name has no suffixes.
     name, description, arguments = SHARDED
     StrategyRegistry.register(name, SparseModelParallelStrategy, description, override=True, **arguments)
     gone = partial(refuse_removed, f"strategy={name!r} of Fabric", "SparseFabricModelParallelStrategy")
     STRATEGY_REGISTRY.register(name, gone, override=True)
     for registry, whole in _REGISTRIES:
-        # Lightning looks up a class path without arguments as a name, in lower case.
+        # If a configuration gives only a class path, Lightning looks up the lower-case path as a strategy name.
         registry.register(f"lightning_sparse.{whole.__name__}".lower(), whole, "with default arguments", override=True)
         for name in REMOVED:
             if name.startswith("sparse_"):
@@ -83,7 +83,7 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
     """Register a custom compressor for ``compressor=`` and as a strategy name.
 
     Args:
-        name: new name. ``"mine"`` also makes ``Trainer(strategy="sparse_mine")`` work, with the usual suffixes.
+        name: new name. For ``"mine"`` the strategy name is ``"sparse_mine"``, also with the usual suffixes.
         compressor: class that is built without arguments.
 
     Raises:

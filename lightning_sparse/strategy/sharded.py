@@ -29,17 +29,17 @@ _MESH = ("replicate", "data_parallel", "tensor_parallel")
 class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     """Sharded training (FSDP2) in several replicas, which exchange only the largest elements of each gradient.
 
-    The rest behaves like :class:`~pytorch_lightning.strategies.ModelParallelStrategy`, and ``configure_model`` needs no
-    change: ``self.device_mesh`` has the usual two dimension names and spans a replica. Inside a replica FSDP averages
-    dense gradients. Then each rank exchanges its shards with the ranks of all replicas that hold the same shards.
-    Unsent elements stay in a residual on that rank: 4 bytes for each element of the rank's shards.
+    The rest behaves like :class:`~pytorch_lightning.strategies.ModelParallelStrategy`. ``configure_model`` needs no
+    change: ``self.device_mesh`` has the usual two dimension names, and spans one replica. Inside a replica, FSDP
+    averages dense gradients. Then each rank exchanges gradients of its shards with the ranks that hold the same shards
+    in other replicas. Unsent elements stay in a residual on the rank: 4 bytes for each element of the rank's shards.
 
     Args:
         compressor: like in :class:`~lightning_sparse.SparseDDPStrategy`, limited to compressors that support shards:
             ``topk``, ``lags``, ``omgs``, ``dgc``, ``qsgd``, ``dense``.
         density: like in ``SparseDDPStrategy``.
         resume_compression: like in ``SparseDDPStrategy``.
-        replicas: number of replicas, each made of consecutive ranks; ``"nodes"`` for a replica on each node.
+        replicas: number of replicas, each of consecutive ranks; ``"nodes"`` for one replica per node.
         data_parallel_size: number of ranks over which FSDP shards a replica; ``"auto"`` for all ranks of the replica.
         **given: settings of :class:`~lightning_sparse.Compression`, without ``schedule``, ``overlaps_backward`` and
             ``levels``, and other arguments of ``ModelParallelStrategy``. ``tensor_parallel_size`` must be 1. With local
@@ -128,7 +128,7 @@ class _Sizes(NamedTuple):
     data_parallel_size: Union[str, int]
 
     def set_up(self, strategy: Any) -> DeviceMesh:
-        """Start the process group, set the strategy's mesh of a replica, and return the mesh of all replicas."""
+        """Start the process group, set the strategy's mesh to one replica, and return the mesh of all replicas."""
         strategy._setup_distributed()
         replicas = strategy.num_nodes if self.replicas == NODES else int(self.replicas)
         world, shards = strategy.world_size, self.data_parallel_size
@@ -145,7 +145,7 @@ class _Sizes(NamedTuple):
 def _of_shards(settings: Settings, given: Mapping[str, Any], sizes: _Sizes) -> Iterator[str]:
     yield from of_the_settings(settings)
     layers = given.get("tensor_parallel_size", 1)
-    if layers not in (1, AUTO):  # a command line passes "auto" if the user has set no value
+    if layers not in (1, AUTO):  # a command line passes "auto" by default
         yield (
             f"tensor_parallel_size={layers!r} is not supported: some parameters would be replicated on several ranks,"
             " and would count several times in the norms of shards. Use data_parallel_size to shard over these ranks."

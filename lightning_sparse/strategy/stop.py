@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, and of SLURM's signal before the time limit, on all ranks after the same step."""
+"""Stop of all ranks after the same step, upon SIGTERM or SLURM's signal before the time limit."""
 
 import os
 import shutil
@@ -17,20 +17,20 @@ from lightning_sparse.strategy.lightning import Callback, LightningModule, SIGTE
 
 
 class GracefulStop(Callback):
-    """End or requeue all ranks after the same step when one rank receives a signal.
+    """End or requeue all ranks after the same step, when one rank receives a signal.
 
-    Strategies add this callback during a fit. The signal handler only sets a flag. Every few seconds the ranks compare
-    flags. Lightning's handlers save and communicate at any point of a step, and since 2.6 all ranks synchronize in
-    every batch (Lightning's issue 21487).
+    Strategies add this callback for a fit, in place of Lightning's handlers. Lightning's handlers save and communicate
+    in the middle of a step. Since Lightning 2.6, all ranks also synchronize in every batch (Lightning's issue 21487).
+    Here, the signal handler only sets a flag. The ranks compare flags every few seconds, after a step.
     """
 
-    SECONDS = 5.0  # approximate time between two comparisons
+    SECONDS = 5.0  # approximate time between two comparisons of flags
 
     def __init__(self) -> None:
         self._received: set[int] = set()
         self._replaced: dict[int, Any] = {}
-        self._before: Any = signal.getsignal(signal.SIGTERM)  # Lightning registers handlers later
-        self._requeue_signal = 0  # signal number; 0: no requeueing
+        self._before: Any = signal.getsignal(signal.SIGTERM)  # the user's handler: Lightning sets handlers later
+        self._requeue_signal = 0  # number of SLURM's signal; 0: no requeueing
 
     def _register(self, trainer: Trainer) -> None:
         environment = getattr(trainer.strategy, "cluster_environment", None)
@@ -57,7 +57,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        if (step := trainer.global_step) < self._next_step:  # true between two accumulated batches
+        if (step := trainer.global_step) < self._next_step:  # true also while gradients accumulate
             return
         seconds = (perf_counter() - self._began) / (step - self._step)
         ends, requeues, seconds = self._compare(trainer, seconds)
@@ -74,7 +74,7 @@ class GracefulStop(Callback):
             raise SIGTERMException
 
     def _compare(self, trainer: Trainer, seconds: float) -> list[float]:
-        """Return whether any rank received SIGTERM, the same of the requeue signal, and the maximum of ``seconds``."""
+        """Return maxima over ranks: SIGTERM received (0 or 1), requeue signal received (0 or 1), and ``seconds``."""
         own = [float(number in self._received) for number in (signal.SIGTERM, self._requeue_signal)]
         strategy: Any = trainer.strategy
         most = strategy.reduce(torch.tensor([*own, seconds], device=strategy.root_device), reduce_op="max")
@@ -89,18 +89,18 @@ class GracefulStop(Callback):
 
 
 def remove_callback(trainer: Any, callback: Callback) -> None:
-    """Remove a callback from the Trainer's current list, because users and hyperparameter searches replace the list."""
+    """Remove a callback from the Trainer's current list, which users or hyperparameter searches may have replaced."""
     trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
 
 
 def _save_and_requeue(trainer: Trainer) -> None:
-    # Lightning's next job resumes from the largest number.
+    # Lightning resumes the next job from the file with the largest number.
     name = f"hpc_ckpt_{trainer.global_step}.ckpt"
     path = trainer.strategy.broadcast(os.path.join(trainer.default_root_dir, name))
     trainer.save_checkpoint(path)
     rank_zero_info(f"saved {path} after step {trainer.global_step}")
     if trainer.strategy.broadcast(trainer.is_global_zero and _requeue()):
-        raise SystemExit(0)  # the requeued job would repeat, and log again, all later steps
+        raise SystemExit(0)  # otherwise the requeued job would repeat the later steps of this job
 
 
 def _requeue() -> bool:

@@ -1,4 +1,4 @@
-"""The Trainer's strategies: Lightning's hooks from the start of a fit to its end."""
+"""The Trainer's DDP strategy, and a base class with Lightning's hooks from the start to the end of a fit."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -52,11 +52,11 @@ class SparseBase:
     _given: Mapping[str, Any]  # arguments of DDPStrategy and DistributedDataParallel
 
     def __repr__(self) -> str:
-        # The other Lightning package rejects this object with an error that contains this text.
+        # If the Trainer is from the other Lightning package, the Trainer's error message contains this text.
         return f"<{type(self).__name__} {HINT}: {describe(self.settings)}>"
 
     def _bare_model(self, module: Module) -> UnwrappedModule:
-        """Return a replacement for the DDP wrapper, after a broadcast of the parameters from rank 0."""
+        """Broadcast the model from rank 0, and return a replacement for the DDP wrapper."""
         check_rounds(self.settings.local_steps, module)
         if self._given.get("init_sync", True):
             sync_module_states(module)
@@ -74,11 +74,11 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _loop: Loop
     _bare: UnwrappedModule  # replacement for the DDP wrapper
     _timeout: Optional[timedelta]
-    _node_ranks = 1  # number of ranks that average gradients first, or that share one replica
+    _node_ranks = 1  # ranks that average gradients before the exchange: of a node (two levels), or of a replica (FSDP)
     _has_failed = False
-    _is_in_manual_step = False  # manual training_step is running: each backward counts
+    _is_in_manual_step = False  # whether a training_step with manual optimization is running
     _first: Optional[FirstCallback] = None  # set if replicas may diverge or are sharded
-    _replaced: ExitStack  # restores changed attributes of the Trainer
+    _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
 
     @property
     @override
@@ -94,19 +94,19 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def compression_stats(self) -> dict[str, float]:
         """Return this rank's statistics of the last step's exchange and of the whole ``fit``.
 
-        The dictionary is empty before the first step. After training the final values remain. If Lightning spawned the
-        ranks, only these processes have the values. On a GPU the call waits for the exchange.
+        The dictionary is empty before the first step. After training the final values remain, if Lightning spawned the
+        ranks only in the spawned processes. On a GPU the call waits for the exchange.
 
         Returns:
             ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (bytes that left this rank),
             ``dense_bytes`` (bytes of DDP's fp32 all-reduce, or of HSDP's for this rank's shards),
             ``compression_ratio`` (the quotient), with two levels ``inter_node_bytes`` (bytes for other nodes),
             ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_inter_node_bytes``
-            (sums over this ``fit``), ``total_steps`` (optimizer steps), ``exposed_share`` (exposed fraction of the time
-            of all steps except plain DDP's), ``select_seconds`` (residual, selection, encoding), ``exchange_seconds``
-            (collectives), ``exposed_seconds`` (from the end of backward until gradients are ready), and for diverging
-            replicas ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`). Seconds are NaN in steps
-            of plain DDP.
+            (sums over this ``fit``), ``total_steps`` (optimizer steps), ``select_seconds`` (residual, selection,
+            encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of backward until gradients
+            are ready), ``exposed_share`` (exposed seconds of all steps, divided by the time of these steps; excludes
+            plain DDP's steps), and for diverging replicas ``replica_divergence`` (see
+            :class:`~lightning_sparse.compressors.A2SGD`). Seconds are NaN in steps of plain DDP.
         """
         return self._loop.compression_stats()
 
@@ -134,7 +134,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.engine is None:  # during a fit the next batch switches to new optimizers
+        if self.engine is None:  # during a fit, the next training step detects new optimizers
             self._replaced.close()
             self._has_failed = False
             post_error(None)
@@ -150,7 +150,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
         given = RuntimeOptions(self._timeout, scaler, clipping, self._node_ranks)
-        # A single process compresses, too, if it resumes a compressed training. Otherwise the residuals would be lost.
+        # A single process compresses only if a compressed training resumes, because residuals would be lost otherwise.
         self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self._loop.training) is None:
             return
@@ -180,7 +180,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # This reads the number of steps late: Lightning loads the data, which users may make in on_fit_start.
+            # The number of steps is read only now, because Lightning then loads data that on_fit_start may create.
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             training.expect_steps(total_steps_of(trainer), makes_rounds, is_trial)
         training.engine.recorder.totals.resume()
@@ -191,7 +191,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             training.begin_batch(self.optimizers)
             self._bare.begin_forward()
             if not self._module.automatic_optimization:
-                self._bare.require_forward_param_sync = False  # DDP under Lightning broadcasts only in the first step
+                self._bare.require_forward_param_sync = False  # like Lightning's DDP, broadcast only in step 1
                 self._is_in_manual_step = True
                 training.set_inside(True)
         try:
@@ -204,7 +204,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disable the exchange of gradients inside the context, because Lightning's version supports only DDP."""
+        """Disable the exchange of gradients inside the context. Lightning's version requires a DDP wrapper."""
         with self._bare.no_sync():
             yield
 
@@ -222,14 +222,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if (training := self._loop.training) is not None:
             training.end_backward(self._is_in_manual_step)
             if not self._module.automatic_optimization:
-                training.engine.reducer.on_backward_start()  # the next backward may be torch's own
+                training.engine.reducer.on_backward_start()  # the next backward may be loss.backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (training := self._loop.training) is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
         if self._module.automatic_optimization:
-            # training_step runs inside this step, too late to register hooks on a new optimizer.
+            # training_step runs inside optimizer_step, which is too late to register hooks on a new optimizer.
             training.restart_if_changed(self.optimizers)
         with training.steps.step_of(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
@@ -258,7 +258,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._loop.replicas.reset_shared_model()  # callbacks may have averaged the weights of each rank alone
+        self._loop.replicas.reset_shared_model()  # callbacks may have changed the weights, on each rank separately
         super().on_train_end()
 
     @override
@@ -271,7 +271,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        # Checkpoints of weights only have no optimizer states, and get no compression state.
+        # A checkpoint of weights only contains no optimizer states, and receives no compression state.
         state = self._loop.state() if "optimizer_states" in checkpoint else None
         write_file = partial(super().save_checkpoint, storage_options=storage_options)
         self._checkpointer.save({} if state is None else {_MODEL: state}, checkpoint, filepath, write_file)
@@ -295,7 +295,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self.rounds is not None and not (self.rounds.is_shared or self._has_failed):
-            self.rounds.synchronize()  # a resumed fit without further steps has no on_train_end
+            self.rounds.synchronize()  # needed after a resumed fit without further steps, which has no on_train_end
             self.rounds.reset_shared_model()
         self._replaced.close()
         if self._has_failed and self.engine is not None and self.settings.replicas_diverge:
@@ -308,15 +308,15 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """Data-parallel training that sends only the largest part of each gradient, and adds the rest to later gradients.
 
-    Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients, bucket
-    by bucket during backward, with a process group (and on CUDA a stream) for this purpose. Unsent elements stay in a
+    Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients during
+    backward, bucket by bucket, in a separate process group (on CUDA, in a separate stream). Unsent elements stay in a
     residual per parameter (error feedback), which is added to the next gradient. A ``fit`` without a checkpoint starts
-    with empty residuals. Layers may be added, replaced and unfrozen between two batches, on all ranks.
+    with empty residuals. Layers may be added, replaced and unfrozen between two batches, on all ranks alike.
 
     Args:
         compressor: name from :func:`~lightning_sparse.available_compressors`, or an object.
         density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the default density.
-        resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty ones.
+        resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty residuals.
         gradient_as_bucket_view: accepted without effect, because DDP's buckets are not used.
         **given: settings of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
             ``DistributedDataParallel``.
@@ -325,8 +325,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         settings: the validated settings.
 
     Raises:
-        ValueError: for an unknown name, a density out of range or for a method without density, or an argument of
-            ``DDPStrategy`` that would be ignored.
+        ValueError: for an unknown name, a density out of range, a density for a compressor without one, or an argument
+            of ``DDPStrategy`` that would have no effect.
         TypeError: for an unknown argument.
 
     Example::
@@ -360,7 +360,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         return self._loop.training is not None and self._loop.training.is_dense
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Set momentum, masking and clipping before compression for each ``fit`` that follows.
+        """Set the momentum, masking and clipping that are applied before compression, for each later ``fit``.
 
         Args:
             correction: the new momentum, masking and clipping; ``None`` for the compressor's defaults.
@@ -386,7 +386,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        # Lightning's version would wrap the model in DDP.
+        # Does not call Lightning's version, which would wrap the model in DDP.
         self._node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
         assert self.model is not None
         check_bare(self.model)
@@ -409,11 +409,11 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
         total = trainer.estimated_stepping_batches
     except MisconfigurationException:  # the accumulation changes during training
         return None
-    return None if total == float("inf") or total < 0 else int(total)  # -1 stands for a loader without a length
+    return None if total == float("inf") or total < 0 else int(total)  # -1: a data loader has no length
 
 
 def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:
-    """Return a replacement of Lightning's clipping that clips corrected gradients before compression instead."""
+    """Return a replacement for Lightning's clipping that clips the gradients of a corrected Adam before compression."""
 
     def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
@@ -426,7 +426,7 @@ def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., 
 
 
 def clipping_of(value: Any, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
-    """Convert Lightning's clipping arguments."""
+    """Convert Lightning's clipping arguments to a :class:`Clipping`."""
     if not value:
         return Clipping()
     return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)
