@@ -99,8 +99,7 @@ class OptimizerView:
     ) -> StepContext:
         """Return the :class:`StepContext` of the next exchange.
 
-        ``begun`` holds parameters that were exchanged in this step already. If the gradient of a parameter still holds
-        the mean of that exchange, ``continued`` also holds the parameter.
+        ``begun`` holds parameters that were exchanged earlier in this step, ``continued`` parameters with this mean.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
         return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
@@ -172,8 +171,7 @@ class OptimizerView:
 class CountedSteps:
     """Count optimizer steps, also steps through a wrapper. Warn if weights change without a step.
 
-    The hooks call ``begin`` before every step. After every counted step they call ``end`` with the optimizer from
-    ``optimizers``, not with a nested optimizer.
+    Hooks call ``begin`` before every step, and ``end(optimizer)`` after every counted step of one of ``optimizers``.
     """
 
     def __init__(

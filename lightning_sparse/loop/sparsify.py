@@ -286,10 +286,9 @@ class GradientSparsifier(Loop):
             save_state({**state, "shared model": self._followed.prints()}, str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:
-        """Load the state from a folder of :meth:`save_state`. All ranks must call.
+        """Load a folder of :meth:`save_state`. All ranks must call, before or after the load of model and optimizers.
 
-        Model and optimizers may be loaded before or after. With the same number of ranks, training resumes bitwise
-        identically. With another number, each rank starts with the mean residual.
+        The same number of ranks resumes bitwise identically. With another number, ranks resume from the mean residual.
 
         Raises:
             CheckpointError: for files that are missing, damaged, or of another format.
@@ -328,10 +327,9 @@ class GradientSparsifier(Loop):
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and release the optimizers. Later training forwards raise an error. Safe to call twice.
 
-        With local steps all ranks must call, because ``close`` ends the round. To continue training, call
-        :func:`sparsify_gradients` with the model again, in a new DDP wrapper if the model had a wrapper. Or train the
-        model in any ``DistributedDataParallel``. After an error on this rank, set ``has_failed``, so that the call does
-        not wait for other ranks.
+        With local steps all ranks must call, because ``close`` ends the round. After an error on this rank, set
+        ``has_failed``, so that the call does not wait for other ranks. To continue training, pass the model to
+        :func:`sparsify_gradients` or ``DistributedDataParallel``. The earlier DDP wrapper cannot be used again.
         """
         engine, self._followed.is_closed = self.engine, True
         try:
