@@ -18,17 +18,17 @@ from lightning_sparse.engine.collectives import SharedOnCopy
 
 _MIN_GAIN = 0.02  # fraction of DDP's step time that compression has to save, because compression delays gradients
 _GAIN_OF_A_TENTH = 0.05  # additional fraction to save per tenfold lower density, because more gradients are delayed
-_SIGMAS = 2.0  # standard errors that count as the error of a measurement
+_SIGMAS = 2.0  # number of standard errors in ``Comparison.error``
 _TO_SIGMA = 1.4826  # ratio of standard deviation to median absolute deviation, for a normal distribution
 _ERROR_OF_MEDIAN = 1.2533  # ratio of a median's standard error to a mean's, for a normal distribution
 _SETTLING_STEPS = 2  # untimed steps after a switch of backend
 _TIMED_STEPS = 6  # maximum of timed steps of each backend per turn
 _TURNS = 2  # minimum of turns, so that other load on the machine affects both backends
-_MAX_TURNS = 6  # turns after which a comparison ends without a clear result
+_MAX_TURNS = 6  # turns after which a comparison ends, even if the result is not clear
 _HOPELESS = 2.0  # timing of DDP stops early if DDP's median time is this multiple of compression's
 _RECHECK_STEPS = 5000  # optimizer steps between two comparisons
 
-Turn = tuple[Sequence[float], Sequence[float]]  # seconds of each timed step with compression, then with DDP
+Turn = tuple[Sequence[float], Sequence[float]]  # one turn: seconds of timed steps with compression, then with DDP
 Steps = Generator[None, float, None]
 
 
@@ -90,7 +90,7 @@ class AutoBackend(SharedOnCopy):
 
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
         self.wants_dense = False  # whether plain DDP runs the next step
-        self._engine: Engine = proxy(engine)  # weak, because the generator's reference cycle would delay the release
+        self._engine: Engine = proxy(engine)  # weak, because the generator's cycle would delay garbage collection
         self._device = device
         self._log = log
         self._is_comparing = False
@@ -131,7 +131,7 @@ class AutoBackend(SharedOnCopy):
                 yield
 
     def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
-        """Return the seconds of each timed step, averaged over ranks. Stop early when the median is ``hopeless``."""
+        """Time steps, and return seconds averaged over ranks. Stop early if the median reaches ``hopeless`` seconds."""
         self.wants_dense = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):

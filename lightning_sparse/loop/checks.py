@@ -90,7 +90,7 @@ def refuse_training(message: str, module: Module, inputs: Any) -> None:
 def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Settings, Sequence[str]]:
     """Return settings with which all ranks launch NCCL collectives in the same order, and log lines about the change.
 
-    FSDP and SyncBatchNorm launch collectives during backward. On one rank these may start before an exchange, and on
+    FSDP and SyncBatchNorm launch collectives during backward. One rank may launch a collective before an exchange, and
     another rank after the exchange. With NCCL, models of this kind therefore exchange gradients after backward.
     """
     told = list[str]()
@@ -117,7 +117,7 @@ def of_the_settings(settings: Settings) -> Iterator[str]:
 
 
 def refuse_together(reasons: Iterator[str]) -> None:
-    """Raise the same error on every rank if any rank has a reason: the first reason of the lowest such rank."""
+    """Raise the same error on every rank if any rank has a reason: the first reason of the lowest of these ranks."""
     refuse(filter(None, all_gather_object(next(reasons, ""))))
 
 

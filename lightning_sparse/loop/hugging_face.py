@@ -80,7 +80,7 @@ class SparsifyCallback(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Swap in the shared model if an evaluation or a save follows. Before an evaluation, end the round."""
+        """Before an evaluation or a save, swap in the shared model. Before an evaluation, also end the round."""
         if self._handle is not None and self._handle.training is not None and control.should_evaluate:
             self._handle.training.end_round()
         if self._handle is not None and (control.should_evaluate or control.should_save):
@@ -116,7 +116,7 @@ class SparsifyCallback(TrainerCallback):
         return Path(self._trainer.args.output_dir) / f"checkpoint-{state.global_step}"
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip in place of Accelerate, and return the norm before clipping. A limit of ``inf`` only measures."""
+        """Clip in place of Accelerate, and return the norm before clipping. With ``max_norm=inf``, do not clip."""
         assert self._handle is not None
         self._accelerator.unscale_gradients()
         norm = get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)

@@ -26,7 +26,7 @@ def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], No
     """Return the number of ranks per node that average gradients before the exchange between nodes (1: one level).
 
     Args:
-        settings: the settings; ``levels`` allows one level, two levels, or ``"auto"``.
+        settings: the settings, with ``levels`` of 1, 2 or ``"auto"``.
         node: identity of this rank's node.
         log: function that logs a line if there are two levels.
     """

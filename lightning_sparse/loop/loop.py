@@ -159,11 +159,11 @@ class Loop:
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 
     def plan(self) -> Optional[Plan]:
-        """Return the bucket plan of this rank, after training the last plan, or ``None`` if there was no plan."""
+        """Return this rank's bucket plan. After training, return the last plan, or ``None`` if there was no plan."""
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def state(self) -> Optional[dict[str, Any]]:
-        """Return this rank's compression state without a copy, after training the final state, or ``None``.
+        """Return this rank's compression state, not copied. After training, return the final state, or ``None``.
 
         All ranks must call between two steps, because ranks compare some tensors.
         """
@@ -197,7 +197,7 @@ class Loop:
 
 
 class Training:
-    """One training of a wrapped model, with an exchange of gradients or of rounds' changes, until :meth:`close`."""
+    """One training of a wrapped model, until :meth:`close`. Ranks exchange gradients, or changes of local steps."""
 
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
@@ -396,7 +396,7 @@ class Training:
         """Begin the exchange of a backward, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            if self.engine.rounds is None:  # with rounds, turn() may broadcast the model, so only between batches
+            if self.engine.rounds is None:  # with rounds, turn() may broadcast models, and runs only between batches
                 self.turn()
             self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
@@ -519,7 +519,7 @@ class Training:
 
 
 def _scale_of(scaler: Any, device: torch.device) -> Optional[Tensor]:
-    """Return the loss scale as a tensor: a scaled 1. ``get_scale`` would synchronize with the device."""
+    """Return the loss scale as a tensor, by scaling of a 1, because ``get_scale`` synchronizes with the device."""
     return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 

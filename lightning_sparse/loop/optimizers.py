@@ -99,7 +99,7 @@ class OptimizerView:
     ) -> StepContext:
         """Return the :class:`StepContext` of the next exchange.
 
-        ``begun`` holds parameters that were exchanged earlier in this step, ``continued`` parameters with this mean.
+        Parameters in ``begun`` were exchanged earlier in this step. For ``continued``, ``.grad`` still holds the mean.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
         return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
@@ -281,7 +281,7 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
 
 
 def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[str], None]) -> Any:
-    found = list[bool]()  # ends the check: a hook cannot remove a hook during a call, if another hook follows
+    found = list[bool]()  # filled when the check is done: removal inside a hook fails if another hook follows
 
     def look(*step: Any) -> None:
         if not found and (keeps := keeps_second_moment(inside)) is not None:
@@ -299,7 +299,7 @@ def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer supports step hooks. Some wrappers of other packages do not."""
+    """Return whether an optimizer supports step hooks. Some wrappers of other packages lack step hooks."""
     with suppress(AttributeError):
         optimizer.register_step_post_hook(lambda *step: None).remove()
         return True
@@ -343,7 +343,7 @@ def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a step is no training step: torch's sharded checkpoints step with zeros to create states."""
+    """Return whether torch's sharded checkpoints make this step, with zero gradients, to create optimizer states."""
     if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
         return False
     gradients = (each.grad for each in optimizer_parameters(optimizer) if each.grad is not None)
@@ -353,7 +353,7 @@ def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
 
 
 def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step pre-hook that calls ``act``, except before the steps with zeros of torch's checkpoints."""
+    """Return a step pre-hook that calls ``act``, except before a step of torch's sharded checkpoints."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None if is_torchs_own(optimizer, kwargs) else act(optimizer, args, kwargs)

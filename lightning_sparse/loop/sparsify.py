@@ -388,7 +388,7 @@ class FollowedModel:
             finally:
                 self._is_shown = before
                 if recorder is not None:
-                    recorder.totals.resume()  # reads ``totals`` again, because a load inside the context replaces it
+                    recorder.totals.resume()  # not a stored object, because a load inside the context replaces totals
 
     def take_up(self) -> None:
         """Apply the loaded state in ``waiting``. Raise an error if the present model was not saved with the state."""

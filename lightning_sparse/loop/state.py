@@ -204,7 +204,7 @@ class _Table:
             tensor = self._part_of(parameter, tensor, part) if self._parts != self._shards else tensor
         self._forms[place] = tensor.shape, tensor.dtype
         if _is_number(place):
-            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # with a count: files may lack the number
+            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # appends 1 to count files with the number
         self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
 
     def _part_of(self, parameter: Tensor, tensor: Tensor, part: int) -> Tensor:
@@ -222,7 +222,7 @@ class _Table:
         return own
 
     def mean(self) -> dict[str, Any]:
-        """Return the mean state. Without shards, residuals cover whole parameters, not one rank's slice of a node."""
+        """Return the mean state. With two levels, a residual covers the whole parameter, not only this rank's part."""
         forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
         for others in all_gather_object(self._forms, self._replicas.group):
             if any(forms.setdefault(place, form) != form for place, form in others.items()):

@@ -41,7 +41,7 @@ CHANGED = (
     " training all but stops. Clip the gradients before the updates are made: by Trainer(gradient_clip_val=...) or"
     " self.clip_gradients(...); in a plain loop by handle.clip(norm=...); with Fabric by fabric.clip_gradients(...)."
 )
-UNCOUNTED_BATCHES = 8  # consecutive batches before the warning: while gradients accumulate, hooks may change weights
+UNCOUNTED_BATCHES = 8  # consecutive batches before the warning, because hooks may change weights during accumulation
 UNCOUNTED = (
     f"the weights changed in {UNCOUNTED_BATCHES} consecutive batches without a step of a registered optimizer. Rounds,"
     " momentum and Adam's updates follow the steps of registered optimizers. Update the weights by step() of an"

@@ -1,7 +1,8 @@
 """Checkpoints: Lightning's file, and beside the file a folder with the compression states of all ranks.
 
-Each rank writes a file of the folder, because all states are too large for one rank. A save writes a new folder, then
-Lightning's file with the folder's name, and then removes the old folder. After a crash, the old or the new save loads.
+Each rank writes a file into the folder, because the states of all ranks do not fit on one rank. A save first writes a
+new folder, then Lightning's file with the folder's name. Finally the save removes the old folder. After a crash, either
+the old or the new checkpoint loads.
 """
 
 import os

@@ -178,7 +178,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._checkpointer.close()
 
     def _exit(self) -> None:
-        # The end of a round could wait forever for other ranks. Saved files hold the shared model without this end.
+        # The end of a round could wait forever for other ranks. Saved files already hold the shared model.
         are_apart = self.settings.local_steps is not None
         self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 

@@ -122,7 +122,7 @@ _ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this i
 
 
 class _Sizes(NamedTuple):
-    """The arguments ``replicas`` and ``data_parallel_size`` of the user."""
+    """The user's arguments ``replicas`` and ``data_parallel_size``."""
 
     replicas: Union[str, int]
     data_parallel_size: Union[str, int]

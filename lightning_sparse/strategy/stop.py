@@ -1,4 +1,4 @@
-"""Stop of all ranks after the same step, upon SIGTERM or SLURM's signal before the time limit."""
+"""Stop or requeue all ranks after the same step, on SIGTERM or on SLURM's signal before the time limit."""
 
 import os
 import shutil

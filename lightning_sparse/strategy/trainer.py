@@ -94,8 +94,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def compression_stats(self) -> dict[str, float]:
         """Return this rank's statistics of the last step's exchange and of the whole ``fit``.
 
-        The dictionary is empty before the first step. After training the final values remain, if Lightning spawned the
-        ranks only in the spawned processes. On a GPU the call waits for the exchange.
+        The dictionary is empty before the first step. After training, the final values remain. If Lightning spawned the
+        ranks, the main process has no values. On a GPU the call waits for the exchange.
 
         Returns:
             ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (bytes that left this rank),
@@ -113,8 +113,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def reset_residuals(self) -> None:
         """Set residuals, momentum and unsent updates to zero, after weights were restored by ``copy_``.
 
-        All ranks must call, between two steps. Weights and optimizer states restored by ``load_state_dict`` need no
-        call.
+        All ranks must call, between two steps. After ``load_state_dict`` of weights or optimizers, no call is needed.
         """
         self._loop.reset_residuals()
 
@@ -306,7 +305,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
-    """Data-parallel training that sends only the largest part of each gradient, and adds the rest to later gradients.
+    """Data-parallel training that sends the largest part of each gradient, and the unsent part with later gradients.
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients during
     backward, bucket by bucket, in a separate process group (on CUDA, in a separate stream). Unsent elements stay in a
@@ -407,7 +406,7 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     """Return the maximum number of optimizer steps of the training, or ``None`` if Lightning has no estimate."""
     try:
         total = trainer.estimated_stepping_batches
-    except MisconfigurationException:  # the accumulation changes during training
+    except MisconfigurationException:  # ``accumulate_grad_batches`` changes during training
         return None
     return None if total == float("inf") or total < 0 else int(total)  # -1: a data loader has no length
 
