@@ -21,9 +21,9 @@ class SparsifyCallback(TrainerCallback):
     """Compress gradients in Hugging Face's Trainer, like :func:`~lightning_sparse.sparsify_gradients`.
 
     The callback also replaces the clipping to ``max_grad_norm``: with AdamW ``.grad`` holds updates, which must not be
-    clipped. With local steps the Trainer evaluates, saves and returns the shared model of all ranks. Each checkpoint
-    folder also holds the compression state of all processes. Add this callback after callbacks that request
-    evaluations or saves, because this callback acts on the requests.
+    clipped. With local steps the Trainer evaluates and saves the shared model of all ranks. After ``train`` the model
+    is the shared model. Each checkpoint folder also holds the compression state of all processes. Add this callback
+    after callbacks that request evaluations or saves, because this callback acts on the requests.
 
     Args:
         trainer: the Trainer that receives the callback.
@@ -104,7 +104,7 @@ class SparsifyCallback(TrainerCallback):
         self._shown.close()
         self._handle.close()
         self.stats = self._handle.compression_stats()
-        self._trainer.model_wrapped = self._trainer.model  # so that the next training wraps the model again
+        self._trainer.model_wrapped = self._trainer.model  # the next training has to wrap the model again
         self._give_back()
 
     def _folder(self, state: Any) -> Path:

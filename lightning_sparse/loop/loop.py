@@ -320,7 +320,7 @@ class Training:
             log_rounds(local, total_steps, self._log, None if is_trial else warn_user)
 
     def turn(self) -> None:
-        """Select, between two steps, whether the next steps are dense, sparse or local."""
+        """Select, between two steps, whether the next steps are dense (as in DDP), compressed, or local."""
         rounds, adam = self.engine.rounds, self.view.adam
         if rounds is not None:
             is_dense = rounds.is_synchronous
@@ -425,7 +425,7 @@ class Training:
         self._log(ROLLED_BACK.format(count=len(names)))
 
     def _reset_loaded(self) -> bool:
-        """Reset residuals of parameters loaded since the last exchange. Return ``True`` if there were any."""
+        """If parameters were loaded between two exchanges, reset the residuals of these parameters, and return True."""
         loaded = self._loaded.take()
         has_trained = self.engine.recorder.last is not None
         if loaded and has_trained:

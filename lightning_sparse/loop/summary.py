@@ -102,7 +102,7 @@ def warning_for(optimizer: Optimizer) -> str:
 
 
 def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
-    """Describe the sent bytes and the exposed time of a training, and the ``verdict`` of ``sparse_auto``.
+    """Describe the sent bytes, the time that the exchange takes after backward, and the ``verdict`` of ``sparse_auto``.
 
     Example::
 

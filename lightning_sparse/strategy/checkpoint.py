@@ -198,5 +198,5 @@ def _remove(folder: str) -> None:
         with suppress(FileNotFoundError, *_UNKNOWN):  # on a shared disk another rank may have removed the folder
             files, place = url_to_fs(folder)
             files.rm(place, recursive=True)
-    except OSError as error:  # only a warning, because an error on one rank would block all other ranks
+    except OSError as error:  # warns only, because an error on one rank would block all other ranks
         warnings.warn(f"{folder} could not be removed ({error}). Delete the folder by hand.", stacklevel=3)
