@@ -67,7 +67,7 @@ class _OddModel(LightningModule):
 
 
 class Probes:
-    """Trainings and timings on this rank, a process of torchrun or SLURM. ``rows`` runs each row on all ranks."""
+    """Checks of this rank, which torchrun or SLURM has started. ``rows`` runs each check on all ranks together."""
 
     _exchange, _select, _memory = Line(), Line(), 0.0  # seconds by bytes, seconds by elements, bytes per second
 
@@ -211,7 +211,7 @@ class Probes:
         message, answer = torch.ones(1 << 20, device=self._device), torch.ones(1, device=self._device)
         rank, own = dist.get_rank(), dict[tuple[int, int], float]()
         for sender, receiver in ((ring[at], ring[(at + by) % len(ring)]) for at in range(len(ring)) for by in (1, -1)):
-            # A receiver alone would read a message that waits in its buffer, and time a copy.
+            # A receiver that is late would time a copy from its buffer, not the network.
             if rank == sender:
                 trips = self._times(partial(_trip, dist.send, message, dist.recv, answer, receiver), 3)
                 own[sender, receiver] = 8 * message.nbytes / min(trips)

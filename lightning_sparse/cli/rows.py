@@ -17,7 +17,7 @@ from lightning_sparse.engine.store import default_store
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 6.0  # time without a heartbeat after which a rank counts as dead
-_GRACE_SECONDS = 10.0  # time for the other ranks to end a row after one rank has failed
+_GRACE_SECONDS = 10.0  # after a failure on a rank, time for all other ranks to finish the same check
 _WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # code of a waiting rank
 
 

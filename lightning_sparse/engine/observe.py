@@ -297,7 +297,7 @@ class Recorder:
 
     @contextmanager
     def bucket(self, names: Sequence[str]) -> Iterator[None]:
-        """Count elements, bytes and times inside the context for a new bucket."""
+        """Begin a new bucket, and count the elements, bytes and times inside the context for this bucket."""
         self._bucket = BucketRecord(tuple(names))
         self.current.buckets.append(self._bucket)
         self.subject = f"the bucket of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"

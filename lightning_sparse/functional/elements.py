@@ -47,7 +47,7 @@ def local_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def as_dtensor(held: Tensor, like: Any) -> Tensor:
-    """Return ``held`` as the local shard of a DTensor like ``like``, or unchanged if ``like`` is no DTensor."""
+    """Return a DTensor like ``like`` with ``held`` as the local shard, or ``held`` if ``like`` is no DTensor."""
     if not hasattr(like, "to_local"):
         return held
     form = {"run_check": False, "shape": like.shape, "stride": like.stride()}
@@ -280,7 +280,7 @@ def starts_of(numels: Counts) -> Counts:
 
 
 def counts_of(indices: Tensor, numels: Counts) -> Counts:
-    """Return the number of ascending indices in each of several concatenated tensors. Synchronizes with a GPU."""
+    """Return the number of sorted indices in each of several concatenated tensors. Synchronizes with a GPU."""
     places: list[int] = torch.searchsorted(indices, copied_to(starts_of(numels), indices.device)).tolist()
     return tuple(last - first for first, last in pairwise(places))
 

@@ -127,7 +127,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """
     histogram = histogram.cpu()
     reaching = histogram.flip(0).cumsum(0).flip(0)
-    # The last bin that enough elements reach always has elements.
+    # The highest bin with `count` elements in this bin and above. This bin has elements, or the next bin would do.
     chosen = int(torch.searchsorted(-reaching, -count, right=True)) - 1
     if chosen <= 0:
         return 0.0

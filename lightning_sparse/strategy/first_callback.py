@@ -1,4 +1,4 @@
-"""A callback that runs before users' callbacks: with local steps, validation uses the same model on all ranks."""
+"""A callback that sets the shared model for a validation, before callbacks of the user run. Used with local steps."""
 
 from contextlib import ExitStack
 

@@ -179,7 +179,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # The number of steps is read only now, because Lightning then loads data that on_fit_start may create.
+            # Not earlier: the number of steps makes Lightning load the data, which on_fit_start may create.
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             training.expect_steps(total_steps_of(trainer), makes_rounds, is_trial)
         training.engine.recorder.totals.resume()

@@ -352,7 +352,7 @@ def nonfinite_gradients_change_no_state(pool: Pool, compressor: Subject, **way: 
 
 
 def assert_nothing_moves(ranks: list[list[tuple[list[str], bool, bool]]]) -> None:
-    """Assert that each value of :func:`train_with_gaps` reaches every rank, changes no state, and affects one step."""
+    """Assert that each NaN or infinity of a rank shows on all ranks, and changes neither the state nor later steps."""
     for gaps in ranks:
         for (poison, place), (changes, shows, recovered) in zip(GAPS, gaps, strict=True):
             assert not changes, f"{poison} in element {place} changes {changes}"

@@ -42,7 +42,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parame
 _MIN_ELEMENTS = 1 << 19  # elements; a smaller message of mean gradients (below 1 MiB) does not pay for the round trip
 _LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
-_MIN_KEPT = 0.5  # minimum weight of the old second moment against a single mean gradient
+_MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
 
 
 class AdamSettings(NamedTuple):
@@ -100,7 +100,7 @@ class AdamState:
         """Return whether the optimizer's second moment was replaced. If so, set ``second_step`` to ``step``.
 
         Args:
-            second: the optimizer's current second moment. After a load of this state, the tensor is not a replacement.
+            second: the optimizer's current second moment. Directly after a load, any tensor counts as the loaded one.
             step: the optimizer's step count.
         """
         known = second if self.moments is None else self.moments.tensors.second
@@ -131,11 +131,11 @@ class OwnClips:
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
-        """Limits of the mean gradient's norm, each with the names of the parameters in the norm."""
+        """Maximum norms for clipping, each with the names of the parameters that are clipped together."""
         return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return and store, for each limit, the names of the step's gradients."""
+        """Group the step's gradients by limit of the norm, and return and store the names in each group."""
         self._together = [[name for name in names if name in together] for _, together in self.limits]
         return self._together
 

@@ -186,7 +186,7 @@ class AdamWarmUp:
 
     @property
     def is_dense(self) -> bool:
-        """Whether all parameters have dense gradients in the next step, even parameters with the most steps."""
+        """Whether the next step sends dense gradients of all parameters: no parameter has completed the warm-up."""
         return 0 <= self.counts.most < self.length.warmup_steps
 
     @property

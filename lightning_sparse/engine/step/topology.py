@@ -72,7 +72,7 @@ class ShardedModel(UnwrappedModule):
 
     @property
     def groups(self) -> tuple[Any, Any]:
-        """Process groups of this replica's ranks, and of the ranks with the same shards, or ``None``."""
+        """Process groups of this replica's ranks, and of the ranks with the same shards. Either may be ``None``."""
         mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
         return mesh.get_group() if mesh.ndim == 1 else None, self._same_shards
 

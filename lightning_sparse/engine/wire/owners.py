@@ -130,7 +130,7 @@ class _Shares(NamedTuple):
     counts: tuple[int, ...]
     blocks: tuple[int, ...]
     rooms: tuple[int, ...]  # number of elements of each tensor that fit in a message to an owner
-    finals: tuple[int, ...]  # number of elements of each tensor that an owner selects
+    finals: tuple[int, ...]  # elements that an owner selects, for each tensor
     extent: int  # number of blocks in the bucket
     room: int  # number of elements in a message to an owner
     universe: int  # ``extent + room``; places from ``extent`` on mark empty slots of a message

@@ -59,7 +59,7 @@ class UnionFormat(WireFormat):
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the transfers if all ranks select equally many elements, and no element is selected twice."""
+        """Return the transfers, computed as if ranks selected equally many elements, and no element twice."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
         first, most = Transfer("all_gather", aligned(_COUNT_BYTES + flags)), -(-selected // self.world_size)
         if not most:
