@@ -47,7 +47,7 @@ def top_k_indices(tensor: Tensor, count: int) -> Tensor:
 
 
 def batched_top_k_indices(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Return :func:`top_k_indices` of tensors of equal size, dtype and device, stacked: int64 ``[len(tensors), count]``."""
+    """Return :func:`top_k_indices` of tensors of equal size, dtype and device as int64 ``[len(tensors), count]``."""
     numel = tensors[0].numel()
     if not 1 <= count <= numel:
         raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")

@@ -149,7 +149,7 @@ class AutoBackend(SharedOnCopy):
         return seen
 
     def _decide(self, is_dense: bool) -> Steps:
-        """Switch to the chosen backend. Before a switch to DDP, send all residuals, or drop those with updates of Adam."""
+        """Switch to the chosen backend. Before a switch to DDP, send residuals, or drop residuals of Adam's updates."""
         engine = self._engine
         if is_dense and engine.memory.corrects_adam:
             engine.worker.run(lambda: engine.memory.reset(engine.parameter_names))

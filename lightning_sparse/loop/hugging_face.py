@@ -71,7 +71,7 @@ class SparsifyCallback(TrainerCallback):
             folder = self._resume_from or self._folder(state)
             self._handle.load_state(Path(folder) / _NAME)
             if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
-                self._handle.synchronize()  # the evaluation of this step ended a round; the save may have come before or after
+                self._handle.synchronize()  # the evaluation of this step ended a round, before or after the save
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -14,7 +14,7 @@ _OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # group entries that to
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return this rank's optimizer states: states of parameters, and values that an optimizer adapts in its param groups."""
+    """Return this rank's optimizer states: states of parameters, and values that change in param groups."""
     states = []
     for each in optimizers:
         whole = each.state_dict()

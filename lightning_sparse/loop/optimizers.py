@@ -268,7 +268,7 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
 
 def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> list[Any]:
-    """Warn of adaptive optimizers, which need dense gradients. Return hooks that look for an adaptive state after a step."""
+    """Warn of adaptive optimizers, which need dense gradients. Return hooks that check the others after a step."""
     hooks = []
     for optimizer in optimizers if settings.is_sparse else ():
         if settings.adam is not None and is_correctable(optimizer):
