@@ -110,7 +110,7 @@ def trained_in(module: Module) -> dict[str, Tensor]:
 def layout_of(
     module: Module, rank: int, world_size: int, device: torch.device, trained: Optional[Mapping[str, Tensor]] = None
 ) -> ModelLayout:
-    """Return the layout of a module. ``trained`` replaces the parameters that require a gradient."""
+    """Return the layout of a module, for the parameters in ``trained`` or for all that require a gradient."""
     trained = trained_in(module) if trained is None else trained
     numels = {name: numel for name, tensor in trained.items() if (numel := local_tensor(tensor).numel())}
     frozen = tuple(name for name, _ in module.named_parameters() if name not in numels)

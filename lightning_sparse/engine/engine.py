@@ -101,7 +101,7 @@ class Engine(SharedOnCopy):
 
     @property
     def topology(self) -> Topology:
-        """Number of all ranks, and of ranks in a node with two levels, or in a sharded replica."""
+        """Two numbers: all ranks, and the ranks of a node (with two levels) or of a sharded replica."""
         return Topology(self.levels.world.world_size, self.levels.local_world_size)
 
     def _reducer_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> SparseReducer:

@@ -51,7 +51,7 @@ class Replicas(SharedOnCopy):
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Set the model to equal weights on all ranks inside the context. All ranks must call this."""
+        """Set the model to the weights that all ranks share, inside the context. All ranks must call this."""
         self.synchronize()
         yield
 

@@ -73,7 +73,7 @@ def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Te
     ``out`` may be the tensor itself.
     """
     shifted = torch.empty_like(tensor) if out is None else out
-    # Shifts are multiplied by masks: a product with zero is exact, and zero times a non-finite shift is NaN.
+    # Shifts are multiplied by masks. Zero times a finite shift is exactly zero; an infinite shift shows as NaN.
     if tensor.device.type == "cpu":
         up, down = float(above), float(below)
         positives, negatives = torch.empty_like(tensor[:_PIECE]), torch.empty_like(tensor[:_PIECE])

@@ -429,7 +429,7 @@ def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[tor
 @_invariant(_WIRES)
 def zero_stays_zero(pool: Pool, compressor: Subject, wire: str) -> None:
     """An element that is zero on all ranks is zero after the exchange, and has no residual."""
-    # 20 elements of both signs are non-zero, fewer than are sent, as in an embedding with few used rows.
+    # 20 elements are not zero, some of them negative: fewer than are sent, as in an embedding with few used rows.
     gradient = torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)])
     for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), {"rows": gradient}):
         for tensor in answer["rows"]:  # the applied gradient and the residual

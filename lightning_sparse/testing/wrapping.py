@@ -39,7 +39,7 @@ def sparse_ddp(
     chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
     settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
-    settings = replace(settings, local_steps=local_steps)  # rounds of `LocalSteps()`, too, which `Settings.of` drops
+    settings = replace(settings, local_steps=local_steps)  # `Settings.of` drops `LocalSteps()` with one step per round
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
     engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)

@@ -39,7 +39,7 @@ from lightning_sparse.functional.adam import (
 
 _GROWTH = 0.1  # growth of the interval per step made: after 2000 steps, 200 steps between two updates
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
-_MIN_ELEMENTS = 1 << 19  # elements; a smaller message of mean gradients (below 1 MiB) does not pay for the round trip
+_MIN_ELEMENTS = 1 << 19  # elements per message of mean gradients (1 MiB), so that latency does not dominate
 _LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 _MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
@@ -135,7 +135,7 @@ class OwnClips:
         return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Group the step's gradients by limit of the norm, and return and store the names in each group."""
+        """Return and store groups of gradient names. Each group is clipped together, by one maximum norm."""
         self._together = [[name for name in names if name in together] for _, together in self.limits]
         return self._together
 

@@ -81,7 +81,7 @@ class AskedClips:
         self._asking.discard(optimizer)
 
     def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
-        """Return the clipping of the next gradients, for parameters in ``names``."""
+        """Return the clip settings for the next gradients of the parameters in ``names``."""
         clipped: dict[_Asked, set[str]] = {}
         for optimizer, ((norm, value), together) in self._coming.items():
             clipping = Clipping(self._norm if norm is None else norm, value)
@@ -153,7 +153,7 @@ class StepCounts:
             self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
     def _of(self, optimizer: Optimizer, among: Container[Parameter]) -> dict[Parameter, int]:
-        """Return step counts. Only counters that other code has changed are read from a device."""
+        """Return step counts from a cache. Only a counter that other code has changed is read from a device."""
         known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
         held = ((each, state.get("step")) for each, state in states if each in among)
         counters = {each: counter for each, counter in held if counter is not None}
@@ -292,7 +292,7 @@ class AdamSteps:
             self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
 
     def _look_for_changes(self, optimizer: Optimizer) -> None:
-        """Discard the positions of non-zero elements of changed mean gradients, and warn at the first change."""
+        """Find mean gradients that were changed since their exchange. Discard their stored positions, and warn once."""
         own = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
         changed = {

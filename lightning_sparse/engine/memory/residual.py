@@ -327,7 +327,7 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 
 def _can_trade(tensor: Tensor, other: Tensor) -> bool:
-    # Each tensor must own a whole storage: otherwise a swapped tensor would hold a larger storage in memory.
+    # Each tensor owns its storage. A view would keep the larger storage in memory after a swap with a gradient.
     is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
     return tensor.dtype is other.dtype and all(is_all)
 

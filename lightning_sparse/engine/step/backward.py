@@ -250,7 +250,7 @@ class SparseBackward(Backward):
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
-        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # (gradients, views of a package to copy back from)
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and views with their means
         # Buckets of this backward. If gradients are clipped, no bucket is sent before the norm of all gradients.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
