@@ -97,6 +97,7 @@ class Ranks:
         return json.loads(self.output.read_text())
 
 
+@pytest.mark.exhaustive
 def test_rows_pass_and_are_reported(interpreter, tmp_path):
     rows = ("density 1 equals DDP", "mass", "two levels", "all-reduce")
     (tmp_path / "wrapper.py").write_text(WRAPPER)

@@ -1,5 +1,6 @@
 from unittest import mock
 
+import pytest
 import torch
 
 from lightning_sparse import AdamCorrection, sparsify_gradients
@@ -31,6 +32,7 @@ def losses_of_auto(rank):
     return losses, were_plain
 
 
+@pytest.mark.exhaustive
 def test_a_change_to_plain_ddp_leaves_the_loss_alone(pair):
     """Late in training the residual has many updates, and a single step with all updates overshoots."""
     for losses, were_plain in pair.run(losses_of_auto):

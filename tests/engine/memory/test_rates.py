@@ -55,7 +55,7 @@ def train(rank, schedule, build, momentum):
         return float(cross_entropy(model(inputs), targets))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
