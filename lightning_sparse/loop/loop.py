@@ -25,7 +25,7 @@ from lightning_sparse.engine.step.reducer import Wrapper, after_closure
 from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
-from lightning_sparse.loop.checks import check_optimizers, check_total_steps, in_one_order
+from lightning_sparse.loop.checks import check_optimizers, in_one_order
 from lightning_sparse.loop.levels import Node
 from lightning_sparse.loop.optimizer_states import load_states, states_of
 from lightning_sparse.loop.optimizers import (
@@ -310,7 +310,6 @@ class Training:
         """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up and the rounds."""
         total_steps = None if total_steps is None else int(total_steps)  # converts numpy's integers
         densities = self.engine.densities
-        check_total_steps(self.settings, total_steps)
         densities.expect_steps(total_steps)
         if (adam := self.view.adam) is not None:
             adam.warm_up.total_steps = total_steps

@@ -98,7 +98,6 @@ def sparsify_gradients(
     settings = pop_settings(sparsify_gradients, compressor, density, given)
     refuse(missing_capabilities("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
-    check_total_steps(settings, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
     return GradientSparsifier(model, optimizers, settings, RuntimeOptions(timeout, scaler), total_steps, _log)
@@ -129,6 +128,7 @@ class GradientSparsifier(Loop):
         log: Callable[[str], None],
     ) -> None:
         super().__init__(settings, log)
+        check_total_steps(settings, total_steps)
         self._model: Wrapper
         _check_unattended(model)
         if isinstance(model, DistributedDataParallel):

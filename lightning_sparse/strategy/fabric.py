@@ -21,7 +21,7 @@ from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_device, check_facts, check_total_steps
+from lightning_sparse.loop.checks import check_device, check_facts
 from lightning_sparse.loop.loop import RuntimeOptions
 from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.loop.sparsify import GradientSparsifier
@@ -214,7 +214,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
                 " If the model is not trained, use model.eval() or torch.no_grad()"
             )
-        check_total_steps(self.settings, self._total_steps)
         facts = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None), node=self.node_rank)
         handle = GradientSparsifier(
             model, optimizers, copy.deepcopy(self.settings), facts, self._total_steps, self._log

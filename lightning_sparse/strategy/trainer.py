@@ -22,7 +22,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.engine.store import post_error
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_bare, check_device, check_rounds
+from lightning_sparse.loop.checks import check_bare, check_device, check_rounds, check_total_steps
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Loop, RuntimeOptions, Training
 from lightning_sparse.loop.optimizers import optimizer_parameters
@@ -181,7 +181,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
             # Not earlier: the number of steps makes Lightning load the data, which on_fit_start may create.
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-            training.expect_steps(total_steps_of(trainer), makes_rounds, is_trial)
+            total_steps = total_steps_of(trainer)
+            check_total_steps(self.settings, total_steps)
+            training.expect_steps(total_steps, makes_rounds, is_trial)
         training.engine.recorder.totals.resume()
 
     @override
