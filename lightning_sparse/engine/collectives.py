@@ -21,18 +21,18 @@ from lightning_sparse.engine.store import exchange_error, is_of_this_rank
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
 
-_BROADCAST_BYTES = 250 << 20  # bytes per broadcast, as in DDP
+_BROADCAST_BYTES = 250 << 20  # approximate bytes of one broadcast; DDP uses the same number
 
 
 class SharedOnCopy:
-    """An object that exists once per process, for example a thread or a process group. Deep copies share the object."""
+    """Base class of objects that exist once per process, for example threads. A deep copy is the same object."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
 def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) -> str:
-    """Return the name of a process group's backend for a device type, or ``""`` if the group has none."""
+    """Return the name of a process group's backend for a device's type, or ``""`` if no backend supports this type."""
     by_kind: dict[str, str] = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return by_kind.get(device.type, "")
 
@@ -52,14 +52,14 @@ def timeout_of_job(device: torch.device) -> Optional[timedelta]:
 
 
 def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
-    """Gather a picklable object from every rank of a process group (``None``: of the job)."""
+    """Gather a picklable object from every rank of a process group, by default of the group of all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, thing, group)
     return gathered
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy tensors from the group's first rank, in place. All ranks of the group must call this."""
+    """Overwrite tensors with the values of the process group's first rank. All ranks of the group must call this."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for each in tensors:
         if each.numel():
@@ -91,15 +91,15 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 
 
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
-    """Copy buffers from a group's first rank, in place. A backward of an earlier forward still works."""
+    """Overwrite a module's buffers with the first rank's values. A backward of an earlier forward still works."""
     group, left_out = group or default_group(), ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: unseen by autograd
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # autograd ignores .data
     broadcast_tensors(buffers, group)
 
 
 @contextmanager
 def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
-    """Convert a backend's error inside the context to :class:`ExchangeError`, except an error of this rank's device."""
+    """Raise :class:`ExchangeError` if a collective fails inside the context. Re-raise errors of this rank's device."""
     try:
         yield
     except RuntimeError as error:
@@ -108,37 +108,37 @@ def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelt
         raise exchange_error(error, subject, name, timeout) from error
 
 
-# torch 2.13 renamed this function, and the old name warns.
+# torch 2.13 renamed all_gather_into_tensor() to all_gather_single(). The old name causes a warning.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _CAPTURED = (
-    "gradients are exchanged while a device captures a graph. The graph would repeat the densities and the step count"
-    " of this step. Capture forward and backward of a part of the model (torch.cuda.make_graphed_callables,"
-    " torch.compile(mode='reduce-overhead')), without the exchange and the optimizer step."
+    "an exchange of gradients ran while a device captured a graph. Each replay of the graph would use the densities and"
+    " the step count of this step. Capture only forward and backward of a part of the model, without the exchange and"
+    " the optimizer step: use torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead')."
 )
-_ONE_HOP = 2  # ranks of a group in which a ring algorithm has one hop
-_NUMBERS_AT_ONCE = 1 << 20  # float64 numbers in one all-gather, over all ranks: 8 MiB
+_ONE_HOP = 2  # number of ranks for which a ring algorithm needs only one hop
+_NUMBERS_AT_ONCE = 1 << 20  # maximum float64 numbers that one all-gather receives from all ranks: 8 MiB
 _PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-# run, done and always of submit(), then the CUDA events to wait for
+# the arguments run, done and always of ExchangeWorker.submit(), and the GPU events that the task must wait for
 _Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]
 
 
 class Communicator(SharedOnCopy):
-    """Collectives over one process group, with records of bytes and seconds.
+    """Run collectives in one process group, and record bytes and seconds.
 
-    Without ``shared`` the process group is new, because user code may start collectives on another thread. In a common
-    group, the order of collectives could then differ between ranks.
+    By default the process group is new. User code may start collectives in an existing group on another thread. The
+    order of collectives in that group could then differ between ranks.
 
     Args:
         ranks: global ranks of the group.
         timeout: timeout of each collective; by default the timeout of the job's process group.
-        parts: ranks of all groups to create, for example one per node; ``None`` for ``ranks`` only.
-        shared: an existing process group to use instead, because each NCCL group takes GPU memory.
+        parts: ranks of each group that all ranks create together, for example one group per node; by default ``ranks``.
+        shared: an existing process group to use instead of a new group. Each new NCCL group takes GPU memory.
         recorder: recorder of bytes and seconds; by default a new recorder.
-        is_inside_node: whether all bytes stay inside a node.
+        is_inside_node: whether the recorder counts the bytes as bytes that stay inside a node.
     """
 
     def __init__(
@@ -156,12 +156,12 @@ class Communicator(SharedOnCopy):
         self._is_shared = shared is not None
         self.group = shared
         if shared is not None and timeout is not None:
-            # A device mesh's groups have torch's default timeout. With TORCH_DISTRIBUTED_DEBUG no setter exists.
+            # Groups of a device mesh have torch's default timeout. With TORCH_DISTRIBUTED_DEBUG, set_timeout() fails.
             with suppress(RuntimeError):
                 shared.set_timeout(timeout)
         elif shared is None:
-            # All ranks of the job create each group. With use_local_synchronization, a new group could get the name of
-            # a destroyed group. The new group would then read stale addresses from the store.
+            # All ranks of the job create each group. With torch's use_local_synchronization, a new group could get the
+            # name of a destroyed group, and would then read stale addresses from the store.
             groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
             self.group = next(group for part, group in groups if part == ranks)
         self.device = device
@@ -177,7 +177,7 @@ class Communicator(SharedOnCopy):
         return backend_of(self.device, self.group)
 
     def run(self, phases: Phases[Result]) -> Result:
-        """Run the collective of each payload that ``phases`` yields, and send the result back to the generator."""
+        """Run the collective of each payload that a generator yields, and send each result back to the generator."""
         received: Optional[Tensor] = None
         while True:
             try:
@@ -189,13 +189,13 @@ class Communicator(SharedOnCopy):
             received = self.call(payload)
 
     def call(self, payload: Payload) -> Tensor:
-        """Run the collective of a payload, and record bytes and seconds."""
+        """Run the collective of a payload, and record the sent bytes and the seconds."""
         self.recorder.add_bytes(self.sent_bytes(payload.collective, payload.tensor), self._is_inside_node)
         with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, payload.collective):
             return self.issue(*payload)
 
     def issue(self, name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Run the method called ``name``, without a record. ``out`` may be a buffer for the result."""
+        """Run the collective ``name``, and record no bytes or seconds. ``out`` is optional memory for the result."""
         received: Tensor = getattr(self, name)(tensor, out)
         return received
 
@@ -205,7 +205,7 @@ class Communicator(SharedOnCopy):
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Bytes that a rank sends per input byte, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
+        """Bytes that a rank sends per byte of input, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
         return {name: sent_bytes(name, 1, self.world_size) for name in _PROBE_SHAPES}
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
@@ -261,9 +261,9 @@ class Communicator(SharedOnCopy):
             return self.all_gather(handed_in)
 
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the mean of each number over ranks, equal on all ranks. Chunks bound the memory.
+        """Return the mean of each number over ranks. The means are bitwise identical on all ranks.
 
-        The CPU adds in rank order, because different GPUs may round differently, and ranks decide by these means.
+        The CPU adds in rank order, because different GPUs may round differently. Long lists are gathered in parts.
         """
         count = max(1, _NUMBERS_AT_ONCE // self.world_size)
         parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
@@ -271,8 +271,8 @@ class Communicator(SharedOnCopy):
         return [total / self.world_size for of_part in sums for total in of_part.tolist()]
 
     def check(self, names: Iterable[str]) -> None:
-        """Run each named collective once on a few bytes, and raise an error if the backend lacks the collective."""
-        # With gloo and NCCL only all-gather runs, because NCCL's first all-to-all takes gigabytes of GPU memory.
+        """Run each named collective once on a few bytes. Raise an error if the backend lacks one of the collectives."""
+        # gloo and NCCL have all collectives, so only all-gather runs. NCCL's first all-to-all would take gigabytes.
         knows_all = self.backend in ("gloo", "nccl")
         for name in names:
             if knows_all and name != "all_gather":
@@ -287,9 +287,9 @@ class Communicator(SharedOnCopy):
                 ) from error
 
     def close(self, has_failed: bool = False) -> None:
-        """Destroy the process group, except a shared group, or an NCCL group if this rank ``has_failed``."""
-        # With gloo, a destroyed group ends the wait of other ranks. NCCL would first wait here for the other ranks, and
-        # this rank's error would not appear. An NCCL group therefore lives until the process ends.
+        """Destroy the process group, unless it is shared. After an error (``has_failed``), destroy only a gloo group."""
+        # After an error, the end of a gloo group also ends the wait of other ranks. NCCL would first wait here for the
+        # other ranks, and this rank's error would not appear. An NCCL group therefore lives until the process ends.
         is_there = self.group is not None and not self._is_shared and dist.is_initialized()
         if is_there and not (has_failed and self.backend != "gloo"):
             dist.destroy_process_group(self.group)
@@ -299,15 +299,15 @@ class Communicator(SharedOnCopy):
 class ExchangeWorker:
     """Run tasks in order on a separate thread and, on a GPU, on a separate stream.
 
-    After an error, later tasks are skipped. All collectives start on this thread: gloo has a race if a callback of one
-    collective starts another collective.
+    After an error of a task, later tasks are skipped. All collectives start on this thread, because gloo has a race if
+    a callback of one collective starts another collective.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.error: Optional[BaseException] = None
         self._device = device
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
-        # High priority, so that the many small kernels of a task do not wait behind the kernels of backward.
+        # The stream has high priority, so that a task's many small kernels do not wait behind the kernels of backward.
         self._stream = self._device_module.Stream(device, priority=-1) if self._device_module else None
         # Only some device types can capture graphs of kernels.
         self._is_captured = getattr(self._device_module, "is_current_stream_capturing", lambda: False)
@@ -318,7 +318,7 @@ class ExchangeWorker:
         self._thread.start()
 
     def wait_for_caller(self) -> None:
-        """Order the next task after the work queued so far on the calling thread's current stream."""
+        """Make the next task wait for the work that the calling thread has queued on the current stream so far."""
         if self._device_module:
             self._updated.add(self._device_module.current_stream(self._device))
 
@@ -338,24 +338,24 @@ class ExchangeWorker:
         self._tasks.put((run, done, always, ready))
 
     def run(self, task: Callable[[], Result]) -> Result:
-        """Run a task after the queued tasks, and return its result. Raise the error of this or an earlier task."""
+        """Run a task behind the queued tasks, and return the result. Raise an error of this or an earlier task."""
         done, results = threading.Event(), list[Result]()
         self.submit(lambda: results.append(task()), done=done)
         self.wait(done)
         return results[0]
 
     def drain(self) -> None:
-        """Wait for the queued tasks, and raise the first error of a task, if any."""
+        """Wait for the queued tasks. If a task has failed, raise the error of the first failed task."""
         self.run(lambda: None)
 
     def wait(self, done: threading.Event) -> None:
-        """Wait for the task that sets ``done``. On a GPU, the caller's current stream waits for the worker's stream."""
+        """Wait for the task that sets ``done``. On a GPU, the caller's stream then waits for the worker's stream."""
         done.wait()
         self.raise_error()
         self._sync_caller_stream()
 
     def raise_error(self) -> None:
-        """Raise the first error of a task, if any."""
+        """If a task has failed, raise the error of the first failed task."""
         if self.error is not None:
             raise self.error
 
@@ -365,7 +365,7 @@ class ExchangeWorker:
         self._thread.join(patience)
         has_ended = not self._thread.is_alive()
         if has_ended:
-            # After an interrupted backward, nothing else waits for the worker's kernels. The caller may next read the
+            # After an interrupted backward, no other code waits for the worker's kernels. The caller may next read the
             # residuals, or reuse the memory of gradients.
             self._sync_caller_stream()
         return has_ended
@@ -380,7 +380,7 @@ class ExchangeWorker:
         with torch.no_grad(), self._device_module.stream(self._stream) if self._device_module else nullcontext():
             while (task := self._tasks.get()) is not None:
                 self._perform(*task)
-                del task  # frees the gradients that the task references
+                del task  # frees the task's gradients before the thread waits again
 
     def _perform(
         self, run: Callable[[], None], done: Optional[threading.Event], always: bool, ready: Sequence[Any]

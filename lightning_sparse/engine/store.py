@@ -18,18 +18,18 @@ _UNKNOWN_CAUSE = (
     " the output of the other ranks. Give SparseDDPStrategy a longer timeout=... if ranks are only slow."
 )
 _ERROR_KEY = "lightning_sparse/error/{}"
-_MAX_CHARACTERS = 300  # maximum length of a stored error
-_PATIENCE_WITH_STORE = 3.0  # seconds to wait for other ranks' errors
+_MAX_CHARACTERS = 300  # maximum number of characters of a stored error
+_PATIENCE_WITH_STORE = 3.0  # maximum seconds for reading other ranks' errors from the store
 _NCCL_OF_THIS_RANK = "ncclUnhandledCudaError|ncclInvalid"
 _ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class ExchangeError(RuntimeError):
-    """A collective failed, because another rank has died, is too slow, is not reachable, or has finished."""
+    """A collective failed, because another rank has died, is too slow, is unreachable, or has finished."""
 
 
 def default_store() -> Any:
-    """Return the store of the default process group."""
+    """Return the key-value store of the default process group, which all ranks of the job share."""
     assert GroupMember.WORLD is not None
     return GroupMember.WORLD.get_group_store()
 
@@ -37,11 +37,11 @@ def default_store() -> Any:
 def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     """Gather a string from every rank through the job's store, without a collective.
 
-    Other ranks may still be in a step. A collective of this function would pair with a collective of their step.
+    Other ranks may still be in a training step. A collective here would pair with a collective of that step.
     """
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
-    # The store counts the calls of each rank, so that all ranks use the same key in the same call.
+    # The store counts each rank's calls of this function, so that the n-th calls of all ranks use the same key.
     place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
     store.set(f"{place}/{rank}", line)
     if rank == 0:
@@ -54,7 +54,7 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
 
 
 def exchange_error(error: RuntimeError, subject: str, name: str, timeout: Optional[timedelta]) -> ExchangeError:
-    """Return the error of a failed collective ``name``. ``subject`` describes the data of the collective."""
+    """Return an error for the failed collective ``name``. For the message, ``subject`` describes the exchanged data."""
     return ExchangeError(
         f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
         f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
@@ -63,7 +63,7 @@ def exchange_error(error: RuntimeError, subject: str, name: str, timeout: Option
 
 
 def post_error(error: Optional[BaseException]) -> None:
-    """Store this rank's error for the ranks that wait for this rank. ``None`` deletes an earlier error."""
+    """Write this rank's error to the store, where waiting ranks find the error. ``None`` deletes an earlier error."""
     if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError names another rank.
         with suppress(Exception):  # A failing store must not hide the error itself.
             line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
@@ -79,7 +79,7 @@ def _errors_of_others() -> str:
                 if default_store().check([key := _ERROR_KEY.format(rank)]):
                     found[rank] = default_store().get(key).decode()
 
-    # Calls of the store block without a timeout if the rank that hosts the store has stopped.
+    # If the rank that hosts the store has stopped, a call of the store blocks without a timeout. So a thread reads.
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
     reading.join(_PATIENCE_WITH_STORE)
@@ -87,5 +87,5 @@ def _errors_of_others() -> str:
 
 
 def is_of_this_rank(error: RuntimeError) -> bool:
-    """Return whether this rank's device caused a backend's error, not another rank."""
+    """Return whether a backend's error comes from this rank's device. Otherwise another rank caused the error."""
     return isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)) is not None
