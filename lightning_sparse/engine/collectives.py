@@ -287,7 +287,7 @@ class Communicator(SharedOnCopy):
                 ) from error
 
     def close(self, has_failed: bool = False) -> None:
-        """Destroy the process group, unless it is shared. After an error (``has_failed``), destroy only a gloo group."""
+        """Destroy the group that this object created. After an error (``has_failed``), destroy it only with gloo."""
         # After an error, the end of a gloo group also ends the wait of other ranks. NCCL would first wait here for the
         # other ranks, and this rank's error would not appear. An NCCL group therefore lives until the process ends.
         is_there = self.group is not None and not self._is_shared and dist.is_initialized()

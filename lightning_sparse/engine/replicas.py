@@ -1,4 +1,4 @@
-"""Replicas of the model: identical after every step, or averaged from time to time."""
+"""Replicas of the model, one per rank: identical after every step, or averaged after several steps."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,23 +24,23 @@ from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 
-_AVERAGED_AT_ONCE = 1 << 24  # elements in one all-reduce
+_AVERAGED_AT_ONCE = 1 << 24  # approximate number of elements in one all-reduce
 
 
 def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
-    """Copy parameters and buffers from rank 0, except names in ``known``. Raise an error if ranks differ in shapes."""
+    """Copy a module's parameters and buffers from rank 0, except names in ``known``. Parameter shapes must agree."""
     group, left_out = default_group(), ddp_ignored_names(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
     if len(set(map(str, all_gather_object([list(each.shape) for each in parameters])))) > 1:
-        raise RuntimeError("the models of ranks differ in parameter number or shape: build the same model on all ranks")
+        raise RuntimeError("ranks differ in the number or shapes of parameters. Build the same model on all ranks.")
     buffers = (each for name, each in module.named_buffers() if name not in left_out)
     broadcast_tensors([*parameters, *buffers], group)
 
 
 class Replicas(SharedOnCopy):
-    """Replicas that are identical after every step, because ranks exchange gradients. Each method is a no-op."""
+    """Replicas that are identical after every step, because all ranks apply mean gradients. All methods are no-ops."""
 
-    are_apart = False  # whether each rank steps with gradients that are not averaged
+    are_apart = False  # whether each rank's optimizer steps use only this rank's gradients
 
     def begin_round(self) -> None:
         """Begin the first round of local steps, unless a round has begun. All ranks must call this."""
@@ -56,13 +56,13 @@ class Replicas(SharedOnCopy):
         yield
 
     def count_step(self, optimizer: int) -> None:
-        """Count a step of the optimizer with this index."""
+        """Count a step of the optimizer with the index ``optimizer``."""
 
     def synchronize(self) -> None:
         """Make all replicas equal. All ranks must call this."""
 
     def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
-        """Return ``stats`` with the statistics of the replicas.
+        """Return ``stats`` together with statistics about the replicas.
 
         Args:
             stats: statistics of the last exchange.
@@ -71,15 +71,15 @@ class Replicas(SharedOnCopy):
         return stats
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return the replicas' part of the engine's state. With ``together`` all ranks must call this."""
+        """Return the replicas' part of a checkpoint. With ``together``, all ranks call this, and may communicate."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a copy of the replicas' part of an engine's state, if ``state`` has this part. Runs on the worker."""
+        """Copy the replicas' part of a checkpoint, if ``state`` has this part. The worker thread must call this."""
 
 
 class AveragedReplicas(Replicas):
-    """Replicas that diverge, and are averaged after ``every`` steps (``None``: only in :meth:`synchronize`)."""
+    """Replicas that diverge. Ranks average after ``every`` steps, or with ``None`` only in :meth:`synchronize`."""
 
     def __init__(self, averager: "ReplicaAverager", every: Optional[int], worker: ExchangeWorker) -> None:
         self._averager = averager
@@ -96,7 +96,7 @@ class AveragedReplicas(Replicas):
 
     @override
     def synchronize(self) -> None:
-        # Replicas may differ without a step, for example if a callback writes weights.
+        # Replicas may differ even without a step since the last average, for example if a callback wrote weights.
         self._worker.run(lambda: self._averager.average(are_apart=self._steps > 0))
         self._steps = 0
 
@@ -116,7 +116,7 @@ class AveragedReplicas(Replicas):
 
 
 class ReplicaAverager:
-    """Average replicas. ``divergence`` is the RMS distance of replicas from their mean, divided by the mean's norm."""
+    """Average a module over ranks. ``divergence`` is the RMS distance from the mean, divided by the mean's norm."""
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         self._module = module
@@ -126,7 +126,7 @@ class ReplicaAverager:
         self.divergence = torch.zeros(())
 
     def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
-        """Make tensors bitwise identical on all ranks, in place: average floats, and copy other dtypes from rank 0.
+        """Make tensors bitwise identical on all ranks, in place. Floats are averaged, other dtypes are rank 0's.
 
         Args:
             tensors: the tensors by name; ``None`` for the whole model.
@@ -146,7 +146,7 @@ class ReplicaAverager:
                 self._copy_first(firsts)
 
     def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
-        """Return the names of tensors with values that differ between ranks; no name if names or shapes differ.
+        """Return the names of tensors that differ between ranks. If ranks pass unequal names or shapes, return none.
 
         Args:
             tensors: this rank's tensors by name.
@@ -184,9 +184,9 @@ class ReplicaAverager:
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         if self._communicator.rank:
             flat.zero_()
-        first = self._communicator.call(Payload("all_reduce", flat))  # rank 0's bytes, because other ranks add zeros
+        first = self._communicator.call(Payload("all_reduce", flat))  # Ranks other than 0 add zeros.
         for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
-            # clone() aligns the memory, as view(dtype) requires
+            # view(dtype) requires aligned memory, which clone() allocates.
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -197,12 +197,12 @@ class ReplicaAverager:
 
 
 def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return this rank's tensors that must be equal in all replicas, complex tensors as pairs of real numbers.
+    """Return this rank's tensors that must be equal in all replicas. Complex tensors become pairs of real numbers.
 
-    Frozen tensors of a subclass, for example quantized tensors, are omitted, and frozen views of a trained tensor.
+    Two kinds of frozen tensors are omitted: views of trained tensors, and subclasses, for example quantized tensors.
 
     Raises:
-        ValueError: if a frozen tensor has only a part of a trained tensor's memory.
+        ValueError: if a frozen tensor shares only a part of a trained tensor's memory.
     """
     held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named}
     trained: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
@@ -217,7 +217,7 @@ def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # storage, first and last byte
+def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # storage's address, first byte, stop byte
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
         return None
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -226,7 +226,7 @@ def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # storage, first 
 
 
 def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[tuple[int, int, str]]]) -> bool:
-    """Return whether a tensor has the memory of a trained tensor. Raise if two tensors overlap only in part."""
+    """Return whether a tensor has the memory of a trained tensor. Raise an error if only a part of it overlaps."""
     place = _place(tensor)
     if place is None or place[0] not in trained:
         return False
@@ -234,14 +234,14 @@ def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[t
     there = [(first, last, other) for first, last, other in trained[storage] if start < last and first < stop]
     if there and there[0][:2] != (start, stop):
         raise ValueError(
-            f"{name!r} overlaps a part of the memory of {there[0][2]!r}, which is trained. Replicas cannot be averaged."
-            " Clone the first tensor, or make it a view of all of the second."
+            f"{name!r} overlaps a part of the memory of {there[0][2]!r}, which is trained, so that replicas cannot be"
+            " averaged. Clone the frozen tensor, or make the frozen tensor a view of the whole trained tensor."
         )
     return bool(there)
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors of one dtype, with a limit on a group's elements, because the mean of a group needs memory."""
+    """Group tensors by dtype. A group has a limited number of elements, because the mean of a group needs memory."""
     alike: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
     numels: defaultdict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:

@@ -15,20 +15,20 @@ class Capability(NamedTuple):
     """A property of settings that a feature may need."""
 
     is_given: Callable[[Any], bool]  # takes settings, and returns whether the settings have the capability
-    problem: str  # text after the compressor's name, or a clause if not ``is_of_compressor``
-    is_of_compressor: bool = True  # whether the compressor lacks the capability, or another setting
+    problem: str  # part of an error message: a predicate for the compressor's name, or a complete clause
+    is_of_compressor: bool = True  # whether ``problem`` is a predicate for the compressor's name
 
 
 class Feature(NamedTuple):
     """An argument, a callback or an environment that needs capabilities."""
 
-    needs: tuple[str, ...]  # keys of CAPABILITIES
-    instead: str  # imperative for the error message
-    is_asked: Callable[[Any], Any] = lambda value: False  # whether an argument's value needs the feature
+    needs: tuple[str, ...]  # required capabilities, as keys of CAPABILITIES
+    instead: str  # advice at the end of an error message, in the imperative
+    is_asked: Callable[[Any], Any] = lambda value: False  # returns whether an argument's value uses the feature
 
 
 def takes_wire(compressor: Compressor, wire: str) -> bool:
-    """Return whether ``wire`` supports a compressor. A wire of few bits needs a fixed number of sent elements."""
+    """Return whether a compressor works with ``wire``. 4 or 2 bits require a fixed number of sent elements."""
     is_sized = compressor.wire_format == "reduce" or (compressor.wire_format == "gather" and compressor.fills_selection)
     return is_sized or wire_values(wire).bits is None
 
@@ -127,7 +127,7 @@ FEATURES = {
 
 
 def refuse(reasons: Iterable[str]) -> None:
-    """Raise ``ValueError`` with the first of ``reasons``. Without reasons, do nothing."""
+    """Raise ``ValueError`` with the first message of ``reasons``. Without messages, do nothing."""
     for reason in reasons:
         raise ValueError(reason)
 
@@ -150,7 +150,7 @@ def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterat
 
 
 def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors for missing capabilities that ``asked`` arguments need. The messages show ``given`` values."""
+    """Yield error messages for ``asked`` arguments that need missing capabilities. Messages show ``given`` values."""
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]
         if name in asked and is_asked(asked[name]):

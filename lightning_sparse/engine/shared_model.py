@@ -1,7 +1,7 @@
 """The shared model of local steps: the model that all ranks hold between two rounds.
 
-The mean change over ranks is the gradient of an outer ``torch.optim.SGD`` step on the shared model. A module may
-replace or rename tensors, so each use looks up the module's tensors.
+Ranks exchange the changes of tensors since the last round. The mean change is the gradient of an outer
+``torch.optim.SGD`` step on the shared model. A module may replace or rename tensors, so each use looks up tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ from lightning_sparse.schedule import Schedule
 
 
 class SharedModel:
-    """Model tensors that all ranks share. An exchange adds the mean of the ranks' changes.
+    """Copies of model tensors, equal on all ranks. Each exchange moves the copies by the mean of the ranks' changes.
 
     Each exchange includes trained parameters and floating-point buffers. Ranks may also write other tensors: frozen
-    parameters, parameters without an optimizer, integers, new buffers. These tensors become equal on all ranks when a
-    round ends early: before a validation, and at the end of the training.
+    parameters, parameters without an optimizer, integer buffers, new buffers. Other tensors become equal on all ranks
+    when a round ends early: before a validation, and at the end of the training.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class SharedModel:
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self.device = self._averager.device
-        self.trained = frozenset(names)  # names of parameters with exchanged changes
+        self.trained = frozenset(names)  # names of trained parameters, which each exchange includes
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
         self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter name
-        self._away: Optional[dict[str, Tensor]] = None  # this rank's tensors inside the context shown()
+        self._away: Optional[dict[str, Tensor]] = None  # copies of this rank's tensors while shown() is active
         tensors = averaged(self._named())
         buffers = {name for name, _ in self.module.named_buffers()}
         beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
-        self._shared = {  # shared values in fp32 or wider: trained parameters, then buffers
+        self._shared = {  # values of the shared model in fp32 or wider: trained parameters, then buffers
             name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
         }
 
@@ -75,9 +75,9 @@ class SharedModel:
         return other
 
     def inactive(self) -> frozenset[str]:
-        """Return names of frozen parameters that equal the shared model. May wait for the device.
+        """Return names of frozen parameters that equal the shared model. The host may wait for the device.
 
-        The exchange omits a parameter that is inactive on all ranks. Neither outer momentum nor an old residual then
+        An exchange omits a parameter that is inactive on all ranks. Neither outer momentum nor an old residual then
         changes the parameter.
         """
         frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
@@ -85,7 +85,6 @@ class SharedModel:
         return frozenset(held.keys() - self._moved(held))
 
     def _moved(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of tensors that differ from the shared model, for any reason."""
         flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in tensors.items()]
         return set(compress(tensors, torch.stack(flags).tolist())) if flags else set()
 
@@ -93,13 +92,13 @@ class SharedModel:
         return chain(self.module.named_parameters(), self.module.named_buffers())
 
     @property
-    def _beside(self) -> list[str]:  # names of exchanged buffers
+    def _beside(self) -> list[str]:  # names of buffers that each exchange includes
         return list(self._shared)[len(self.trained) :]
 
     def exchanged(self) -> dict[str, Tensor]:
-        """Return the module's tensors that are in the shared model, if the shape is unchanged.
+        """Return the module's tensors that the shared model includes, except tensors with a changed shape.
 
-        Parameters are matched by identity, because a renamed parameter's old name may now be another parameter's.
+        Parameters are matched by identity, because a renamed parameter's old name may now belong to another parameter.
         """
         present = set(self.module.parameters())
         known: dict[str, Tensor] = {name: each for name, each in self._parameters.items() if each in present}
@@ -109,14 +108,14 @@ class SharedModel:
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _unshared(self) -> dict[str, Tensor]:
-        """Return all tensors that exchanges do not include, and that a rank may have written without an optimizer."""
+        """Return the tensors that no exchange includes. A rank may have written such tensors without an optimizer."""
         known = self.trained | self.exchanged().keys()
         return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
 
     def has_moved(self) -> bool:
         """Return whether any trained parameter differs from the shared model. The host waits for the device.
 
-        Without a difference no exchange may run, because the outer momentum would move the shared model.
+        If no rank has a difference, no exchange may run, because the outer momentum would move the shared model.
         """
         return bool(self._moved({name: each for name, each in self.exchanged().items() if name in self.trained}))
 
@@ -124,14 +123,14 @@ class SharedModel:
         """Average the ranks' models, and set the shared model to the mean. All ranks must call this.
 
         Args:
-            all_of_it: whether to average all tensors, or only trained parameters.
+            all_of_it: whether to average all tensors. Otherwise only trained parameters are averaged.
         """
         adopted = {name: each for name, each in averaged(self._named()).items() if all_of_it or name in self.trained}
         self._worker.run(lambda: self._averager.average(adopted))
         self._away = None
         for name, tensor in self.exchanged().items():
             if name in adopted:
-                shared = self._shared[name]  # do not round fp32 values that round to the module's values
+                shared = self._shared[name]  # stays in fp32 if the module has the rounded values
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
     def exchange(self, inactive: frozenset[str], context: StepContext, steps: int) -> None:
@@ -141,7 +140,7 @@ class SharedModel:
 
         Args:
             inactive: names of parameters to omit.
-            context: context of the exchange, as in a step.
+            context: step context for the pipeline.
             steps: number of optimizer steps since the last exchange.
         """
         present, recorder = self.exchanged(), self._pipeline.recorder
@@ -155,13 +154,13 @@ class SharedModel:
             torch._foreach_copy_(list(present.values()), shared)
 
     def _before(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a shared tensor, flat, rounded to the dtype of the module's tensor."""
+        """Return a flat tensor of the shared model, rounded to the dtype of the module's tensor."""
         before = _as(flatten_as(self._shared[name]), dtype)
         # A buffer may change from infinity to a finite value. The change is finite only if zero replaces the infinity.
         return before if name in self.trained else before.nan_to_num(0, 0, 0)
 
     def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], context: StepContext, steps: int) -> None:
-        """Exchange changes, and apply the mean change to the shared model. Runs on the worker."""
+        """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
         pipeline = self._pipeline
         pipeline.context = context
         moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
@@ -172,10 +171,10 @@ class SharedModel:
         pipeline.recorder.current.covered_steps = steps
         pipeline.selector.release()  # frees working memory until the next exchange, many steps later
         pipeline.close_record()
-        pipeline.recorder.samples = None  # one request samples one exchange
+        pipeline.recorder.samples = None  # Each request for samples covers one exchange.
 
     def _move_beside(self, changes: Sequence[Tensor]) -> None:
-        """Average the changes of buffers by a dense all-reduce, and add the means, without an outer step."""
+        """Average the changes of buffers by a dense all-reduce, and apply the means without an outer SGD step."""
         if not changes:
             return
         replicas = self._pipeline.levels.same_shard
@@ -222,33 +221,33 @@ class SharedModel:
             self.swap_out()
 
     def swap_out(self, own: bool = True) -> None:
-        """End :meth:`shown`. With ``own`` restore this rank's tensors, otherwise do not change the module."""
+        """End the context :meth:`shown`. With ``own`` restore this rank's tensors, otherwise change no tensor."""
         tensors = self.exchanged()
-        for name, tensor in (self._away or {}).items():  # empty after reset_shared_model
+        for name, tensor in (self._away or {}).items():  # reset_shared_model() drops the copies
             if own and name in tensors:
                 tensors[name].copy_(tensor)
         self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
-        """Return this rank's state, without copies. Before the first round, the model's checkpoint has all tensors."""
+        """Return this rank's state, without copies. Before the first round, the model's checkpoint has all values."""
         own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
             unshared = self._unshared()
-            # Every rank saves a tensor that differs, because the model's checkpoint has rank 0's value.
+            # Every rank saves the tensors that differ between ranks. The model's checkpoint has only rank 0's values.
             differing = self._worker.run(lambda: self._averager.differing(unshared))
             unshared = {name: unshared[name] for name in differing}
         return {
             "local": own,
             "beside": self._beside,
             "unshared": unshared,
-            # The model's checkpoint has the shared model, rounded to the dtype of the parameters.
+            # The model's checkpoint has the shared model only in the dtypes of the parameters, which may be rounded.
             "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
             "momentum": dict(self._momenta),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state. The module must already have the values of the shared model."""
+        """Load a state of :meth:`state`. The module must already have the values of the shared model."""
         if state["local"]:
             # A buffer that changed its shape in the first forward was not exchanged. In a resumed process the shape is
             # right from the start, so the buffer must be removed here.
@@ -256,7 +255,10 @@ class SharedModel:
             self._shared = {name: each for name, each in self._shared.items() if name in known}
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
-                raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name!r} has the shape {tuple(self._shared[name].shape)}, but {tuple(tensor.shape)} in the"
+                    " checkpoint. Resume with the model of the checkpoint."
+                )
         unshared = self._unshared()
         for name, tensor in state["unshared"].items():
             if name in unshared and unshared[name].shape == tensor.shape:
@@ -268,7 +270,7 @@ class SharedModel:
 
 
 def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``ones`` minus ``others``, flat. Equal infinities have the difference 0."""
+    """Return each tensor of ``ones`` minus the tensor of ``others``, flat. Equal infinities have the difference 0."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(other.dtype for other in others):
         alike = [place for place, other in enumerate(others) if other.dtype is dtype]
@@ -281,5 +283,5 @@ def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tenso
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return shared values rounded to ``dtype``, in their wide dtype, so that rounding does not count as a change."""
+    """Round values of the shared model to ``dtype``, so that rounding is no change. The result has the wide dtype."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)
