@@ -1,4 +1,4 @@
-"""Records of each step: elements, bytes and times. A read may synchronize with the GPU, a record does not."""
+"""Records of elements, bytes and times of each step. Only reading a record may synchronize with the GPU."""
 
 import math
 from collections import deque
@@ -31,8 +31,8 @@ def _no_mark() -> None:
 Timestamp = Any  # host time in seconds (float), or a CUDA event
 _FP32_BYTES = 4
 _ALL = "data that all buckets of a step share"
-_MAX_RECORDS = 256  # limits memory if no optimizer step ever ends
-_dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element of DDP's all-reduce, by world size
+_MAX_RECORDS = 256  # maximum number of stored records
+_dense_bytes_each = cache(partial(dense_bytes, 1))  # returns DDP's sent bytes per element, for a world size
 
 
 class Clock:
@@ -48,12 +48,12 @@ class Clock:
             return perf_counter()
         module = torch.get_device_module(self._device)
         event = module.Event(enable_timing=True)
-        event.record(module.current_stream(self._device))  # The thread's current device may differ.
+        event.record(module.current_stream(self._device))  # The thread's current device may be another device.
         return event
 
     @staticmethod
     def has_passed(mark: Timestamp) -> bool:
-        """Return whether the device has passed a timestamp. Does not synchronize."""
+        """Return whether the device has reached a timestamp. Does not synchronize with the GPU."""
         return isinstance(mark, float) or bool(mark.query())
 
     @staticmethod
@@ -79,12 +79,12 @@ class BucketRecord:
 
     names: tuple[str, ...]
     elements: int = 0
-    counts: int = 0  # elements to send, by the density
+    counts: int = 0  # number of elements that the densities of the parameters ask for
     wire_bytes: float = 0.0
     spans: list[Span] = field(default_factory=list)  # times of the stages, in order
 
     def seconds(self, *stages: str) -> float:
-        """Return the time of the named stages. Synchronizes with the GPU."""
+        """Return the total seconds of the named stages. Synchronizes with the GPU."""
         return _seconds(self.spans, stages)
 
 
@@ -92,42 +92,42 @@ class BucketRecord:
 class StepRecord:
     """Elements, bytes and times of an exchange. A record has no received tensors, so many records fit into memory.
 
-    An optimizer step has a record per backward with an exchange. A read of seconds synchronizes with the GPU.
+    An optimizer step has one record for each backward with an exchange. Reading seconds synchronizes with the GPU.
     """
 
     world_size: int = 1
     local_world_size: int = 1
-    elements: float = 0.0  # gradient elements; with two levels only of this rank's shares
-    wire_bytes: float = 0.0  # bytes that this rank sends, with indices, counts, flags and padding
+    elements: float = 0.0  # number of gradient elements; with two levels only elements of this rank's parts
+    wire_bytes: float = 0.0  # bytes that this rank sends, including indices, counts, flags and padding
     node_bytes: float = 0.0  # part of wire_bytes that stays inside the node, with two levels
-    step: int = 0  # equal for all exchanges of one optimizer step; not consecutive
-    covered_steps: int = 0  # local steps of the exchanged round; 0 for an exchange of gradients
+    step: int = 0  # number that all exchanges of one optimizer step share; not consecutive
+    covered_steps: int = 0  # number of local steps in the exchanged round; 0 for an exchange of gradients
     is_logged: bool = False  # whether CompressionMonitor has logged the record
     is_dense: bool = False  # whether gradients were averaged as in DDP; such a record has no times
     is_typical: bool = True  # False in Adam's warm-up, which sends more elements than later steps
-    sent: list[Union[float, Tensor]] = field(default_factory=list)  # elements sent per message, maybe on the GPU
-    buckets: list[BucketRecord] = field(default_factory=list)  # in the order of exchange
+    sent: list[Union[float, Tensor]] = field(default_factory=list)  # counts of sent elements, perhaps on a GPU
+    buckets: list[BucketRecord] = field(default_factory=list)  # records of buckets in the order of exchange
     spans: list[Span] = field(default_factory=list)  # times of stages outside of buckets
-    ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # ready times by name, in exchange order
-    backward_start: Optional[Timestamp] = None  # None if no hook has recorded the start
+    ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # times when gradients were ready, by name
+    backward_start: Optional[Timestamp] = None  # start of backward; None if no hook recorded the start
     backward_end: Optional[Timestamp] = None  # time when the last gradient was ready
     end: Optional[Timestamp] = None  # time when all means had been written
     exposed: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # intervals in which training waited
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return the record of a ring all-reduce of ``numel`` elements in ``nbytes`` that leaves each node once."""
+        """Return the record of a dense all-reduce of ``numel`` elements, in a ring that leaves each node once."""
         wire_bytes = _dense_bytes_each(world_size) * (nbytes / _FP32_BYTES)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
         return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
 
     @property
     def dense_bytes(self) -> float:
-        """Bytes that this rank would have sent with DDP, in all-reduces of fp32 gradients."""
+        """Bytes that this rank would have sent with DDP for the same steps, in all-reduces of fp32 gradients."""
         return _dense_bytes_each(self.world_size) * (self.elements * self.local_world_size * max(1, self.covered_steps))
 
     def seconds(self, *stages: str) -> float:
-        """Return the time of the named stages, inside and outside of buckets."""
+        """Return the total seconds of the named stages, inside and outside of buckets."""
         return _seconds([*chain.from_iterable(bucket.spans for bucket in self.buckets), *self.spans], stages)
 
     @property
@@ -138,7 +138,7 @@ class StepRecord:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which training waited: from the last gradient until all means were written, and later waits."""
+        """Seconds in which training waited: from the last gradient to the last written mean, and in later waits."""
         return sum(starmap(_exposed, self.exposed))
 
 
@@ -173,7 +173,7 @@ def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, flo
 
 
 def compressed(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the records of optimizer steps in which no exchange ``is_dense``."""
+    """Return the records of optimizer steps in which every exchange was compressed."""
     dense = {each.step for each in records if each.is_dense}
     return [each for each in records if each.step not in dense]
 
@@ -195,19 +195,19 @@ class Totals:
     def __init__(self) -> None:
         self.steps = 0  # optimizer steps, including steps with DDP's dense gradients
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
-        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # exposed intervals of the current step
-        self._is_dense = False  # whether an exchange of the current step averaged as in DDP
-        self._paused: Optional[float] = None  # host time of pause(), in seconds
+        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # waits in the current step
+        self._is_dense = False  # whether an exchange of the current step averaged dense gradients as DDP does
+        self._paused: Optional[float] = None  # host time in seconds when pause() was called; None if not paused
         self.forget_times()
 
     def forget_times(self) -> None:
-        """Reset the times of the steps so far."""
+        """Reset the sums of times to zero."""
         self._seconds = self._exposed_seconds = 0.0
-        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # exposed intervals, not yet in _exposed_seconds
-        self._border = perf_counter()  # start of the current step
+        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # waits that _exposed_seconds lacks
+        self._border = perf_counter()  # host time in seconds when the current step began
 
     def add(self, record: StepRecord) -> None:
-        """Add the record of an exchange, which the GPU may not have finished."""
+        """Add the record of an exchange. The GPU may still run the exchange."""
         self.wire_bytes += record.wire_bytes
         self.node_bytes += record.node_bytes
         self.dense_bytes += record.dense_bytes
@@ -215,7 +215,7 @@ class Totals:
         self.expose(record.exposed)
 
     def expose(self, exposed: Iterable[tuple[Timestamp, Timestamp]]) -> None:
-        """Count the intervals between pairs of timestamps as exposed time of the current step."""
+        """Count intervals, given as pairs of timestamps, as exposed time of the current step."""
         if self._paused is None:
             self._exposed += exposed
 
@@ -224,14 +224,14 @@ class Totals:
         self._paused = perf_counter() if self._paused is None else self._paused
 
     def resume(self) -> None:
-        """Count time again. If :meth:`pause` was not called before, the step begins now."""
+        """End a pause, and count time again. Without an earlier :meth:`pause`, the step begins now."""
         now = perf_counter()
         if self._paused is None:
             self._exposed.clear()
         self._border, self._paused = now if self._paused is None else self._border + now - self._paused, None
 
     def end_step(self) -> None:
-        """Count a step of an optimizer."""
+        """End an optimizer step, and add the step's times to the sums."""
         border, self._border = self._border, perf_counter()
         if not self._is_dense:  # The exposed time of a step with DDP's dense gradients is not measured.
             self._seconds += self._border - border
@@ -260,26 +260,26 @@ class Totals:
 
 
 class Recorder:
-    """Recorder of the current exchange, with the records of earlier exchanges."""
+    """Record the current exchange, and store the records of earlier exchanges."""
 
     def __init__(self, device: torch.device, world_size: int, local_world_size: int = 1) -> None:
         self.clock = Clock(device)
         self._sizes = (world_size, local_world_size)
-        self.has_levels = local_world_size > 1  # whether ranks of a node divide each gradient
-        self.current = StepRecord(*self._sizes)  # record of the running exchange; replaced only between two backwards
+        self.has_levels = local_world_size > 1  # whether the ranks of a node divide each gradient into parts
+        self.current = StepRecord(*self._sizes)  # record of the current exchange; replaced only between backwards
         self.forget()
-        self.begun_steps = 0  # optimizer steps with a begun exchange of compressed gradients
-        self.watches_gradients = False  # whether each gradient gets a timestamp on a GPU, too
-        self.samples: Optional[ParameterSamples] = None  # samples of the current exchange; None if not requested
-        self.last_samples: Optional[ParameterSamples] = None  # samples of the last sampled exchange
-        self.subject = _ALL  # description of the current exchange, for error messages
+        self.begun_steps = 0  # number of optimizer steps that began an exchange of compressed gradients
+        self.watches_gradients = False  # whether each ready gradient gets a timestamp, even on a GPU
+        self.samples: Optional[ParameterSamples] = None  # norms and counts of this exchange; None if not requested
+        self.last_samples: Optional[ParameterSamples] = None  # norms and counts of the last sampled exchange
+        self.subject = _ALL  # description of the exchanged data, for error messages
         self._bucket: Optional[BucketRecord] = None
 
     def forget(self) -> None:
         """Drop all records, because the training continues from another state."""
         self.totals = Totals()
-        self.last: Optional[StepRecord] = None  # the last complete exchange
-        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # the last complete exchanges
+        self.last: Optional[StepRecord] = None  # record of the last complete exchange
+        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # records of the last complete exchanges
 
     def begin_backward(self) -> None:
         """Record the start of a backward. Of several backwards before an exchange, the last backward counts."""
@@ -290,14 +290,14 @@ class Recorder:
         self.current.backward_end = self.clock.mark()
 
     def mark_of_gradients(self) -> Callable[[], Optional[Timestamp]]:
-        """Return a function that returns the timestamp of a ready gradient, or ``None``, in the current exchange."""
+        """Return a function that returns a timestamp of now, or ``None`` if gradients get no timestamps."""
         if self.clock.is_host:
             return perf_counter
         return self.clock.mark if self.watches_gradients else _no_mark
 
     @contextmanager
     def bucket(self, names: Sequence[str]) -> Iterator[None]:
-        """Begin a new bucket, and count the elements, bytes and times inside the context for this bucket."""
+        """Begin a bucket. Elements, bytes and times that are recorded inside the context belong to this bucket."""
         self._bucket = BucketRecord(tuple(names))
         self.current.buckets.append(self._bucket)
         self.subject = f"the bucket of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
@@ -307,7 +307,7 @@ class Recorder:
             self._bucket, self.subject = None, _ALL
 
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
-        """Count the sent elements of a bucket. ``counts`` are the elements of each parameter by its density."""
+        """Count the sent elements of a bucket. ``counts`` are the numbers that the parameters' densities ask for."""
         if isinstance(selection, FlatSelection):
             numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
         else:
@@ -319,7 +319,7 @@ class Recorder:
             self._bucket.counts += asked
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
-        """Record sent bytes. ``is_inside_node``: the receivers are ranks of this node."""
+        """Record sent bytes. With ``is_inside_node`` all receivers are ranks of this node."""
         self.current.wire_bytes += count
         self.current.node_bytes += count * is_inside_node
         if self._bucket is not None:
@@ -327,7 +327,7 @@ class Recorder:
 
     @contextmanager
     def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
-        """Count bytes sent inside the context for the last exchange if ``is_counted``, and otherwise for none."""
+        """Add bytes that are sent inside the context to the last exchange. Without ``is_counted`` ignore the bytes."""
         current, self.current, self.subject = self.current, StepRecord(), subject
         try:
             yield
@@ -350,7 +350,7 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
-        """Count the time inside the context for a stage, which a running torch profiler shows."""
+        """Record the time inside the context for a stage. A running torch profiler shows the stage, too."""
         with shown(stage):
             start = self.clock.mark()
             yield
@@ -358,7 +358,7 @@ class Recorder:
         record.spans.append(Span(stage, start, self.clock.mark()))
 
     def end_exchange(self) -> StepRecord:
-        """End and return the record of the current exchange, and begin the next record."""
+        """End the record of the current exchange, begin the next record, and return the ended record."""
         record, self.current = self.current, StepRecord(*self._sizes)
         record.end = self.clock.mark()
         if record.backward_end is not None:
@@ -374,16 +374,16 @@ class Recorder:
 
     @property
     def last_step(self) -> list[StepRecord]:
-        """Records of the optimizer step of the last exchange."""
+        """All records of the optimizer step to which the last exchange belongs."""
         return [each for each in self.records if each.step == self.records[-1].step]
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
-        """Record a dense exchange of ``numel`` gradient elements in ``nbytes``."""
+        """Record an exchange of ``numel`` dense gradient elements, which take ``nbytes`` bytes."""
         self._append(StepRecord.of_dense(numel, nbytes, *self._sizes))
         self.samples = self.last_samples = None
 
     def ask_for_samples(self) -> None:
-        """Sample this rank's exchanges until :meth:`stop_sampling`: norms of gradients and residuals, and counts."""
+        """Record norms of gradients and residuals, and counts of sent elements, until :meth:`stop_sampling`."""
         self.samples = ParameterSamples()
 
     def stop_sampling(self) -> None:

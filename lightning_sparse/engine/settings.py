@@ -1,4 +1,4 @@
-"""Settings: the arguments of the user, checked, and with names replaced by objects."""
+"""Checks of the user's arguments, and settings in which objects replace names such as ``"topk"``."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class LocalSteps:
         outer_lr: learning rate of the outer step.
         outer_momentum: momentum of the outer step; 0 for none.
         nesterov: whether the outer momentum is Nesterov's.
-        residual_decay: factor of the residual before a change is added; 1 for no decay.
+        residual_decay: factor that multiplies the residual before the next change is added; 1 for no decay.
         synchronous_steps: optimizer steps with DDP's dense gradients before the first round. A resumed training
             continues the count.
 
@@ -84,13 +84,13 @@ class LocalSteps:
         if not self.outer_lr > 0:
             yield f"outer_lr={self.outer_lr!r} must be positive. Use 1 to apply the mean change unscaled."
         if momentum == 1:
-            yield "outer_momentum=1 never decays. Use a number below 1, such as 0.9."
+            yield "outer_momentum=1 makes a momentum that never decays. Use a number below 1, such as 0.9."
         if self.nesterov and not momentum:
-            yield "nesterov=True needs an outer_momentum above 0, such as 0.9"
+            yield "nesterov=True needs a momentum. Add an outer_momentum above 0, such as outer_momentum=0.9."
 
 
 def rounds_of(local_steps: Union[int, LocalSteps]) -> Optional[LocalSteps]:
-    """Return the settings of rounds, or ``None`` if ranks exchange gradients in every step."""
+    """Return the settings for rounds of local steps, or ``None`` if ranks exchange gradients in every step."""
     rounds = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
     return None if rounds == LocalSteps() else rounds
 
@@ -99,14 +99,14 @@ class Compression(TypedDict, total=False):
     """Keyword arguments of all entry points, after ``compressor`` and ``density``.
 
     Attributes:
-        schedule: rule that ends buckets: ``"layerwise"``, ``"merged"``, ``"single"`` or an object. The schedule does
-            not change results, except with OMGS, which selects across a bucket. With ``"auto"`` steps may average
-            complete gradients as DDP does, if that is faster.
+        schedule: division of gradients into buckets: ``"layerwise"``, ``"merged"``, ``"single"`` or an object. The
+            schedule does not change results, except with OMGS, which selects across a bucket. With ``"auto"``, steps
+            average dense gradients as DDP does, if dense gradients are faster.
         wire: dtype of sent values: ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``"4bit"`` and ``"2bit"`` require a
             compressor that sends all elements, or a fixed number of elements. Rounding errors stay in the residual.
-            Only Adam's dense warm-up has no residual: ``"bfloat16"``, ``"4bit"`` and ``"2bit"`` then send bfloat16.
-        warmup_steps: optimizer steps over which the density falls geometrically to its target, in four stages: a
-            number, or a fraction of the training's steps. ``None`` for the compressor's default.
+            Adam's dense warm-up has no residual, and ``"bfloat16"``, ``"4bit"`` and ``"2bit"`` then send bfloat16.
+        warmup_steps: optimizer steps in which the density falls geometrically to its target, in four stages: a number
+            of steps, or a fraction of the training's steps. ``None`` for the compressor's default.
         optimizer_correction: ``"auto"`` computes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection,
             because sparse gradients distort the second moment. A warm-up with dense gradients comes first. Other
             adaptive optimizers cause a warning. An :class:`~lightning_sparse.AdamCorrection` sets the numbers of the
@@ -160,8 +160,8 @@ class Settings:
     """Checked settings of a training, with names replaced by objects.
 
     Attributes:
-        asked: error feedback, as the compressor and the callbacks request. See ``feedback``.
-        adam: the correction of Adam, or ``None`` if Adam is not corrected.
+        asked: error feedback that the compressor and callbacks request. ``feedback`` is the error feedback in use.
+        adam: settings of Adam's correction, or ``None`` if Adam is not corrected.
     """
 
     compressor: Compressor
@@ -182,7 +182,7 @@ class Settings:
     def of(
         cls, compressor: Union[str, Compressor], density: Optional[float] = None, **given: Unpack[Compression]
     ) -> Self:
-        """Check the arguments of the user, and return the settings."""
+        """Check the user's arguments, and return the settings."""
         chosen: Compression = {**DEFAULTS, **given}
         own = build_by_name("compressor", Compressor, COMPRESSORS, compressor)
         schedule = build_by_name("schedule", Schedule, SCHEDULES, chosen["schedule"])
@@ -213,7 +213,7 @@ class Settings:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The error feedback of the memory: ``asked``, or without momentum if Adam is corrected."""
+        """Error feedback of the memory: ``asked``, or without momentum and decay if Adam is corrected."""
         if self.adam is None:
             return self.asked
         return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change, clip_norm=self.asked.clip_norm)
@@ -225,7 +225,7 @@ class Settings:
 
     @property
     def can_have_levels(self) -> bool:
-        """Whether two levels are possible: the ranks of a node average gradients, and each rank exchanges a part."""
+        """Whether the compressor can work on parts of gradients, as two levels and sharded models require."""
         return not any(missing_capabilities("in shards", self))
 
     @property
@@ -245,13 +245,13 @@ class Settings:
 
     @property
     def can_correct_adam(self) -> bool:
-        """Whether the settings allow the correction of Adam, and the exchange needs the correction."""
+        """Whether the settings allow the correction of Adam. Only sparse gradients need the correction."""
         is_wanted = self.optimizer_correction is not None and self.is_sparse
         leaves_room = self.asked.momentum in (None, FROM_OPTIMIZER)
         return is_wanted and leaves_room and not self.compressor.replicas_diverge
 
     def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
-        """Return settings with momentum, masking and clip norm of ``correction`` (``None``: of the compressor)."""
+        """Return settings with the momentum, masking and clip norm of ``correction``, by default the compressor's."""
         own = self.compressor.feedback
         if correction is None:
             asked = own._replace(decay=self.asked.decay)
@@ -263,7 +263,7 @@ class Settings:
         return replace(self, asked=asked, adam=None)
 
     def densities(self) -> Densities:
-        """Build the schedule of densities by parameter and step."""
+        """Build the object that computes the density of each parameter in each step."""
         return Densities(self.compressor, self.density, self.warmup_steps)
 
     def wires_for(self, rank: int, world_size: int) -> Wires:
@@ -283,10 +283,10 @@ class Settings:
 
         Args:
             gradient_dtypes: dtypes of the gradients.
-            world_size: number of ranks. A rank clips to the clip norm divided by the root of this number: the mean of
-                independent gradients is shorter than each gradient by this factor.
-            local_share: returns this rank's part of a flat tensor, with two levels.
-            total_of: adds numbers over the ranks of a sharded replica.
+            world_size: number of ranks. Each rank clips to the clip norm divided by the square root of this number,
+                because the mean of independent gradients is shorter than each gradient by this root.
+            local_share: with two levels, a function that returns this rank's part of a flat tensor.
+            total_of: function that adds numbers over the ranks of a sharded replica.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback
@@ -307,13 +307,13 @@ class Settings:
 
 
 def _of_values(chosen: Compression, rounds: Optional[LocalSteps]) -> Iterator[str]:
-    """Yield error messages for arguments with values out of range."""
+    """Yield error messages for arguments with invalid values."""
     warmup: Any = chosen["warmup_steps"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
     if not (warmup is None or is_whole(warmup, 0) or (isinstance(warmup, Real) and 0 < float(warmup) < 1)):
         yield (
             f"warmup_steps={warmup!r} must be a number of optimizer steps, at least 0 (0 = no warm-up), or a fraction"
-            " of the training's, such as 0.1"
+            " of the training's steps, such as 0.1"
         )
     if levels not in (AUTO, 1, 2):
         yield (
