@@ -1,4 +1,4 @@
-"""A step, without Lightning. CONTRIBUTING.md gives the reading order."""
+"""The exchange of gradients in a training step, without Lightning."""
 
 from lightning_sparse.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""The engine, which builds all parts of the exchange for a model, starts the worker, and registers gradient hooks."""
+"""The engine builds all parts of the exchange for a model, starts the worker thread, and registers gradient hooks."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -45,10 +45,10 @@ class Engine(SharedOnCopy):
 
     Args:
         timeout: timeout of each collective; by default the timeout of the job.
-        log: writes a line to the log.
+        log: function that writes a line to the log.
         local_world_size: ranks per node if nodes average gradients first, or ranks per sharded replica; otherwise 1.
-        begin: called before the first gradient of a backward, with true if ``prepare_for_backward`` came first.
-        end: called when all gradients are means.
+        begin: function called before a backward's first gradient. It receives whether ``prepare_for_backward`` ran.
+        end: function called when all gradients are means.
         trained: parameters to exchange, by name; by default all parameters that require a gradient.
 
     Attributes:
@@ -69,10 +69,10 @@ class Engine(SharedOnCopy):
         self.module = module = named_module(ddp)
         compressor = settings.compressor
         if settings.replicas_diverge:
-            # For a model that cannot be averaged, this raises an error before the worker thread starts.
+            # averaged() raises an error for a model that cannot be averaged. The worker thread has not started yet.
             averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
-        # Each NCCL group takes memory. Existing groups may be used if no exchange overlaps with other collectives.
+        # Each NCCL group takes memory. Existing groups are used if the exchange overlaps with no other collective.
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
         shares_groups = is_nccl and local_world_size > 1 and has_their_timeout and not settings.overlaps_backward
         levels = _levels_between(device, ddp, local_world_size, timeout, shares_groups)
@@ -84,7 +84,7 @@ class Engine(SharedOnCopy):
         self.densities = settings.densities()
         self._settings = settings
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
-        self._numels: dict[str, int] = {}  # elements of each parameter that this rank has ever exchanged
+        self._numels: dict[str, int] = {}  # number of elements of each parameter that was ever exchanged
         self._begin(self._layout_of(trained))  # This call may raise an error, so the worker thread starts later.
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
@@ -101,7 +101,7 @@ class Engine(SharedOnCopy):
 
     @property
     def topology(self) -> Topology:
-        """Two numbers: all ranks, and the ranks of a node (with two levels) or of a sharded replica."""
+        """Number of all ranks, and number of ranks per node (with two levels) or per sharded replica."""
         return Topology(self.levels.world.world_size, self.levels.local_world_size)
 
     def _reducer_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> SparseReducer:
@@ -115,7 +115,7 @@ class Engine(SharedOnCopy):
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            begin = partial(type(self)._begin_exchange, proxy(self))  # A reference cycle would free memory late.
+            begin = partial(type(self)._begin_exchange, proxy(self))  # Without a proxy, a cycle would free memory late.
             return LocalStepsController(local, shared, self.levels.world, self.worker, begin)
         if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world)
@@ -198,13 +198,13 @@ class Engine(SharedOnCopy):
         self.densities.begin_step(context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
-        """Begin a backward that sends dense gradients: in Adam's warm-up in bfloat16, if this is the wire's dtype."""
+        """Begin a backward that sends dense gradients. In Adam's warm-up, a bfloat16 wire sends bfloat16."""
         wire = self._settings.wire
         nbytes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
         self.recorder.add_dense_step(self.reducer.numel, nbytes)
 
     def end_step(self, optimizer: int = 0) -> None:
-        """End a step of the optimizer with this index."""
+        """End a step of the optimizer with the index ``optimizer``."""
         self.densities.count_step(optimizer)
         if type(self.replicas) is not Replicas:  # The base class does not count steps.
             self.replicas.count_step(optimizer)
@@ -233,7 +233,7 @@ class Engine(SharedOnCopy):
         return {**state, **self.replicas.state_dict(together)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a copy of each part in ``state``. All other parts of the engine's state do not change."""
+        """Load a copy of each part in ``state``. Parts of the engine's state that ``state`` lacks do not change."""
         if "warm_up" in state:
             self.densities.load_state_dict(state["warm_up"])
 
@@ -244,8 +244,8 @@ class Engine(SharedOnCopy):
             if "compressor" in state:
                 self.pipeline.compressor.load_state_dict(dict(state["compressor"]))
 
-        # The worker allocates the copies, on the worker's stream. A copy may later be freed while a queued kernel reads
-        # its memory. The caching allocator can reuse this memory safely only on the stream of the allocation.
+        # The worker allocates the copies, on the worker's stream. A copy may be freed while a queued kernel still
+        # reads the memory. torch's allocator then reuses the memory safely only on the stream of the allocation.
         self.worker.run(load)
         self.recorder.forget()  # After a learning-rate search, the records of the search must not count.
 
@@ -264,7 +264,7 @@ def _levels_between(
     device: torch.device, wrapper: Wrapper, local_world_size: int, timeout: Optional[timedelta], shares_groups: bool
 ) -> FlatTopology:
     world_size, is_sharded = dist.get_world_size(), isinstance(wrapper, ShardedModel)
-    # With FSDP, this package sends dense gradients between replicas only: for the record each replica is one rank.
+    # With FSDP, dense gradients are sent only between replicas, so that the recorder counts each replica as one rank.
     sizes = (world_size // local_world_size, 1) if is_sharded else (world_size, local_world_size)
     recorder = Recorder(device, *sizes)
     shared = dist.group.WORLD if shares_groups else None
@@ -272,7 +272,7 @@ def _levels_between(
     if local_world_size == 1:
         return FlatTopology(world)
     nodes = [list(range(first, first + local_world_size)) for first in range(0, world_size, local_world_size)]
-    rows = [list(row) for row in zip(*nodes)]  # a row has the ranks with the same share, one per node
+    rows = [list(row) for row in zip(*nodes)]  # A row has one rank per node, all with the same part of gradients.
     number, place = divmod(world.rank, local_world_size)
     shards, replicas = wrapper.groups if shares_groups and isinstance(wrapper, ShardedModel) else (None, None)
     intra = Communicator(nodes[number], device, timeout, nodes, shards, recorder, is_inside_node=True)

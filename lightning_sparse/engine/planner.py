@@ -1,4 +1,4 @@
-"""The density of each parameter, and the buckets that a planner finds by trials, equal on all ranks."""
+"""Densities of parameters, and a planner that finds buckets by trials. The results are equal on all ranks."""
 
 import math
 from collections import Counter
@@ -17,10 +17,10 @@ from lightning_sparse.schedule import Merged, plan_buckets
 from lightning_sparse.schedule.costs import BucketCosts, BucketSample, BucketShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 
-_STAGES = 4  # densities of a warm-up, one after another; Deep Gradient Compression has one per epoch
-_UNKNOWN_STEPS = 1_000_000  # steps of a training, assumed until the loop sets the number
+_STAGES = 4  # number of densities in a warm-up; Deep Gradient Compression uses one density per epoch
+_UNKNOWN_STEPS = 1_000_000  # assumed number of training steps until the training loop sets the number
 _FEW = 64  # number of cached densities
-_STAIR = 1.25  # ratio of successive densities after Adam's dense steps; each lasts several steps, to time plans
+_STAIR = 1.25  # ratio of successive densities while the density falls after Adam's dense steps
 
 
 class Densities:
@@ -43,11 +43,11 @@ class Densities:
         self._total_steps: Optional[int] = None  # number of steps of the training
         self._is_resumed = False  # whether a checkpoint has set _total_steps
         self._steps: Counter[int] = Counter()  # number of steps, by index of the optimizer
-        self._in_warm_up = lru_cache(_FEW)(_raised)  # Most steps repeat the previous densities.
+        self._in_warm_up = lru_cache(_FEW)(_raised)  # cached, because most steps repeat densities
         self.begin_step()
 
     def begin_step(self, progress: float = 1.0) -> None:
-        """Set the stage of the warm-up for the next step. ``progress`` is the part of Adam's warm-up so far, 0 to 1."""
+        """Set a warm-up's stage for the next step. .`progress`` is the finished fraction of Adam's warm-up, 0 to 1."""
         made, length = max(self._steps.values(), default=0), self._warmup_length
         self._stage = _STAGES if made >= length else _STAGES * made // length
         self._progress = progress
@@ -58,12 +58,12 @@ class Densities:
         return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
 
     def wanted(self, name: str) -> float:
-        """Return the density of a parameter by user, warm-ups and rules. A plan may only raise this density."""
+        """Return a parameter's density according to user, warm-ups and rules. A plan may only raise this density."""
         asked = self._in_warm_up(self.target(name), self._stage, self._progress)
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:
-        """Return the number of a parameter's elements at the density :meth:`wanted`."""
+        """Return the number of elements that a parameter of ``numel`` elements sends at the density :meth:`wanted`."""
         return element_count(numel, self.wanted(name))
 
     def target(self, name: str) -> float:
@@ -71,12 +71,12 @@ class Densities:
         return self._compressor.density_of(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Set the number of steps of the training, except after a resume: the checkpoint has set the number."""
+        """Set the number of training steps. After a resume, the number from the checkpoint does not change."""
         if not self._is_resumed:
             self._total_steps = total_steps
 
     def count_step(self, optimizer: int) -> None:
-        """Count a step of the optimizer with this index."""
+        """Count a step of the optimizer with the index ``optimizer``."""
         self._steps[optimizer] += 1
 
     @property
@@ -98,7 +98,7 @@ class Densities:
 
 
 def _raised(target: float, stage: int, progress: float) -> float:
-    # In a warm-up the density falls geometrically, in stages, as in the code of Deep Gradient Compression.
+    # In a warm-up the density falls in stages of equal ratio, as in the code of Deep Gradient Compression.
     least = falling_density(target, progress)
     return least if stage >= _STAGES else max(least, same_everywhere(target ** ((stage + 1) / (_STAGES + 1))))
 
@@ -108,7 +108,7 @@ def falling_density(target: float, progress: float) -> float:
 
     Args:
         target: density at the end of the fall.
-        progress: fraction of the fall that is over.
+        progress: finished fraction of the fall, 0 to 1.
 
     >>> [round(falling_density(0.01, progress), 3) for progress in (0.0, 0.5, 0.99, 1.0)]
     [1.0, 0.112, 0.012, 0.01]
@@ -120,14 +120,14 @@ def falling_density(target: float, progress: float) -> float:
 
 
 _ROUNDS = 2  # times that each plan is tried, so that other processes on the machine affect all plans equally
-_STEPS = 3  # timed steps per trial
+_STEPS = 3  # number of timed steps per trial
 
 
 class StepSample(NamedTuple):
     """Sizes and times of a step, averaged over ranks."""
 
     ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of exchange
-    buckets: tuple[BucketSample, ...]  # in the order of exchange
+    buckets: tuple[BucketSample, ...]  # sizes and times of buckets, in the order of exchange
     exposed_seconds: float  # seconds from the last gradient until all means were written
     total_seconds: float  # seconds from the start of backward until all means were written
 
@@ -146,9 +146,10 @@ class Planner:
 
 
 class StepPlanner(Planner):
-    """Time several bucket plans in the first steps, and use the fastest. Another order of gradients restarts trials.
+    """Time several bucket plans in the first steps, and use the fastest plan.
 
-    A plan sets the buckets and, with ``adaptive_density``, a higher density if backward hides the additional time.
+    If the order of gradients changes, the trials start again. A plan sets the buckets and, with ``adaptive_density``, a
+    higher density if backward hides the additional time.
     """
 
     def __init__(
@@ -168,10 +169,10 @@ class StepPlanner(Planner):
         self._numels = numels
         self._densities = densities
         self._adapts_density = adaptive_density
-        self._holds_plan = holds_plan  # returns whether all exchanges now begin after backward
+        self._holds_plan = holds_plan  # returns whether exchanges begin only after backward
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
-        self._course: Course  # runs the trials of _order; set in the first exchange with an order
+        self._course: Course  # generator that runs the trials for _order; absent before the first order
         schedule.reset()
 
     @override
@@ -192,7 +193,7 @@ class StepPlanner(Planner):
         costs, ready = _costs_and_times(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
-            # Earlier samples count, too. Otherwise a plan that was fast by chance would have only one competitor.
+            # Samples of the first trials count, too. Otherwise a plan that was fast by chance would have one rival.
             seen |= {stops: [*seen.get(stops, ()), *steps] for stops, steps in contest.items()}
         best = _fastest(seen)
         densities = self._hidden_densities(best, costs, ready) if self._adapts_density and costs is not None else ()
@@ -201,7 +202,7 @@ class StepPlanner(Planner):
             yield
 
     def _time(self, plans: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
-        """Time steps of each plan. A trial begins with an untimed step, in which buffers get new sizes."""
+        """Time steps of each bucket plan. A trial begins with an untimed step, in which buffers get new sizes."""
         seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in plans}
         self._recorder.watches_gradients = True
         for stops, steps in list(seen.items()) * _ROUNDS:
@@ -215,7 +216,7 @@ class StepPlanner(Planner):
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], costs: BucketCosts, ready: Sequence[float]) -> Stops:
-        """Return the plan that ends a step earliest, computed from the measured costs, as in OMGS-SGD."""
+        """Compute the bucket plan that ends a step earliest from the measured costs, as in OMGS-SGD."""
         sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
         backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
         buckets = plan_buckets(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
@@ -259,14 +260,14 @@ def _fastest(seen: Samples) -> Stops:
 
 
 def _costs_and_times(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]:
-    """Return the costs of buckets, and the median time of each gradient. Both are equal on all ranks."""
+    """Return the costs of buckets, and the median ready time of each gradient. Both are equal on all ranks."""
     samples = list(chain.from_iterable(seen.values()))
     ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)
     return costs_of([bucket for sample in samples for bucket in sample.buckets]), list(ready)[1:]
 
 
 def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan: bool) -> list[StepSample]:
-    """Return samples of the steps, with times averaged over ranks."""
+    """Return sizes and times of the recorded steps. The times are means over ranks."""
     times = [_times_of(record, holds_plan) for record in steps]
     means = iter(communicator.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
     return [
@@ -281,10 +282,10 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan
 
 
 def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
-    """Return this rank's times of ready gradients (empty if not recorded), and of buckets, waits and the step."""
+    """Return this rank's seconds: first until each recorded gradient, then for buckets, exposed time and the step."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
-    # Without a Trainer, perhaps no hook has recorded the start of backward.
+    # Without a Trainer, a hook may not have recorded the start of backward.
     first = watched[0] if watched else record.backward_end
     start = first if record.backward_start is None else record.backward_start
     backward_seconds = Clock.seconds(start, record.backward_end)

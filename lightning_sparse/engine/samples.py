@@ -1,4 +1,4 @@
-"""Norms and counts of each parameter in a step, computed on the device, and read between two steps."""
+"""Gradient norms and sent elements of each parameter in a step, computed on the device, and read between steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional, Union
@@ -16,13 +16,13 @@ class ParameterFacts(NamedTuple):
     sent: float  # number of elements that this rank sent
     gradient_norm: float  # norm of this rank's unscaled gradient, without the residual
     residual_norm: float  # norm of the residual after the step; 0 without a residual
-    added_norm: float  # norm of the tensor that was added to the residual: gradient, or with AdamCorrection update
+    added_norm: float  # norm of the tensor added to the residual: the gradient, or with AdamCorrection the update
 
 
 class ParameterSamples:
     """Collect norms and counts as tensors on the device, so that only :meth:`facts` waits for the device.
 
-    If a step has several exchanges, squared norms are added. The sum is exact for a parameter in only one exchange.
+    If a step has several exchanges, their squared norms are added. The sum is exact for parameters of one exchange.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,12 @@ class ParameterSamples:
         self._numels.update((name, gradient.numel()) for name, gradient in zip(names, gradients))
 
     def add_sent(self, names: Sequence[str], sent: Sequence[Selection]) -> None:
-        """Record this rank's selections of parameters."""
+        """Record how many elements of each parameter this rank sent."""
         self._sent.update(zip(names, map(sent_count, sent)))
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
         """Record the norms of residuals and, with AdamCorrection, of updates."""
-        # The memory may still have norms of parameters that are frozen now.
+        # ``update_norms`` may still have parameters that are frozen now.
         norms = {name: norm.float() for name, norm in update_norms.items() if name in self._gradient_norms}
         self.update_norms.update(_with_earlier(norms, self.update_norms))
         names = [name for name in self._gradient_norms if name in residuals]
@@ -66,5 +66,5 @@ class ParameterSamples:
 
 
 def _with_earlier(norms: dict[str, Tensor], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the roots of the summed squares of ``norms`` and ``earlier`` norms, by name."""
+    """Combine each norm with an earlier norm of the same name: return the root of the sum of squares."""
     return {name: norm.hypot(earlier[name]) if name in earlier else norm for name, norm in norms.items()}
