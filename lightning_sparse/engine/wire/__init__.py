@@ -1,4 +1,4 @@
-"""Wire formats turn selections into messages of exact size and dtype. Other code runs the collectives."""
+"""Wire formats encode selected elements as messages of exact size and dtype. Other code runs the collectives."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
-_WORTH = 2.0  # a format with up to three more collectives must divide the bytes by this factor
+_WORTH = 2.0  # minimum factor by which owners or dense gradients must reduce the bytes to replace an all-gather
 
 
 class WireValues(NamedTuple):
-    """Dtype of values on the wire, and bits per value if the formats ``gather`` and ``reduce`` quantize."""
+    """Dtype of sent values, and bits per value if the formats ``gather`` and ``reduce`` quantize values."""
 
     dtype: torch.dtype
     bits: Optional[int] = None
@@ -45,9 +45,9 @@ def wire_values(wire: str) -> WireValues:
 
 
 class ExchangeChoice(NamedTuple):
-    """How selections with indices are exchanged."""
+    """Choice between the collectives that can exchange selections with indices."""
 
-    owners: Optional[Owners] = None  # ``None``: always by all-gather
+    owners: Optional[Owners] = None  # settings of owners; ``None`` to use only all-gather
     chooses: bool = False  # whether the bytes of each tensor decide between all-gather, owners and dense
 
 
@@ -66,13 +66,13 @@ def exchange_of(exchange: Union[str, Owners]) -> ExchangeChoice:
 
 
 class Wires(NamedTuple):
-    """Wire formats of a bucket. The format of a tensor depends only on the tensor's sizes and the world size."""
+    """Wire formats of a bucket. A tensor's format depends only on its sizes and the world size, so ranks agree."""
 
     sparse: WireFormat  # format of selections with indices
-    dense: WireFormat  # format of selections of all elements, without indices; may be the object of ``sparse``
+    dense: WireFormat  # format of all elements without indices; may be the same object as ``sparse``
     refresh: WireFormat  # format of dense gradients that estimate Adam's second moment; never quantized
     owners: Optional[OwnersFormat] = None  # alternative format of selections with indices
-    chooses: bool = False  # whether other formats replace ``sparse`` only if this at least halves the bytes
+    chooses: bool = False  # whether another format replaces ``sparse`` only if this halves the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
@@ -86,7 +86,7 @@ class Wires(NamedTuple):
         return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
     def format_for(self, numel: int, count: int) -> WireFormat:
-        """Return the format for ``count`` selected elements of ``numel``. With ``chooses`` this may be ``dense``."""
+        """Return the format for ``count`` selected of ``numel`` elements. With ``chooses`` the format may be dense."""
         if self.owners is None or numel < self.owners.world_size:  # some rank would own no element
             return self.sparse
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.sparse, self.owners))
@@ -112,7 +112,7 @@ class Wires(NamedTuple):
         return [transfer for (wire, part), count in zip(parts, flags_of) for transfer in wire.transfers(part, count)]
 
     def _received(self, wire: WireFormat, size: SelectionSize) -> float:
-        """Return the bytes received from each other rank, if the tensor is the only tensor of a message."""
+        """Return the bytes that a rank receives from each other rank in a message with only this tensor."""
         shares = {"all_gather": 1.0, "all_to_all": 1 / wire.world_size}
         return sum(shares[transfer.collective] * transfer.nbytes for transfer in wire.transfers([size]))
 

@@ -31,15 +31,15 @@ class ExchangeResult(NamedTuple):
 
     finite: Tensor  # bool []: whether all messages of all ranks are finite
     used: Optional[Tensor]  # bool: whether any rank used each parameter of the step; None if no flags were sent
-    means: Sequence[Selection]  # received elements, divided by the world size; rows (ranks) add up to the mean
-    kept: Sequence[Selection]  # unsent part of selected elements; all elements without an index are unsent
+    means: Sequence[Selection]  # received elements divided by the world size; the sum over rows (ranks) is the mean
+    kept: Sequence[Selection]  # unsent part of each selected element; elements without an index were not sent
 
 
 Phases = Generator[Payload, Tensor, ExchangeResult]
 
 
 class WireFormat(ABC):
-    """Write and read the messages of ``collectives``. Values have the dtype ``dtype``, or ``bits`` if quantized."""
+    """Write and read the messages of ``collectives``. Values are sent in ``dtype``, or quantized to ``bits`` bits."""
 
     collectives: tuple[str, ...]
 
@@ -55,8 +55,8 @@ class WireFormat(ABC):
 
         Args:
             selection: the selection of each tensor.
-            accumulated: the tensors themselves. Some formats also send elements that only other ranks selected.
-            used: in a step's last message, uint8 per parameter: whether this rank used the parameter. Else ``None``.
+            accumulated: gradients plus residuals. Some formats also send elements that only other ranks selected.
+            used: uint8 flags of the parameters that this rank used, in a step's last message; otherwise ``None``.
         """
 
     def release(self) -> None:

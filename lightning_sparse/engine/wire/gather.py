@@ -52,7 +52,7 @@ class GatherFormat(WireFormat):
         )
 
     def _write(self, selected: FlatSelection) -> tuple[Tensor, Tensor]:
-        """Return values as bytes, and the values that a receiver reads."""
+        """Return the selected values as bytes, and the rounded values that a receiver reads from these bytes."""
         if self._bits is None:
             values = selected.values if selected.filled is None else selected.values.where(selected.filled, 0.0)
             sent = round_to(values, self.dtype)

@@ -31,23 +31,23 @@ from lightning_sparse.functional.elements import (
     starts_of,
 )
 
-MIN_OWNER_NUMEL = 32  # selected elements per owner; with fewer, padding for uneven numbers costs too many bytes
-_SIGMAS = 4.0  # size of a message to an owner above the average, in standard deviations of a random map
+MIN_OWNER_NUMEL = 32  # minimum selected elements per owner; with fewer elements, padding costs too many bytes
+_SIGMAS = 4.0  # extra space in a message to an owner, in standard deviations of the number of elements
 _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # a multiplicative hash; products stay below 2 ** 63
-_PROPOSED = torch.bfloat16  # proposals only decide which sums are largest, so 16 bits are enough
+_PROPOSED = torch.bfloat16  # dtype of proposals; 16 bits are enough to find the largest sums
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Exchange through owners: each element has an owner rank, which selects among the proposals of all ranks.
+    """Exchange through owners: each element has an owner rank, which adds up the selections of all ranks.
 
-    With ``"gather"`` every rank receives all selections. Here a rank receives only proposals for the elements that the
-    rank owns. Then all ranks average the elements that owners selected. A rank receives about ten bytes per selected
-    element, for any number of ranks.
+    With ``"gather"`` every rank receives all selections. With owners, a rank receives only the selected elements that
+    the rank owns, and selects the largest sums. Then all ranks average the elements that owners selected. A rank
+    receives about ten bytes per selected element, for any number of ranks.
 
     Args:
-        keep: number of elements that a step applies, as a multiple of a rank's selection. Fewer elements make smaller
-            messages.
+        keep: number of elements that a step averages, as a multiple of the number that a rank selects. Fewer elements
+            make smaller messages.
 
     Raises:
         ValueError: for a ``keep`` below 1.
@@ -59,23 +59,23 @@ class Owners:
         """Check the arguments."""
         if not self.keep >= 1:
             raise ValueError(
-                f"keep={self.keep} must be at least 1: the number of elements that a step applies, as a multiple of a"
-                " rank's selection"
+                f"keep={self.keep} must be at least 1. A step averages this multiple of the number of elements that a"
+                " rank selects."
             )
 
 
 class OwnersFormat(WireFormat):
     """Average over ranks the elements with the largest sums of all selections, with four collectives.
 
-    1. Each rank sends selected elements to the owners (all-to-all), as 16-bit values and block numbers. A fixed
-       map assigns owners. A message has space for slightly more than a tensor's average number per owner.
+    1. Each rank proposes elements: it sends selected elements to the owners (all-to-all), as 16-bit values and block
+       numbers. A fixed map assigns owners. A message has space for slightly more elements than an owner's average.
     2. Each owner adds up the proposals rank by rank, and sends the block numbers of the largest sums (all-gather).
-    3. All ranks average the values of these elements, proposed or not (all-to-all and all-gather).
+    3. All ranks average their values of these elements, proposed or not (all-to-all and all-gather).
 
     Owners come from Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
     arXiv 2201.07598). Differences: The map of owners is fixed. An owner selects an exact number of elements per tensor.
-    Sizes follow from the number of selected elements. All ranks send all selected elements. Otherwise
-    rejected proposals would accumulate with the number of ranks.
+    The sizes of messages follow from the number of selected elements. All ranks send their values of all elements that
+    owners selected. Otherwise rejected proposals would accumulate with the number of ranks.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -122,7 +122,7 @@ class _Shares(NamedTuple):
     """Division of a bucket's elements among owner ranks, and the sizes of messages.
 
     A block has ``world_size`` consecutive elements of a tensor, one per owner. The place of an element is the number of
-    the block in the bucket. Owner and place together identify an element.
+    its block in the bucket. Owner and place together identify an element.
     """
 
     world_size: int
@@ -153,7 +153,7 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int
     for numel, count in zip(numels, counts):
         average = count / world_size
         rooms.append(min(-(-numel // world_size), math.ceil(average + _SIGMAS * math.sqrt(average))))
-        # Upper limits: the average number of proposals from all ranks, and the number of elements that the owner has.
+        # An owner selects at most as many elements as ranks propose on average, and at most all elements that it owns.
         finals.append(max(1, min(numel // world_size, math.ceil(min(keep, world_size) * average))))
     extent, room = sum(blocks), sum(rooms)
     by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))
@@ -200,7 +200,7 @@ def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
 
 
 def _sums(proposals: Tensor, shares: _Shares) -> Tensor:
-    """Return the mean over ranks of the proposals to this rank, fp32 ``[universe]``. No proposal counts as zero."""
+    """Return the mean over ranks of the proposals to this rank, fp32 ``[universe]``. Missing proposals are zeros."""
     nbytes = shares.room * _PROPOSED.itemsize
     # The division comes first, so that a sum of large values stays finite.
     values = read_as(proposals[:, :nbytes], _PROPOSED).float().div_(shares.world_size)
@@ -217,7 +217,7 @@ def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
 
 
 def _positions(places: Tensor, shares: _Shares) -> Tensor:
-    """Return the indices in the flattened bucket of the places ``[world_size, final]`` that each owner selected."""
+    """Convert the places that each owner selected, ``[world_size, final]``, to indices in the flattened bucket."""
     block = places - repeat_interleave(starts_of(shares.blocks)[:-1], shares.finals, places.device)
     owner = torch.arange(shares.world_size, device=places.device).unsqueeze(1)
     index = (owner - _skew(block)).remainder_(shares.world_size).add_(block, alpha=shares.world_size)
@@ -225,5 +225,5 @@ def _positions(places: Tensor, shares: _Shares) -> Tensor:
 
 
 def _skew(block: Tensor) -> Tensor:
-    """Return the number by which owners rotate in a block. ``block`` counts from the tensor's first block."""
+    """Return by how many ranks the owners of a block are rotated. ``block`` counts from the tensor's first block."""
     return block.bitwise_and(_MASK).mul_(_MULTIPLIER).bitwise_right_shift_(_SHIFT)

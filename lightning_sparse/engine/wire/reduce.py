@@ -28,7 +28,7 @@ from lightning_sparse.functional.elements import (
     shard_numel,
 )
 
-_WORTH_A_ROUND_TRIP = 1 << 16  # bytes; at 1 Gbit/s half a millisecond, the time of a round trip over gloo
+_WORTH_A_ROUND_TRIP = 1 << 16  # bytes that take as long as a round trip over gloo: 0.5 ms at 1 Gbit/s
 
 
 class ReduceFormat(WireFormat):
@@ -55,7 +55,7 @@ class ReduceFormat(WireFormat):
         super().__init__(dtype, rank, world_size, bits)
         self._gathers_short = gathers_short
         self._multiple = 1 if bits is None else BLOCK
-        # Buffers are reused: a freed large block returns to the system, and allocation again costs more than a copy.
+        # Buffers are reused, because the next allocation of a freed large block would cost more than a copy.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
 
@@ -91,7 +91,7 @@ class ReduceFormat(WireFormat):
     @override
     def release(self) -> None:
         if not self._is_in_use:
-            self._workspace.clear()  # the step had no exchange in this format
+            self._workspace.clear()  # The step did not use this format.
         self._is_in_use = False
 
     @override
@@ -105,7 +105,7 @@ class ReduceFormat(WireFormat):
         return [Transfer("all_to_all", nbytes * self.world_size), Transfer("all_gather", nbytes)]
 
     def _is_gathered(self, nbytes: int) -> bool:
-        """Return whether a message of all shards is so short that a round trip takes longer than the extra bytes."""
+        """Return whether a message is so short that a round trip takes longer than the extra bytes of an all-gather."""
         return self._gathers_short and (self.world_size - 1) * (1 - 2 / self.world_size) * nbytes <= _WORTH_A_ROUND_TRIP
 
     def average_at(self, accumulated: Sequence[Tensor], indices: Tensor, counts: Counts) -> Phases:
@@ -114,7 +114,7 @@ class ReduceFormat(WireFormat):
         Args:
             accumulated: flat tensors of the bucket.
             indices: int64 ``[sum(counts)]``, ascending, and equal on all ranks.
-            counts: number of indices in each tensor. If the wire rounds, each tensor has separate shards.
+            counts: number of indices in each tensor. If values are rounded, each tensor has separate shards.
         """
         chosen = FlatSelection.at(accumulated, indices, counts)
         if not len(indices):
@@ -132,7 +132,7 @@ class ReduceFormat(WireFormat):
         return self.transfers([SelectionSize(count, count) for count in counts])
 
     def _write(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bytes or numbers to send, and the values that a receiver reads."""
+        """Return the bytes or numbers to send, and the rounded values that a receiver reads from the message."""
         if self._bits is None:
             sent = round_to(values, self.dtype)
             return sent, sent
@@ -140,7 +140,7 @@ class ReduceFormat(WireFormat):
         return message_of([quantized]), dequantize(quantized, self._bits)
 
     def _read(self, received: Tensor, values: Tensor) -> Tensor:
-        """Read the values of each rank, in the shape of ``values``."""
+        """Decode the received values of each rank, in the shape of ``values``."""
         if self._bits is None:
             return received
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)

@@ -21,11 +21,12 @@ class UnionFormat(WireFormat):
     1. Each rank sends the number of selected elements in the bucket (all-gather, 8 bytes). The last message of a step
        also has a usage flag per parameter.
     2. Each rank sends the selected indices in the flattened bucket (all-gather). Indices beyond the last element pad
-       the message to the largest number of any rank (format: see :mod:`lightning_sparse.functional.elements`).
+       each message to the longest message (format: see :mod:`lightning_sparse.functional.elements`).
     3. All ranks average the values at all of these indices, by
        :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
 
-    Ranks may select different numbers of elements, and the same elements. If no rank selects any, only phase 1 runs.
+    Ranks may select different numbers of elements, and the same elements. Without selected elements only phase 1 runs.
+    runs.
     """
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
@@ -47,7 +48,7 @@ class UnionFormat(WireFormat):
             written = codec.encode(torch.cat([mine.indices, padding]))
             rows = codec.decode((yield Payload("all_gather", message_of([written]))))
         positions = rows.flatten().unique()
-        counts = counts_of(positions, mine.numels)  # the padding is beyond the last tensor and not counted
+        counts = counts_of(positions, mine.numels)  # excludes the padding, which is beyond the last tensor
         result = yield from self._values.average_at(accumulated, positions[: sum(counts)], counts)
         if used is None:
             return result
@@ -59,7 +60,7 @@ class UnionFormat(WireFormat):
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the transfers, computed as if ranks selected equally many elements, and no element twice."""
+        """Return the transfers for ranks that select equally many elements, and no element in common."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
         first, most = Transfer("all_gather", aligned(_COUNT_BYTES + flags)), -(-selected // self.world_size)
         if not most:
