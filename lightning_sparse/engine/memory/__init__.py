@@ -1,1 +1,1 @@
-"""Memories store the residual and momentum of each parameter, as flat tensors by parameter name."""
+"""Memories, which store the residual and momentum of each parameter between steps, as flat tensors."""

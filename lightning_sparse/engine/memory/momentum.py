@@ -1,7 +1,8 @@
-"""Momentum correction: each rank adds momentum before selection, instead of in the optimizer.
+"""Momentum correction: each rank applies momentum before selection, in place of the optimizer.
 
-Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. If the optimizer applies momentum, an
-element sent after many steps lacks the momentum of these steps. Here the residual holds the updates of dense training.
+Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. If the optimizer applied momentum, an
+element sent after many steps would lack the momentum of these steps. With the correction, the residual accumulates
+the updates of dense training.
 """
 
 from collections import defaultdict
@@ -22,17 +23,18 @@ from lightning_sparse.engine.memory.residual import (
     overwrite_accepted,
 )
 
-_BLOCK = 1 << 17  # elements; the blocks of four fp32 tensors take 2 MiB
+_BLOCK = 1 << 17  # number of elements of a block; the blocks of four fp32 tensors take 2 MiB
 
 
 class MomentumMemory(ResidualMemory):
-    """Add the momentum of each gradient to the residual: ``u = m u + g``, then ``v = v + u``.
+    """Apply momentum to each gradient ``g``, and add the result to the residual: ``u = m u + g``, then ``v = v + u``.
 
-    The compressor selects elements of ``v``. With Nesterov momentum, ``u = m (u + g)``, then ``v = v + u + g``. The
-    memory takes 12 bytes per element, or 4 without momentum. With ``masks_momentum`` the ``u`` of a sent element is
-    reset to zero (momentum factor masking). A parameter that is sent densely has no masking: dense momentum SGD. If a
-    step has several exchanges, only the first accepted exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change``
-    rescales the residual and not ``u``, because the momentum buffer of SGD does not contain the learning rate either.
+    ``u`` is the momentum buffer, ``m`` the momentum and ``v`` the residual. The compressor selects elements of ``v``.
+    With Nesterov momentum, ``u = m (u + g)``, then ``v = v + u + g``. The memory takes 12 bytes per element, or 4
+    without momentum. With ``masks_momentum``, ``u`` of a sent element is reset to zero (momentum factor masking).
+    Dense parameters are not masked, as in momentum SGD. If a step has several exchanges, only the first accepted
+    exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change`` does not rescale ``u``, because the momentum buffer of
+    SGD does not contain the learning rate either.
     """
 
     def __init__(
@@ -47,8 +49,8 @@ class MomentumMemory(ResidualMemory):
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
-        self._decayed: dict[str, Tensor] = {}  # bool: whether this optimizer step has multiplied the momentum by ``m``
-        self._masked: dict[str, Tensor] = {}  # number of elements with reset momentum, if the step is watched
+        self._decayed: dict[str, Tensor] = {}  # bool: whether this optimizer step has multiplied ``u`` by ``m``
+        self._masked: dict[str, Tensor] = {}  # number of elements with reset momentum, if ``is_watched``
 
     @override
     def _accumulate(
@@ -56,7 +58,7 @@ class MomentumMemory(ResidualMemory):
     ) -> None:
         """Add momenta and residuals to gradients, in place. ``_in_flight`` stores new momenta until :meth:`keep`."""
         settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
-        # A parameter without momentum needs no tensor for momentum.
+        # A parameter without momentum needs no momentum buffer.
         moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
         if not moving:
             super()._accumulate(names, gradients, hyperparameters)
@@ -66,7 +68,7 @@ class MomentumMemory(ResidualMemory):
         decayed: list[tuple[Tensor, Tensor]] = []
         for place, (name, momentum) in enumerate(zip(some, momenta)):
             if settings[name].continues_step:
-                # ``before`` is momentum that an earlier exchange of this step has added to the residual already. The
+                # An earlier exchange of this step has already added the momentum ``before`` to the residual. The
                 # accumulation excludes ``before``, and the last loop adds ``before`` to the new momentum.
                 if name not in self._decayed:
                     self._decayed[name] = torch.ones_like(momentum[:1], dtype=torch.bool)
@@ -110,7 +112,7 @@ class MomentumMemory(ResidualMemory):
             self._decayed[name] = are_accepted[place] if known is None else known | are_accepted[place]
         if moving and accepted.device.type == "cpu":
             for place, name in zip(moving, some):
-                if are_accepted[place]:  # a swap of the two tensors takes no copy
+                if are_accepted[place]:  # A swap replaces a copy.
                     self._momenta[name], self._in_flight[name] = self._in_flight[name], self._momenta[name]
         elif moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
@@ -119,7 +121,7 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Add ``momentum_norm`` (norm of all momenta) and ``masked_fraction`` (of elements with reset momentum)."""
+        """Add ``momentum_norm`` (norm of all momenta) and ``masked_fraction`` (fraction of momenta that were reset)."""
         momenta = list(self._momenta.values())
         if not momenta:
             return super().statistics()
@@ -139,15 +141,15 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed, self._in_flight = {}, {}  # the loaded momenta may have other shapes
+        self._decayed, self._in_flight = {}, {}  # Loaded momenta may have other shapes.
 
 
 class _Row(NamedTuple):
     momentum: Tensor
-    velocity: Tensor  # output: the momentum after this step
+    velocity: Tensor  # output: the momentum buffer after this step
     gradient: Tensor  # input: the gradient; output: the gradient plus residual and momentum
     residual: Tensor
-    factor: float  # ``m``
+    factor: float  # the momentum ``m``
 
     def blocks(self) -> Iterator["_Row"]:
         """Yield rows of at most ``_BLOCK`` elements, which fit in the CPU cache."""
@@ -159,7 +161,7 @@ class _Row(NamedTuple):
 
 
 def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Accumulate block by block on a CPU, so that each element is read from memory once."""
+    """Apply momentum on a CPU block by block, so that each element is read from memory once."""
     for row in rows:
         for momentum, velocity, gradient, residual, factor in row.blocks():
             if is_nesterov:
@@ -171,7 +173,7 @@ def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
 
 
 def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Accumulate all tensors with each call on a GPU, so that there are few kernel launches."""
+    """Apply momentum on a GPU to all tensors in each call, so that few kernels are launched."""
     momenta, velocities, gradients, residuals, factors = map(list, zip(*rows))
     torch._foreach_copy_(velocities, momenta)
     if is_nesterov:
@@ -186,10 +188,10 @@ def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
-    """Set the momentum of sent elements to zero, in place. Return which selected elements were not sent."""
+    """Set the momentum of sent elements to zero, in place. Return flags of the selected elements that were not sent."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return None
-    # If all of a value is unsent, the message had no space for the element, or the wire rounded the value to zero.
+    # A whole value is unsent if the message had no space for the element, or if the value was rounded to zero.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
     return is_whole

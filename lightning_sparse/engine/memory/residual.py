@@ -1,4 +1,4 @@
-"""The interface of memories, and error feedback, which adds the unsent residual to the next gradient.
+"""Memories, which store values between steps, and error feedback, which adds the unsent residual to the next gradient.
 
 Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al. (arXiv 1901.09847). Rescaling at
 a change of the learning rate: Zheng, Huang and Kwok, NeurIPS 2019 (arXiv 1905.10936). Local clipping: Lin et al., "Deep
@@ -19,7 +19,7 @@ from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
-# Kinds of state with a few numbers per parameter, and how many.
+# Kinds of state that have only a few numbers per parameter, and the count of these numbers.
 NUMBERS = {
     RATES: 2,
     "refresh_due": 1,
@@ -27,12 +27,12 @@ NUMBERS = {
     "squared_norms": 2,
     "warm_up": 2,
 }
-_REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment, not pending updates
-LARGE = 1 << 15  # elements; a separate allocation for each tensor of this size or more costs nothing
-_RATE_RANGE = 10.0  # largest factor; a larger one would stay in the optimizer's momentum when the rate jumps back
+_REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
+LARGE = 1 << 15  # number of elements from which on a separate allocation of a tensor costs no time
+_RATE_RANGE = 10.0  # largest factor that rescales a residual; more would persist in the optimizer's momentum
 
 
-Renaming = Mapping[str, Optional[str]]  # old parameter name to new name; ``None`` for a removed parameter
+Renaming = Mapping[str, Optional[str]]  # new name by old parameter name; ``None`` for a removed parameter
 
 
 def renamed(state: Any, names: Renaming) -> Any:
@@ -49,15 +49,15 @@ def rename_in(holder: object, names: Renaming) -> None:
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds of state with pending updates (residual, momentum). Other kinds only make a resume exact."""
+    """Return the kinds of state that hold unsent updates (residual, momentum). Other kinds only make a resume exact."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
 class Hyperparameters(NamedTuple):
     """Optimizer settings of a parameter in this step."""
 
-    learning_rate: Union[float, Tensor]  # a tensor is the optimizer's own tensor, and is not read on the host
-    momentum: float = 0.0  # momentum that the memory applies instead of the optimizer
+    learning_rate: Union[float, Tensor]  # a tensor belongs to the optimizer, and the host does not read it
+    momentum: float = 0.0  # momentum that the memory applies in place of the optimizer
     nesterov: bool = False
     adam: Optional[Any] = None  # Adam's state, if Adam's updates are computed before selection
     continues_step: bool = False  # whether the gradient holds the mean of an earlier backward of this step
@@ -74,14 +74,14 @@ class Averages(Protocol):
     """Collectives that a memory may call at the beginning of a step. All ranks must call the same methods."""
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return the mean over ranks of flat bfloat16 gradients: complete (``numels`` elements) and concatenated."""
+        """Return means over ranks of bfloat16 gradients, concatenated. ``numels`` are sizes of complete gradients."""
 
     def mean_squares(self, squares: Tensor) -> Tensor:
         """Return the mean of squared gradient norms over ranks, or over nodes if a node's ranks divide gradients."""
 
 
 class Memory:
-    """Add stored values to gradients before selection, and store unsent values afterwards. This base stores nothing."""
+    """Add stored values to gradients before selection, and store unsent values. This base class stores nothing."""
 
     corrects_adam: bool = False  # whether the residual holds updates of Adam or AdamW, not gradients
     clips_gradients: bool = False  # whether the memory needs the norms of all gradients before the first bucket
@@ -90,7 +90,7 @@ class Memory:
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return flat gradients plus residuals in fp32 or wider. Gradients of this dtype are changed in place."""
+        """Return flat gradients plus residuals in fp32 or wider. Gradients of a wide dtype are changed in place."""
         return in_widened(gradients)
 
     def keep(
@@ -113,11 +113,11 @@ class Memory:
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        """Overwrite flat gradients with means over ranks, converted to gradients if the means are Adam's updates."""
+        """Overwrite flat gradients with means over ranks. Means of Adam's updates are first converted to gradients."""
         scatter(gradients, means)
 
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
-        """Average over ranks the gradients that the memory itself needs, before the first bucket of a step."""
+        """Before the first bucket of a step, average the gradients that update Adam's second moments."""
 
     def on_finite(self, finite: Tensor) -> None:
         """Receive whether all messages of a step are finite, bool ``[]``, before the first :meth:`keep` of the step."""
@@ -168,8 +168,8 @@ class Memory:
         """Replace the state by a copy of ``state``."""
         if state:
             raise ValueError(
-                f"a state with {' and '.join(state)} does not fit an exchange without residual; load the state into"
-                " the compressor and wire that saved the state"
+                f"a state with {' and '.join(state)} does not fit an exchange without residual. Load the state with the"
+                " compressor and the wire that saved the state."
             )
 
 
@@ -178,8 +178,8 @@ class ResidualMemory(Memory):
 
     The residual takes 4 bytes per element, from a parameter's first gradient on. ``local_clip_norm`` limits the norm of
     this rank's gradient of the whole model. With ``rescale_on_lr_change`` the residual is multiplied by the last
-    learning rate over the present rate. Older gradients thus act with the original rate. Each rate is first raised
-    to at least a tenth of the largest rate so far. A step with a rate of zero does not change the residual.
+    learning rate divided by the current rate, so that older gradients act with their original rate. Each rate is first
+    raised to at least a tenth of the largest rate so far. A step with a rate of zero does not change the residual.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class ResidualMemory(Memory):
         self._follows_learning_rate = rescale_on_lr_change
         self._decay = decay
         self._residuals: dict[str, Tensor] = {}
-        self._rates: dict[str, Tensor] = {}  # ``[2]``: last rate, and largest rate so far
+        self._rates: dict[str, Tensor] = {}  # ``[2]``: last learning rate, and largest rate so far
         self._new_rates: dict[str, Tensor] = {}
 
     @override
@@ -218,7 +218,6 @@ class ResidualMemory(Memory):
     def _waiting(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return the residuals, rescaled to the present learning rate."""
         residuals = kept_like(self._residuals, names, gradients)
         if not (self._follows_learning_rate and hyperparameters):
             return residuals
@@ -247,7 +246,7 @@ class ResidualMemory(Memory):
         accepted = self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
-            # A read of ``accepted`` would synchronize with the GPU. The GPU decides, with a pass over all elements.
+            # The host does not read ``accepted``, because a read would synchronize with the GPU.
             overwrite(accumulated, kept)
             overwrite_accepted(residuals, accumulated, accepted)
         elif not isinstance(kept, FlatSelection):
@@ -265,7 +264,7 @@ class ResidualMemory(Memory):
                 torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
-        """Store accepted learning rates. Return ``accepted``, false also for parameters with a rate of zero."""
+        """Store accepted learning rates. Return ``accepted``, but with false for parameters with a rate of zero."""
         if not self._new_rates:
             return accepted
         present = torch.stack([self._new_rates[name] for name in names])
@@ -276,7 +275,7 @@ class ResidualMemory(Memory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return ``local_clip_factor``, by which clipping multiplied this rank's gradient, if there is clipping."""
+        """With clipping, return ``local_clip_factor``, the factor that multiplied this rank's gradient."""
         return {} if self._clip_factor is None else {"local_clip_factor": self._clip_factor}
 
     @override
@@ -299,13 +298,13 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return each last rate, raised to at least a tenth of the largest rate, from both rates ``[names, 2]``."""
+    """Return last rates, raised to at least a tenth of the largest rates. ``rates`` has both, as ``[names, 2]``."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 
 def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
     """Return the factors, at most 1, that reduce gradients with the given norms to the limits."""
-    # An infinite norm gives a factor of 0, and NaN gives NaN. A non-finite element times the factor is NaN.
+    # The factor is 0 for an infinite norm, and NaN for NaN. A non-finite element times either factor is NaN.
     return (limits / norms).clamp(max=1.0)
 
 
@@ -327,13 +326,13 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 
 def _can_trade(tensor: Tensor, other: Tensor) -> bool:
-    # Each tensor owns its storage. A view would keep the larger storage in memory after a swap with a gradient.
+    # Only tensors that fill their storages can be swapped. A swapped view would prevent that its storage is freed.
     is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
     return tensor.dtype is other.dtype and all(is_all)
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
-    """Copy each source over its tensor if accepted. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
+    """Overwrite accepted tensors with their sources. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
     for tensor, source, is_accepted in zip(tensors, sources, accepted.expand(len(tensors))):
         torch.where(is_accepted, source, tensor, out=tensor)
 
@@ -358,12 +357,12 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients in fp32 or wider. A gradient of this dtype is returned itself, without a copy."""
+    """Convert gradients to fp32 or wider. Gradients that have a wide dtype are returned without a copy."""
     narrow = [gradient for gradient in gradients if gradient.dtype is not widened(gradient.dtype)]
     if len(narrow) < len(gradients) or len({gradient.dtype for gradient in narrow}) > 1:
         return [gradient.to(widened(gradient.dtype)) for gradient in gradients]
     numels = [gradient.numel() for gradient in narrow]
-    # A single allocation and a single call are faster than many.
+    # One allocation and one call for all gradients are faster than one of each per gradient.
     wide = list(narrow[0].new_empty(sum(numels), dtype=widened(narrow[0].dtype)).split(numels)) if narrow else []
     torch._foreach_copy_(wide, narrow)
     return wide

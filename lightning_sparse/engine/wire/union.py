@@ -26,7 +26,6 @@ class UnionFormat(WireFormat):
        :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
 
     Ranks may select different numbers of elements, and the same elements. Without selected elements only phase 1 runs.
-    runs.
     """
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
