@@ -1,1 +1,1 @@
-"""Corrected Adam: the user's settings (correction), updates before selection (memory), and optimizer steps (steps)."""
+"""The correction of Adam: user settings (correction), updates before selection (memory), optimizer steps (steps)."""

@@ -7,7 +7,7 @@ from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.removed import refusing
 
 MIN_DENSE_STEPS, MAX_DENSE_STEPS = 10, 100
-_FALL = 5  # steps with falling density, per step of the dense warm-up
+_FALL = 5  # number of steps with falling density per step of the dense warm-up
 
 
 @refusing
@@ -21,7 +21,7 @@ class AdamCorrection:
 
     A dense warm-up estimates the second moment. Later steps update the estimate from mean gradients in 16 bits. During
     backward, each step averages a few parameters' gradients of the previous step. The first moment is moved into the
-    residual and stays zero. The residual averages gradients as momentum does, and both together would delay too much.
+    residual and stays zero. Like a moment, the residual averages gradients, and both would delay updates too much.
 
     1-bit Adam and 0/1 Adam (arXiv 2102.02888, 2202.06009) also have a common second moment, updated at growing
     intervals. These methods send the signs of the first moment, and divide after the exchange.
@@ -74,7 +74,7 @@ class AdamCorrection:
 
 
 class WarmUp(NamedTuple):
-    """Number of dense steps, and number of later steps with falling density."""
+    """Lengths of the warm-up: number of dense steps, and number of later steps with falling density."""
 
     warmup_steps: int
     density_decay_steps: int

@@ -37,10 +37,10 @@ from lightning_sparse.functional.adam import (
     to_gradients,
 )
 
-_GROWTH = 0.1  # growth of the interval per step made: after 2000 steps, 200 steps between two updates
-_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
-_MIN_ELEMENTS = 1 << 19  # elements per message of mean gradients (1 MiB), so that latency does not dominate
-_LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
+_GROWTH = 0.1  # interval between two updates per step made: after 2000 steps, an interval of 200 steps
+_GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
+_MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB); shorter messages wait for latency
+_LEARNED_TOGETHER = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 _MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
 
@@ -65,7 +65,7 @@ class AdamTensors(NamedTuple):
 
     @property
     def preconditioner(self) -> Tensor:
-        """The second moment in the divisor of Adam's update."""
+        """The second moment by which Adam's update is divided. With ``amsgrad`` this is the maximum."""
         return self.second if self.largest is None else self.largest
 
 
@@ -86,9 +86,9 @@ class AdamState:
     moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
     second_step: int  # step number of the last update of the second moment
     is_update: bool = False  # whether the residual holds updates, not gradients
-    arrived: Optional[LookedUp] = None  # positions of the mean's non-zero elements, if few
+    arrived: Optional[LookedUp] = None  # positions of the mean's non-zero elements; ``None`` if there are many
     is_continued: bool = False  # whether the gradient holds a mean of an earlier backward of this step
-    update_norm: Optional[Tensor] = None  # norm of this step's update, if the memory is watched
+    update_norm: Optional[Tensor] = None  # norm of this step's update, if ``is_watched``
 
     @property
     def known(self) -> AdamMoments:
@@ -100,7 +100,7 @@ class AdamState:
         """Return whether the optimizer's second moment was replaced. If so, set ``second_step`` to ``step``.
 
         Args:
-            second: the optimizer's current second moment. Directly after a load, any tensor counts as the loaded one.
+            second: the optimizer's current second moment. Directly after a load, no tensor counts as replaced.
             step: the optimizer's step count.
         """
         known = second if self.moments is None else self.moments.tensors.second
@@ -110,23 +110,23 @@ class AdamState:
 
     @property
     def scalars(self) -> AdamScalars:
-        """Numbers for the next update. The bias correction is that of the second moment's last update."""
+        """Numbers for the next update. The bias correction is computed for the last update of the second moment."""
         settings = self.known.settings
         return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, max(settings.eps, _MIN_EPS))
 
 
 @dataclass
 class OwnClips:
-    """Clip each rank's gradient to the limit times a ratio: the norm of a rank's gradient over that of the mean.
+    """Clip each rank's gradient to the user's limit times a ratio, so that the mean is clipped approximately.
 
-    The mean gradient is then clipped approximately. The ratio is measured with each update of a second moment.
+    The ratio is the norm of a rank's gradient divided by the norm of the mean. Updates of second moments measure both.
     """
 
     world_size: int
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # factors of this step's gradients, one per clip with a norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``: rank's gradient, mean
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``: of a rank's gradient, of the mean
     _together: list[list[str]] = field(default_factory=list)  # for each limit, names of this step's gradients
 
     @property
@@ -151,7 +151,7 @@ class OwnClips:
         # Parameters without a gradient in this backward do not count.
         total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
         own, mean = self.total_of(total).unbind()
-        # Before a measurement, the ratio is that of independent gradients.
+        # Before the first measurement, the gradients of ranks are assumed to be independent.
         return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
 
     def clip(self, gradients: Mapping[str, Tensor]) -> None:
@@ -167,7 +167,7 @@ class OwnClips:
                 torch._foreach_mul_(clipped, factor)
 
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """Update the moving averages of squared norms, of means and of ranks' gradients (averaged), if finite."""
+        """If finite, update the moving averages of squared norms: of mean gradients, and of ranks' gradients."""
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         none = squares.new_zeros(2)
         halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
@@ -193,7 +193,7 @@ class Refreshes:
                 self.gradients.setdefault(name, None)
 
     def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in bfloat16. Add a gradient in ``continued`` to that of the earlier backward."""
+        """Store requested gradients in bfloat16. Names in ``continued`` add to the gradient of an earlier backward."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -209,10 +209,10 @@ class Refreshes:
         held = [each for each in self.gradients.values() if each is not None]
         if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # 1 or infinity: zeros become NaN
+            torch._foreach_mul_(held, flag.reciprocal())  # The factor is 1, or infinity, which makes zeros NaN.
 
     def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
-        """Remove and return gradients of completed steps, in the order of ``next_step``, and set the next updates."""
+        """Remove and return gradients of completed steps, in the order of ``next_step``. Schedule the next updates."""
         taken = {}
         for name, moments in next_step.items():
             if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
@@ -222,7 +222,7 @@ class Refreshes:
         return taken
 
     def forget(self, name: str) -> None:
-        """Remove a parameter's entries."""
+        """Remove the stored gradient and the next update of a parameter."""
         self.due.pop(name, None)
         self.gradients.pop(name, None)
 
@@ -250,7 +250,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, rescale_on_lr_change)
         self._clips = OwnClips(world_size, total_of)
-        self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, once a parameter has ended it
+        self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, after a parameter has ended the warm-up
         self.correction = correction
         self._world_size = world_size
         self._share_of = local_share
@@ -304,7 +304,7 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
-        # ``owed`` is the sum of all later updates of the first moment without new gradients, equal on all ranks.
+        # ``owed`` is the sum of all later updates that the first moment alone would make. All ranks have the same sum.
         beta1, first = moments.settings.beta1, moments.tensors.first
         owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         owed = -owed if moments.settings.maximizes else owed
@@ -394,7 +394,7 @@ class AdamMemory(ResidualMemory):
             if name in self.states:
                 self.states[name].arrived = None
                 if not self.states[name].is_continued:
-                    self.refreshes.gradients.pop(name, None)  # the update is due again in the next step
+                    self.refreshes.gradients.pop(name, None)  # The next step requests a gradient again.
 
     @override
     def on_finite(self, finite: Tensor) -> None:
@@ -404,7 +404,7 @@ class AdamMemory(ResidualMemory):
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, without residuals.
 
-        Gradients of the current step come too late in backward: backward could not hide the average.
+        Gradients of the current step are ready too late, so that backward would not hide the time of the average.
         """
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
         gradients = self.refreshes.taken(next_step)
@@ -487,9 +487,9 @@ class AdamMemory(ResidualMemory):
 def _teach(
     tensors: Sequence[AdamTensors], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
-    """Update second moments of step ``known`` to ``step``. Without finite means only the bias changes."""
+    """Update second moments from step ``known`` to ``step``. If the means are not finite, only the bias changes."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
-    # torch stores moments with the bias of the step, before correction.
+    # torch stores moments before the bias correction, so that the stored values depend on the step.
     old, new = 1 - beta2**known, 1 - beta2**step
     taught, kept = (
         torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
@@ -504,7 +504,7 @@ def _teach(
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
-    """Yield the names of the gradients of each message: about 32 MiB, with second moments of one dtype."""
+    """Yield lists of gradient names, one list per message of about 32 MiB. All second moments have one dtype."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
     places = [
         (start // _LEARNED_TOGETHER, next_step[name].tensors.second.dtype) for start, name in zip(starts, gradients)

@@ -35,21 +35,21 @@ class _Flat(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """Clipping limits, and the optimizers with gradients in the same norm."""
+    """Clipping limits, and the optimizers that share one norm of all their gradients."""
 
     clipping: Clipping = NOT_CLIPPED
     together: tuple[Optimizer, ...] = ()
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has the ``step`` of ``torch.optim.Adam`` or ``AdamW``, not ``differentiable``."""
+    """Return whether an optimizer runs the ``step`` of ``torch.optim.Adam`` or ``AdamW``, not differentiable."""
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
 
 
 class AskedClips:
-    """Clipping of the next gradients, as in each optimizer's last step. ``norm`` is the limit if that step had none."""
+    """Limits for clipping the next gradients, as in each optimizer's last step. ``norm`` is the default limit."""
 
     def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
         self._norm = norm
@@ -92,7 +92,7 @@ class AskedClips:
         return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
 
     def state(self) -> list[list[Any]]:
-        """Return the clipping of the next gradients for a checkpoint, with optimizers as indices."""
+        """Return the clipping limits for a checkpoint. Optimizers are saved as indices."""
         numbers = {optimizer: number for number, optimizer in enumerate(self._coming)}
         return [
             [numbers[optimizer], *clipping, [numbers[each] for each in together]]
@@ -115,9 +115,9 @@ class StepCounts:
     optimizers: Sequence[Optimizer]
     names: Mapping[Parameter, str]
     target_of: Callable[[str], float]
-    # ``state["step"]``, the version of this tensor at the last read, and the value
+    # the tensor ``state["step"]``, and its version and value at the last read, by parameter
     _counts: dict[Parameter, tuple[Tensor, int, int]] = field(default_factory=dict)
-    _most: Optional[int] = None  # cached until the next step or load
+    _most: Optional[int] = None  # cached result of ``most``; ``None`` after a step or a load
 
     def groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
         """Yield each optimizer and param group, with a list of parameters (also frozen), names and step counts."""
@@ -138,7 +138,7 @@ class StepCounts:
         return self._most
 
     def know(self, names: Mapping[Parameter, str]) -> None:
-        """Set the model's current parameters."""
+        """Set the names of the model's current parameters."""
         self.names, self._most = names, None
 
     def forget(self, *event: Any) -> None:
@@ -172,7 +172,7 @@ class StepCounts:
 
 @dataclass
 class AdamWarmUp:
-    """The warm-up: dense steps first, and then steps with falling density."""
+    """Adam's warm-up: first dense steps, and then steps with falling density."""
 
     counts: StepCounts
     memory: AdamMemory
@@ -180,7 +180,7 @@ class AdamWarmUp:
 
     @property
     def length(self) -> WarmUp:
-        """Lengths of both parts. After the dense part has ended, a new training length does not change the lengths."""
+        """Lengths of the warm-up. With a default ``warmup_steps``, the lengths do not change after the dense steps."""
         correction, ended = self.memory.correction, self.memory.warm_up
         return correction.warm_up(self.total_steps) if ended is None or correction.warmup_steps else ended
 
@@ -195,7 +195,7 @@ class AdamWarmUp:
         return 1.0 if self.counts.most < 0 else _progress(self.length, self.counts.most)
 
     def resume_from(self, before: "AdamWarmUp") -> None:
-        """Continue an earlier warm-up after a change of optimizers. Without steps, the warm-up starts again."""
+        """Continue an earlier warm-up with new optimizers. If the optimizers have no steps, the warm-up restarts."""
         self.total_steps = before.total_steps
         if not self.counts.most:
             self.memory.warm_up = None
@@ -220,7 +220,7 @@ class AdamSteps:
         self._present: dict[Parameter, AdamMoments] = {}
         self._flats: dict[Parameter, _Flat] = {}
         self._hidden: dict[Parameter, Tensor] = {}
-        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # mean gradients and versions, after an exchange
+        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # mean gradients and tensor versions after an exchange
         self._tell: Optional[Callable[[], None]] = None
         self._unscaling_changes = 0
         self._handles: list[Any] = []
@@ -277,7 +277,7 @@ class AdamSteps:
         return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
-        """Set a function for a warning, which is called once if other code changes mean gradients before a step.
+        """Set a function that warns once if other code changes mean gradients before an optimizer step.
 
         Args:
             tell: the function.
@@ -333,7 +333,7 @@ class AdamSteps:
     @torch.no_grad()
     def _step(self, optimizer: Optimizer) -> None:
         self._look_for_changes(optimizer)
-        # The kernel of a fused optimizer skips a non-finite step. Without the kernel, the host must read the flag.
+        # torch's fused kernel would skip a non-finite step. This code replaces the kernel, so the host reads the flag.
         found_inf = getattr(optimizer, "found_inf", None)
         is_skipped = found_inf is not None and bool(found_inf)
         for group in optimizer.param_groups:
@@ -348,7 +348,7 @@ class AdamSteps:
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
         shards = {parameter: local_tensor(gradient) for parameter, gradient in gradients.items()}
-        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # no empty shards
+        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # without empty shards
         if held:
             self._apply_held(optimizer, group, held)
         self.counts.count(optimizer, gradients)
