@@ -22,12 +22,12 @@ from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
-SMALL = LARGE  # elements of a gradient; below this size a copy into a package costs less than an operation of its own
-_OWN_USES = 2  # references to the storage of an unshared gradient: p.grad, and the query itself
+SMALL = LARGE  # number of elements; smaller gradients are copied into one package, which saves kernel launches
+_OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
 
 
 class ParamEntry:
-    """A parameter with an exchanged gradient, as a key of dictionaries that hashes faster than a tensor."""
+    """A parameter to exchange. As a dictionary key, an entry hashes faster than a tensor."""
 
     __slots__ = ("name", "numel", "parameter", "position")
 
@@ -39,12 +39,12 @@ class ParamEntry:
 
 
 class ParamOrder:
-    """The order in which all ranks exchange parameters. Empty until rank 0 sets the order, after its first backward."""
+    """The order in which all ranks exchange parameters. Rank 0 sets the order at the end of the first backward."""
 
     def __init__(self, members: Sequence[ParamEntry], device: torch.device) -> None:
         self.members = members
         self.places = {each.name: place for place, each in enumerate(members)}
-        self.travelling = [each for each in members if each.numel]  # parameters with elements: sent in buckets
+        self.travelling = [each for each in members if each.numel]  # non-empty parameters, which buckets send
         self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags of use, all set
 
 
@@ -58,7 +58,7 @@ class Package(NamedTuple):
     def of(cls, members: Sequence[ParamEntry], like: Tensor) -> "Package":
         """Allocate a buffer for parameters, with the dtype and the device of the gradient ``like``."""
         flats = like.new_empty(sum(each.numel for each in members)).split([each.numel for each in members])
-        # Strides without gaps, because a parameter's memory may have gaps, and a gradient's has none.
+        # empty_like() gives strides without gaps. The memory of a parameter may have gaps, and of a gradient has none.
         forms = [torch.empty_like(local_tensor(each.parameter), device="meta") for each in members]
         return cls(
             {each.name: LocalGradient(each.name, flat, True) for each, flat in zip(members, flats)},
@@ -76,7 +76,7 @@ class ReducerContext(NamedTuple):
     overlaps_backward: bool  # whether buckets are sent during backward
     is_sharded: bool  # whether FSDP shards the model
     packages: dict[tuple[str, ...], "Package"]  # buffers of the previous backward, by parameter names
-    dense_dtype: Optional[torch.dtype] = None  # dense gradients of wider dtypes are sent in this dtype
+    dense_dtype: Optional[torch.dtype] = None  # dtype in which dense gradients of wider dtypes are sent
 
     def dense_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a dense gradient of ``dtype`` is sent."""
@@ -90,7 +90,7 @@ class _Missing(NamedTuple):  # a parameter that this rank has not used in this s
 
 
 class Backward(ABC):
-    """The reduction of one backward, from the first gradient until all gradients are means.
+    """Average the gradients of one backward over ranks, from the first gradient until all gradients are means.
 
     All ranks exchange all parameters in one order. A bucket is sent when this bucket and all earlier buckets are
     complete. Gradients that are missing when backward ends are sent as zeros. The last message has the flags of use:
@@ -104,7 +104,7 @@ class Backward(ABC):
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # begun before the first gradient; end callback queued
+        self.is_announced = self.has_end = False  # begun before the first gradient; callback at end is queued
         self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
         self._order = order
@@ -115,7 +115,7 @@ class Backward(ABC):
         self._bucket_numel = 0
         self._missing: list[_Missing] = []
         self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient, copy that is exchanged instead)
-        self._own_flags: Optional[Tensor] = None  # a reference while a device reads the flags
+        self._own_flags: Optional[Tensor] = None  # reference while a GPU reads the flags
         self._used_by_any: Optional[Tensor] = None  # flags of use by any rank, in the order of exchange
         self._committed: Optional[threading.Event] = None
 
@@ -149,7 +149,7 @@ class Backward(ABC):
                 parameter.grad = gradient
 
     def _enqueue(self, member: ParamEntry) -> None:
-        if not member.numel:  # not sent, but gets an empty gradient if any rank used the parameter
+        if not member.numel:  # An empty parameter is not sent. It gets an empty gradient if any rank used it.
             self._local_of(member)
             return
         dtype = member.parameter.dtype
@@ -218,7 +218,7 @@ class Backward(ABC):
         assert gradient is not None
         if self._context.is_sharded:
             return shard_of(parameter, gradient).view_as(local_tensor(parameter))
-        return gradient.detach() if gradient.requires_grad else gradient  # requires_grad after create_graph=True
+        return gradient.detach() if gradient.requires_grad else gradient  # True after create_graph=True
 
     def _flags(self) -> Tensor:
         all_used = self._order.all_used
@@ -230,14 +230,14 @@ class Backward(ABC):
         return flags.to(all_used.device, non_blocking=True)
 
     def _unused_anywhere(self) -> set[Tensor]:
-        """Return the parameters that no rank has used. Synchronizes with a GPU only if this rank has not used all."""
+        """Return the parameters that no rank has used. Synchronizes with a GPU if this rank has an unused parameter."""
         if not self._missing or self._used_by_any is None:
             return set()
         return {each.parameter for each, used in zip(self._order.members, self._used_by_any.tolist()) if not used}
 
 
 class SparseBackward(Backward):
-    """Reduction that sends the elements that a compressor selects, and stores all other elements as residuals.
+    """Average gradients by sending the elements that a compressor selects. Other elements become residuals.
 
     Args:
         arrived: means of earlier exchanges of the same optimizer step, to check that ranks agree; ``None`` in the
@@ -251,7 +251,7 @@ class SparseBackward(Backward):
         self._known = dict(route.packages)
         route.packages.clear()
         self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and views with their means
-        # Buckets of this backward. If gradients are clipped, no bucket is sent before the norm of all gradients.
+        # Buckets that are not sent yet. With clipping, the norm of all gradients is computed before any bucket is sent.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
         self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
@@ -311,7 +311,7 @@ class SparseBackward(Backward):
     def _end(self) -> threading.Event:
         recorder = self._context.pipeline.recorder
         recorder.end_backward()
-        # A gradient that is missing counts as ready when backward ends.
+        # The time of a missing gradient is the end of backward.
         end = self._mark()
         recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
         return super()._end()
@@ -337,14 +337,14 @@ class SparseBackward(Backward):
 
 
 def _shares_memory(parameter: Tensor) -> bool:
-    """Return whether another tensor may share the storage of ``parameter.grad``, as after backward of ``a + b``."""
+    """Return whether another tensor may share the memory of ``parameter.grad``, for example after ``a + b``."""
     assert parameter.grad is not None
     storage = parameter.grad.untyped_storage()
     return storage.nbytes() == parameter.grad.nbytes and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
 
 
 def is_replaceable(flat: Tensor, parameter: Tensor) -> bool:
-    """Return whether ``flat`` is ``parameter.grad`` on the CPU, without a graph, and unchanged since its creation."""
+    """Return whether ``flat`` is a CPU gradient, ``parameter.grad``, without a graph or an in-place change."""
     gradient = parameter.grad
     if gradient is None or gradient.requires_grad or gradient._version:
         return False

@@ -13,7 +13,7 @@ from lightning_sparse.engine.step.backward import SMALL, Backward, ParamEntry, i
 from lightning_sparse.engine.step.step import LocalGradient
 
 _FIRST_DENSE_BYTES = 1024 * 1024  # bytes of a step's first message, short so that the network starts early
-_DENSE_BYTES = 25 * 1024 * 1024  # bytes; each later message doubles, up to DDP's bucket size
+_DENSE_BYTES = 25 * 1024 * 1024  # maximum bytes of a message, as in DDP; each message doubles the size
 
 
 class _Message(NamedTuple):
@@ -30,8 +30,8 @@ class _Message(NamedTuple):
         self.wait()
         copies, sources = list[Tensor](), list[Tensor]()
         for parameter, gradient, mean in zip(self.parameters, self.gradients, self.means):
-            # On a device, a copy is necessary: the mean's memory belongs to the worker's stream, which could reuse the
-            # memory while other streams read.
+            # On a GPU, a copy is necessary: the mean's memory belongs to the worker's stream, which could reuse the
+            # memory while other streams read the mean.
             if mean.dtype is gradient.dtype and is_replaceable(gradient, parameter):
                 parameter.grad = mean.view_as(parameter).data  # .data starts a version counter at 0
             else:
@@ -48,7 +48,7 @@ class DenseBackward(Backward):
     _message: Optional[_Message] = None  # the message with a running all-reduce
 
     def close(self) -> None:
-        """Wait for the running all-reduce, before its process group is destroyed. Runs on the worker."""
+        """Wait for the running all-reduce, before the process group is destroyed. Runs on the worker thread."""
         if self._message is not None:
             with suppress(RuntimeError):  # other ranks may have exited after an error
                 self._message.wait()
@@ -60,7 +60,7 @@ class DenseBackward(Backward):
     @override
     def _zeros_for(self, parameter: Tensor) -> Tensor:
         flat = super()._zeros_for(parameter)
-        if parameter.grad is not None:  # the gradient may come from an earlier exchange of the step
+        if parameter.grad is not None:  # a mean of an earlier exchange in this step
             self._missing[-1].gradient.copy_(parameter.grad.detach())
         return flat
 
@@ -71,7 +71,7 @@ class DenseBackward(Backward):
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
     def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
-        """Start an all-reduce of flat gradients of one dtype and flags of use. Then write the previous means."""
+        """Start an all-reduce of flat gradients and flags of use. Then write the means of the previous message."""
         among = self._context.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
@@ -93,7 +93,7 @@ class DenseBackward(Backward):
 
     @override
     def _commit(self) -> None:
-        if self._message is not None:  # None if no parameter is trained
+        if self._message is not None:  # ``None`` if the model has no trained parameter
             self._message.write()
             self._used_by_any = self._message.used > 0
             self._message = None

@@ -18,24 +18,24 @@ from lightning_sparse.engine.step.topology import UnwrappedModule, named_module
 from lightning_sparse.functional.elements import local_tensor
 
 Wrapper = Union[DistributedDataParallel, UnwrappedModule]
-graph_number = torch._C._current_graph_task_id  # number of the running backward, ascending; -1 outside
-_LATER = torch.autograd.Variable._execution_engine.queue_callback  # queues a function for the end of this backward
+graph_number = torch._C._current_graph_task_id  # returns the running backward's number, ascending; -1 if none runs
+_LATER = torch.autograd.Variable._execution_engine.queue_callback  # queues a function for the end of backward
 
 SPARSE_LAYOUT = (
     "the gradient of {name!r} has a sparse layout, which this package does not exchange. Set sparse=False in its layer:"
     " zeros are not sent."
 )
 _TWICE = (
-    "the gradient of {name!r} came twice in one backward, or the backward before ended in an error. If checkpointed"
-    " parts of a model share parameters, set torch.utils.checkpoint(..., use_reentrant=False)."
+    "the gradient of {name!r} was ready twice in one backward, or the previous backward ended in an error. If"
+    " checkpointed parts of a model share parameters, set torch.utils.checkpoint(..., use_reentrant=False)."
 )
 _INSIDE = (
-    "torch.utils.checkpoint(..., use_reentrant=True) ran a backward inside another backward, before the outer one had a"
-    " gradient. The exchange has begun too early. Set use_reentrant=False."
+    "torch.utils.checkpoint(..., use_reentrant=True) ran a backward inside another backward, before the outer backward"
+    " had a gradient. The exchange began too early. Set use_reentrant=False."
 )
 _FAILED = (
-    "the backward before ended in an error on this rank, with a part of its gradients exchanged. End the training on"
-    " all ranks, or call sparsify again."
+    "the previous backward ended in an error on this rank, after a part of the gradients was exchanged. End the"
+    " training on all ranks, or call sparsify_gradients again."
 )
 
 
@@ -66,7 +66,7 @@ class ReducedGradients:
 
     def __init__(self) -> None:
         self.begun: set[Tensor] = set()  # parameters exchanged since their last optimizer step
-        self._means: dict[Tensor, Tensor] = {}  # ``p.grad`` that is exactly a mean: no backward has added
+        self._means: dict[Tensor, Tensor] = {}  # ``p.grad`` that is exactly a mean
         self._copies: dict[Tensor, Tensor] = {}  # copy of the mean, if a backward may have added to ``p.grad``
         self._taken: dict[Tensor, Tensor] = {}  # means removed from ``p.grad`` while an exchange runs
         self._handles: dict[Tensor, Any] = {}
@@ -99,7 +99,7 @@ class ReducedGradients:
         mean = self._means.pop(parameter, None)
         if parameter.grad is None:
             self._copies.pop(parameter, None)
-        elif parameter.grad is mean:  # otherwise a user has replaced the gradient
+        elif parameter.grad is mean:  # False if a user has replaced the gradient
             self._copies[parameter] = mean.detach().clone()
 
     @property
@@ -110,7 +110,7 @@ class ReducedGradients:
         return held & self.begun  # an unused parameter's gradient may contain an earlier step's mean
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
-        """Remove all means from ``p.grad``. Return the means of ``parameters`` (first exchange of a step: ``None``)."""
+        """Remove all means from ``p.grad``. Return the means of ``parameters``, or ``None`` in a first exchange."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
         for parameter, mean in means.items():
@@ -136,7 +136,7 @@ class ReducedGradients:
                     self.begun.add(parameter)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the records of parameters when their optimizer step ends."""
+        """Drop the records of parameters after an optimizer step of these parameters."""
         for parameter in parameters:
             self.begun.discard(parameter)
             self._means.pop(parameter, None)
@@ -157,9 +157,9 @@ class SparseReducer(SharedOnCopy):
     ends the exchange by :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged as in DDP.
 
     Args:
-        begin: called before the first gradient of a backward is collected. The argument is true if
+        begin: function called before the first gradient of a backward is collected. The argument is true if
             :meth:`prepare_for_backward` was called for this backward.
-        end: called when all gradients are means.
+        end: function called when all gradients are means.
         is_dense: whether to average complete gradients at first.
     """
 
@@ -191,7 +191,7 @@ class SparseReducer(SharedOnCopy):
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange the gradients of the parameters in ``trained`` (by name) from the next backward on."""
-        self.reduced.unwatch()  # the next means may be of other parameters
+        self.reduced.unwatch()  # The next means may belong to other parameters.
         self.reduced.forget(self._hooked.keys() - set(trained.values()))
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
@@ -220,7 +220,7 @@ class SparseReducer(SharedOnCopy):
             self._order = ParamOrder([known[name] for name in names], self._order.all_used.device)
 
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
-        """Send wider dense gradients in ``dtype`` from the next backward on. Return the bytes of all messages."""
+        """From the next backward on, send dense gradients of wider dtypes in ``dtype``. Return the bytes to send."""
         self._context = self._context._replace(dense_dtype=dtype)
         return sum(each.numel * self._context.dense_dtype_of(each.parameter.dtype).itemsize for each in self._members)
 
@@ -343,7 +343,7 @@ class SparseReducer(SharedOnCopy):
                 self.reduced.add_means([each.parameter for each in self._members], unused)
         self._used, self._backward, self.state = set(), None, State.IDLE
         self._end()
-        if not backward.is_announced:  # no hook may announce the next backward, either
+        if not backward.is_announced:  # The next backward may also begin without an announcement.
             self._attend()
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:

@@ -30,10 +30,10 @@ class Part(NamedTuple):
 
     wire: WireFormat
     positions: Sequence[int]  # positions in the bucket
-    selection: Sequence[Selection]  # one per parameter; if merged: one of all parameters concatenated
-    counts: Sequence[float]  # elements to send of each parameter; if merged: the total in proportion to sizes
+    selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
+    counts: Sequence[float]  # number of elements to send per parameter; if merged, the total divided by sizes
     tensors: list[Tensor]  # gradient plus residual of each parameter
-    laid: Sequence[Tensor] = ()  # if merged: the concatenated tensors, and a buffer for the mean
+    laid: Sequence[Tensor] = ()  # the concatenated tensors, and a buffer for the mean; empty if not merged
     are_used: Sequence[Optional[bool]] = ()  # whether this rank used each parameter; ``None`` if untracked
 
     def exchange(self, communicator: Communicator, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
@@ -54,7 +54,7 @@ class Part(NamedTuple):
         return result
 
     def _split(self, result: ExchangeResult) -> ExchangeResult:
-        """Split the result of a merged part by parameter. All of an unused parameter is unsent."""
+        """Split the result of a merged part by parameter. All elements of an unused parameter count as unsent."""
         numels = list(map(Tensor.numel, self.tensors))
         flat, mean = self.laid
         scatter([mean], result.means)
@@ -75,14 +75,14 @@ class Part(NamedTuple):
 class BucketSelector:
     """Select the elements of a bucket. A parameter is sent dense at density 1, or if dense takes far fewer bytes."""
 
-    checks_on_device = False  # the conformance kit sets True, which synchronizes with a GPU
+    checks_on_device = False  # whether to check GPU selections, which synchronizes; True in lightning_sparse.testing
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
         feedback = compressor.feedback
         if compressor.selects_across_bucket and feedback.momentum is not None and feedback.masks_momentum:
             raise ValueError(
-                f"{type(compressor).__name__}.feedback asks for masks_momentum=True, but a method that selects across a"
-                " bucket cannot mask the momentum of what it sent: set masks_momentum=False, or momentum=None"
+                f"{type(compressor).__name__}.feedback asks for masks_momentum=True. A compressor that selects across a"
+                " bucket cannot mask the momentum of sent elements. Set masks_momentum=False, or momentum=None."
             )
         self._compressor = compressor
         self._wires = wires
@@ -108,7 +108,7 @@ class BucketSelector:
             accumulated: flat gradients plus residuals; not changed.
             densities: fraction of elements to send, by parameter.
             are_used: whether this rank used each parameter; ``None`` if untracked.
-            dense: names to send dense, because Adam's second moment is not estimated yet.
+            dense: names of parameters to send dense, because Adam's second moment is not estimated yet.
         """
         ways = [
             self._wires.refresh if name in dense else self._way_of_dense(tensor.numel(), density)

@@ -15,10 +15,10 @@ ranks. Adam's second moments and a compressor's thresholds are equal on all rank
 value, no state changes, and the gradient becomes non-finite, as with DDP. If no rank used a parameter, neither residual
 nor gradient of the parameter change.
 
-**Dense parameters**: at density 1, or if a selection would need far more bytes, all elements of ``v`` are sent. The
-message is separate. This requires a compressor with a ``dense_wire_format``.
+**Dense parameters**: at density 1, or if a selection would need far more bytes, all elements of ``v`` are sent in a
+separate message. This requires a compressor with a ``dense_wire_format``.
 
-**Momentum correction** replaces ``g`` by a velocity in stage 1. Masking resets sent elements' velocity in stage 4.
+**Momentum correction** replaces ``g`` by a velocity in stage 1. Masking resets velocities of sent elements in stage 4.
 
 **Adam and AdamW** (:mod:`~lightning_sparse.engine.adam`), if corrected:
 
@@ -64,15 +64,15 @@ _APART = (
     " or a backward in on_after_backward). Replicas would no longer be equal. Change gradients on all ranks, or after"
     " the optimizer step. Call backward on the output of the model, or once on a sum of losses."
 )
-_ODD = 0x100000001B3  # FNV prime: makes the hash depend on the order of gradients
+_ODD = 0x100000001B3  # FNV prime; multiplication makes the hash depend on the order of gradients
 
 
 class StepContext(NamedTuple):
     """Properties of the current step that come from outside the pipeline."""
 
-    loss_scale: Optional[Tensor] = None  # one element; the scale may change, so the state is stored unscaled
-    hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty without an optimizer
-    dense: AbstractSet[str] = frozenset()  # names to send dense, because Adam's second moment is not estimated yet
+    loss_scale: Optional[Tensor] = None  # scale of the loss, one element; residuals are stored unscaled
+    hyperparameters: Mapping[str, Hyperparameters] = {}  # optimizer settings by parameter name, if any
+    dense: AbstractSet[str] = frozenset()  # names of parameters that are sent dense until Adam is corrected
     warm_up_progress: float = 1.0  # completed fraction of Adam's warm-up, from 0 to 1
     clips: Sequence[Clip] = ()  # clipping of gradients before Adam's update; equal on all ranks
 
@@ -109,7 +109,7 @@ class Pipeline:
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
         self._planner = Planner() if planner is None else planner
-        self._shares: dict[str, LocalGradient] = {}  # this rank's shares, if measure_norms() came first
+        self._shares: dict[str, LocalGradient] = {}  # this rank's parts of gradients, if measure_norms() ran
         self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # whether the memory's refresh has run in this step
 
@@ -119,13 +119,13 @@ class Pipeline:
         self.memory.clip_to(context.clips)
 
     def refresh(self) -> None:
-        """Refresh Adam's second moments in the memory, in the first call of a step. Later calls do nothing."""
+        """In the first call of a step, update Adam's second moments. Later calls in the same step do nothing."""
         if not self._has_refreshed:
             self._has_refreshed = True
             self.memory.refresh(self.context.hyperparameters, self.levels)
 
     def measure_norms(self, gradients: Sequence[LocalGradient]) -> None:
-        """Compute the norms of all gradients of a step, in order of definition, and pass the norms to the memory."""
+        """Compute the norms of all gradients of a step, and pass the norms to the memory, which clips gradients."""
         self.refresh()
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
@@ -136,7 +136,7 @@ class Pipeline:
         self.memory.take_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
 
     def _norms_of(self, names: Sequence[str]) -> Tensor:
-        if not names:  # this list of clipped gradients is empty
+        if not names:  # None of the gradients is clipped.
             return torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
         return norms_of([self._shares[name].gradient for name in names])
 
@@ -195,7 +195,7 @@ class Pipeline:
         return BucketResult(names, members, part.tensors, result)
 
     def check_arrived(self, arrived: Sequence[Tensor]) -> None:
-        """Raise on every rank if means of earlier exchanges of this step differ between ranks.
+        """Raise an error on every rank if means of earlier exchanges of this step differ between ranks.
 
         The host waits for the device.
         """
@@ -203,7 +203,7 @@ class Pipeline:
             return
         held = torch.zeros(1, dtype=torch.int64, device=self.levels.inter.device)
         for tensor in arrived:
-            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # the 1 separates a zero gradient from no gradient
+            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # 1 separates a zero gradient from none
         everywhere = self.levels.same_shard.call(Payload("all_gather", held))
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
@@ -218,9 +218,9 @@ class Pipeline:
         if not step:
             return  # no parameter is trained
         finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
-        finite = self.levels.all_of(finite)  # other ranks of the node have other shares
+        finite = self.levels.all_of(finite)  # Other ranks of the node have other parts.
         self.memory.on_finite(finite)
-        # If a value is not finite, an infinite scale makes all gradients non-finite. No optimizer then applies a part.
+        # If a value is not finite, an infinite scale makes all gradients non-finite, so no optimizer applies a part.
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)
@@ -256,12 +256,12 @@ class Pipeline:
         self.memory.write_means(exchanged.names, means, mean)
         if scale is not None:
             torch._foreach_mul_(means, scale)
-        narrow: list[tuple[Tensor, Tensor]] = []  # (gradient, mean of a wider dtype)
+        narrow: list[tuple[Tensor, Tensor]] = []  # pairs of a gradient and a mean of wider dtype
         for local, tensor in zip(exchanged.bucket, means):
             if local.parameter is not None and tensor.dtype is local.gradient.dtype:
-                if tensor is not local.gradient:  # local.gradient is the residual now
+                if tensor is not local.gradient:  # local.gradient's memory is now the residual
                     assert local.parameter.grad is not None
-                    # .data changes the gradient for all other references, too
+                    # An assignment to .data also changes the gradient for all other references.
                     local.parameter.grad.data = tensor.view_as(local.parameter)
             elif tensor is not local.gradient:
                 narrow.append((local.gradient, tensor))
@@ -279,7 +279,7 @@ class Pipeline:
         }
         before = list(asked.values())
         after = self._call_finish_step(list(asked), before, finite) if asked else before
-        if after is before:  # a compressor that changes no mean returns the same list
+        if after is before:  # The compressor has changed no mean.
             return means
         changed = dict(zip(asked, after))
         return [

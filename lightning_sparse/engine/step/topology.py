@@ -1,4 +1,4 @@
-"""Topologies: the part of the model on each rank, and the ranks that exchange this part."""
+"""Topologies, which define the part of the model that a rank exchanges, and the ranks that exchange this part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,15 +112,15 @@ def shard_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Return this rank's shard of a parameter's gradient, flat."""
     if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         raise RuntimeError(
-            "a gradient is not sharded as its parameter is: backward has to reduce it in the replica"
-            " (set_requires_gradient_sync(True), which Lightning's accumulation is left to)"
+            "a gradient is not sharded as its parameter is, because backward has not reduced it in the replica."
+            " Accumulate gradients with Lightning, without set_requires_gradient_sync(False)."
         )
     return local_tensor(gradient).view(-1)
 
 
 # Maximum elements of a message inside a node, on a CPU and on a GPU. Links of GPUs need longer messages.
 _MESSAGE_ELEMENTS, _DEVICE_MESSAGE_ELEMENTS = 1 << 22, 1 << 24
-_ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes
+_ALIGNED = 16  # Messages have a multiple of 16 elements, and thus of 16 bytes.
 
 
 class LocalGradient(NamedTuple):
@@ -166,7 +166,7 @@ class FlatTopology:
         return flat
 
     def shares(self, bucket: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        """Average gradients inside the node, if any, and return this rank's share of each mean."""
+        """Return this rank's share of each gradient. With two levels, first average gradients inside the node."""
         return bucket
 
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
@@ -182,19 +182,19 @@ class FlatTopology:
         return norms
 
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return :meth:`norms_of` each vector of norms, and the total norm of each vector's gradients."""
+        """Return the norms of complete gradients for each vector of norms, and the total norm of each vector."""
         whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
         return whole, torch.stack(list(map(norm_of_all, whole)))
 
     def write_back(self) -> None:
-        """End the step: all-gather the shares inside the node, if any, and write complete gradients."""
+        """End the step. With two levels, all-gather shares inside the node, and write complete gradients."""
 
     def any_of(self, flags: Tensor) -> Tensor:
         """Return the uint8 flags that are set on any rank of this rank's node."""
         return flags
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return the means over ranks of flat bfloat16 shares, as complete gradients of ``numels``, concatenated."""
+        """Average flat bfloat16 shares over ranks. Return concatenated complete gradients of ``numels`` elements."""
         return self.inter.call(Payload("all_reduce", torch.cat(list(gradients.values())))).div_(self.inter.world_size)
 
     def mean_squares(self, squares: Tensor) -> Tensor:
@@ -251,8 +251,8 @@ class Shards(DividedRanks):
 class HierarchicalTopology(DividedRanks):
     """A topology in which the ranks of a node average gradients, and each rank exchanges a share of the means.
 
-    The network inside a node is assumed to be fast. Every tensor is cut separately into equal shares, with zeros as
-    padding: shares do not depend on other tensors. In an all-to-all, each rank receives the gradients of one share from
+    The network inside a node is assumed to be fast. Every tensor is cut separately into equal shares with zeros as
+    padding, so shares do not depend on other tensors. In an all-to-all, a rank receives the gradients of one share from
     all ranks of the node. The rank averages these gradients in rank order, and exchanges the mean with the ranks of
     other nodes that have the same share. An all-gather finally sends all shares to all ranks of the node.
     """
