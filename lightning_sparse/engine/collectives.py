@@ -93,7 +93,7 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
     """Overwrite a module's buffers with the first rank's values. A backward of an earlier forward still works."""
     group, left_out = group or default_group(), ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # autograd ignores .data
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # not recorded
     broadcast_tensors(buffers, group)
 
 
@@ -122,7 +122,7 @@ _PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": 
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-# the arguments run, done and always of ExchangeWorker.submit(), and the GPU events that the task must wait for
+# A task has the arguments run, done and always of ExchangeWorker.submit(), and the GPU events to wait for first.
 _Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]
 
 
@@ -156,7 +156,7 @@ class Communicator(SharedOnCopy):
         self._is_shared = shared is not None
         self.group = shared
         if shared is not None and timeout is not None:
-            # Groups of a device mesh have torch's default timeout. With TORCH_DISTRIBUTED_DEBUG, set_timeout() fails.
+            # Groups of a device mesh have torch's default timeout. TORCH_DISTRIBUTED_DEBUG disables set_timeout().
             with suppress(RuntimeError):
                 shared.set_timeout(timeout)
         elif shared is None:
@@ -200,7 +200,7 @@ class Communicator(SharedOnCopy):
         return received
 
     def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
-        """Return :func:`translate_backend_errors` with the timeout of this group."""
+        """Return a context that converts errors of collectives to :class:`ExchangeError`."""
         return translate_backend_errors(subject, name, self._timeout)
 
     @cached_property
@@ -209,7 +209,7 @@ class Communicator(SharedOnCopy):
         return {name: sent_bytes(name, 1, self.world_size) for name in _PROBE_SHAPES}
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
-        """Return the bytes that this rank sends in the collective ``name``, if all ranks pass tensors of one size."""
+        """Return the bytes that each rank sends in the collective ``name``. All ranks pass tensors of one size."""
         return self._shares[name] * (tensor.numel() * tensor.element_size())
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
@@ -272,7 +272,7 @@ class Communicator(SharedOnCopy):
 
     def check(self, names: Iterable[str]) -> None:
         """Run each named collective once on a few bytes. Raise an error if the backend lacks one of the collectives."""
-        # gloo and NCCL have all collectives, so only all-gather runs. NCCL's first all-to-all would take gigabytes.
+        # With gloo and NCCL only all-gather runs, because NCCL's first all-to-all takes gigabytes of GPU memory.
         knows_all = self.backend in ("gloo", "nccl")
         for name in names:
             if knows_all and name != "all_gather":
@@ -287,7 +287,7 @@ class Communicator(SharedOnCopy):
                 ) from error
 
     def close(self, has_failed: bool = False) -> None:
-        """Destroy the group that this object created. After an error (``has_failed``), destroy it only with gloo."""
+        """Destroy the process group, unless it is shared. After an error (``has_failed``) destroy only gloo groups."""
         # After an error, the end of a gloo group also ends the wait of other ranks. NCCL would first wait here for the
         # other ranks, and this rank's error would not appear. An NCCL group therefore lives until the process ends.
         is_there = self.group is not None and not self._is_shared and dist.is_initialized()

@@ -47,7 +47,7 @@ class Engine(SharedOnCopy):
         timeout: timeout of each collective; by default the timeout of the job.
         log: function that writes a line to the log.
         local_world_size: ranks per node if nodes average gradients first, or ranks per sharded replica; otherwise 1.
-        begin: function called before a backward's first gradient. It receives whether ``prepare_for_backward`` ran.
+        begin: function called before a backward's first gradient, with true after ``prepare_for_backward``.
         end: function called when all gradients are means.
         trained: parameters to exchange, by name; by default all parameters that require a gradient.
 
@@ -69,7 +69,7 @@ class Engine(SharedOnCopy):
         self.module = module = named_module(ddp)
         compressor = settings.compressor
         if settings.replicas_diverge:
-            # averaged() raises an error for a model that cannot be averaged. The worker thread has not started yet.
+            # Before the worker thread starts, averaged() raises an error for a model that cannot be averaged.
             averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
         # Each NCCL group takes memory. Existing groups are used if the exchange overlaps with no other collective.
@@ -115,7 +115,7 @@ class Engine(SharedOnCopy):
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            begin = partial(type(self)._begin_exchange, proxy(self))  # Without a proxy, a cycle would free memory late.
+            begin = partial(type(self)._begin_exchange, proxy(self))  # A reference cycle would free memory late.
             return LocalStepsController(local, shared, self.levels.world, self.worker, begin)
         if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world)

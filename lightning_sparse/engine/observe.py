@@ -203,7 +203,7 @@ class Totals:
     def forget_times(self) -> None:
         """Reset the sums of times to zero."""
         self._seconds = self._exposed_seconds = 0.0
-        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # waits that _exposed_seconds lacks
+        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # waits to add to _exposed_seconds
         self._border = perf_counter()  # host time in seconds when the current step began
 
     def add(self, record: StepRecord) -> None:
@@ -327,7 +327,7 @@ class Recorder:
 
     @contextmanager
     def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
-        """Add bytes that are sent inside the context to the last exchange. Without ``is_counted`` ignore the bytes."""
+        """Count bytes sent inside the context as bytes of the last exchange. Without ``is_counted`` ignore bytes."""
         current, self.current, self.subject = self.current, StepRecord(), subject
         try:
             yield

@@ -35,7 +35,7 @@ class Densities:
 
     def __init__(self, compressor: Compressor, density: float, warmup_steps: Union[int, float] = 0) -> None:
         self._compressor, self._target = compressor, density
-        self._warmup_steps = warmup_steps  # int: steps; float: fraction of the training's steps
+        self._warmup_steps = warmup_steps  # number of steps (int), or fraction of the training's steps (float)
         self.ruled: Mapping[str, float] = {}
         self.ceiling = 1.0
         self.planned: Mapping[str, float] = {}
@@ -47,7 +47,7 @@ class Densities:
         self.begin_step()
 
     def begin_step(self, progress: float = 1.0) -> None:
-        """Set a warm-up's stage for the next step. .`progress`` is the finished fraction of Adam's warm-up, 0 to 1."""
+        """Set a warm-up's stage for the next step. ``progress`` is the finished fraction of Adam's warm-up, 0 to 1."""
         made, length = max(self._steps.values(), default=0), self._warmup_length
         self._stage = _STAGES if made >= length else _STAGES * made // length
         self._progress = progress
@@ -71,7 +71,7 @@ class Densities:
         return self._compressor.density_of(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Set the number of training steps. After a resume, the number from the checkpoint does not change."""
+        """Set the number of training steps. After a resume, the number from the checkpoint is used."""
         if not self._is_resumed:
             self._total_steps = total_steps
 
@@ -193,7 +193,7 @@ class StepPlanner(Planner):
         costs, ready = _costs_and_times(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
-            # Samples of the first trials count, too. Otherwise a plan that was fast by chance would have one rival.
+            # Samples of the first trials count, too. Otherwise a plan that was fast by chance could win.
             seen |= {stops: [*seen.get(stops, ()), *steps] for stops, steps in contest.items()}
         best = _fastest(seen)
         densities = self._hidden_densities(best, costs, ready) if self._adapts_density and costs is not None else ()

@@ -51,7 +51,7 @@ class Replicas(SharedOnCopy):
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Set the model to the weights that all ranks share, inside the context. All ranks must call this."""
+        """Inside the context, set the model to the weights that all ranks share. All ranks must call this."""
         self.synchronize()
         yield
 
@@ -126,7 +126,7 @@ class ReplicaAverager:
         self.divergence = torch.zeros(())
 
     def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
-        """Make tensors bitwise identical on all ranks, in place. Floats are averaged, other dtypes are rank 0's.
+        """Make tensors bitwise identical on all ranks, in place: average floats, and copy other dtypes from rank 0.
 
         Args:
             tensors: the tensors by name; ``None`` for the whole model.
@@ -184,7 +184,7 @@ class ReplicaAverager:
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         if self._communicator.rank:
             flat.zero_()
-        first = self._communicator.call(Payload("all_reduce", flat))  # Ranks other than 0 add zeros.
+        first = self._communicator.call(Payload("all_reduce", flat))  # rank 0's bytes: other ranks add zeros
         for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
             # view(dtype) requires aligned memory, which clone() allocates.
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
@@ -217,7 +217,7 @@ def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # storage's address, first byte, stop byte
+def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # address of the storage, first byte, stop byte
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
         return None
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -226,7 +226,7 @@ def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # storage's addre
 
 
 def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[tuple[int, int, str]]]) -> bool:
-    """Return whether a tensor has the memory of a trained tensor. Raise an error if only a part of it overlaps."""
+    """Return whether a tensor has the memory of a trained tensor. Raise an error if tensors overlap only in part."""
     place = _place(tensor)
     if place is None or place[0] not in trained:
         return False

@@ -130,7 +130,7 @@ class SharedModel:
         self._away = None
         for name, tensor in self.exchanged().items():
             if name in adopted:
-                shared = self._shared[name]  # stays in fp32 if the module has the rounded values
+                shared = self._shared[name]  # fp32 values that round to the module's values do not change
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
     def exchange(self, inactive: frozenset[str], context: StepContext, steps: int) -> None:
@@ -223,7 +223,7 @@ class SharedModel:
     def swap_out(self, own: bool = True) -> None:
         """End the context :meth:`shown`. With ``own`` restore this rank's tensors, otherwise change no tensor."""
         tensors = self.exchanged()
-        for name, tensor in (self._away or {}).items():  # reset_shared_model() drops the copies
+        for name, tensor in (self._away or {}).items():  # ``None`` after reset_shared_model()
             if own and name in tensors:
                 tensors[name].copy_(tensor)
         self._away = None
@@ -241,7 +241,7 @@ class SharedModel:
             "local": own,
             "beside": self._beside,
             "unshared": unshared,
-            # The model's checkpoint has the shared model only in the dtypes of the parameters, which may be rounded.
+            # The model's checkpoint has rounded values of the shared model. This state has the fp32 values.
             "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
             "momentum": dict(self._momenta),
         }

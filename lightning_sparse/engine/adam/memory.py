@@ -92,7 +92,7 @@ class AdamState:
 
     @property
     def known(self) -> AdamMoments:
-        """``moments``, which must not be ``None``."""
+        """The attribute ``moments``, which must not be ``None`` here."""
         assert self.moments is not None
         return self.moments
 
@@ -125,8 +125,8 @@ class OwnClips:
     world_size: int
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
-    factors: Optional[Tensor] = None  # factors of this step's gradients, one per clip with a norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``: of a rank's gradient, of the mean
+    factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``, of a rank's gradient and the mean
     _together: list[list[str]] = field(default_factory=list)  # for each limit, names of this step's gradients
 
     @property

@@ -253,7 +253,7 @@ class AdamSteps:
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
         groups = [] if is_dense else list(self.counts.groups())
-        # If several optimizers have a parameter, each needs estimated moments, because any optimizer may make the step.
+        # If several optimizers have a parameter, each optimizer needs estimated moments, because any one may step.
         whole = {
             name
             for *_, members in groups

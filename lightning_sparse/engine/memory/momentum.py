@@ -112,7 +112,7 @@ class MomentumMemory(ResidualMemory):
             self._decayed[name] = are_accepted[place] if known is None else known | are_accepted[place]
         if moving and accepted.device.type == "cpu":
             for place, name in zip(moving, some):
-                if are_accepted[place]:  # A swap replaces a copy.
+                if are_accepted[place]:  # A swap of both tensors is faster than a copy.
                     self._momenta[name], self._in_flight[name] = self._in_flight[name], self._momenta[name]
         elif moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted

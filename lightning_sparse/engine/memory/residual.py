@@ -44,7 +44,7 @@ def renamed(state: Any, names: Renaming) -> Any:
 
 
 def rename_in(holder: object, names: Renaming) -> None:
-    """Rename parameters in all attributes of an object that are dictionaries."""
+    """Rename parameters in all dictionaries that are attributes of ``holder``."""
     vars(holder).update({key: renamed(each, names) for key, each in vars(holder).items() if isinstance(each, dict)})
 
 
@@ -90,7 +90,7 @@ class Memory:
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return flat gradients plus residuals in fp32 or wider. Gradients of a wide dtype are changed in place."""
+        """Return flat gradients plus residuals in fp32 or wider. Wide gradients are changed in place."""
         return in_widened(gradients)
 
     def keep(
@@ -326,7 +326,7 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 
 
 def _can_trade(tensor: Tensor, other: Tensor) -> bool:
-    # Only tensors that fill their storages can be swapped. A swapped view would prevent that its storage is freed.
+    # Only tensors that fill their storages are swapped. After a swap, a view would hold the larger storage in memory.
     is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
     return tensor.dtype is other.dtype and all(is_all)
 
@@ -357,7 +357,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Convert gradients to fp32 or wider. Gradients that have a wide dtype are returned without a copy."""
+    """Convert gradients to fp32 or wider. A gradient that is already fp32 or wider is returned without a copy."""
     narrow = [gradient for gradient in gradients if gradient.dtype is not widened(gradient.dtype)]
     if len(narrow) < len(gradients) or len({gradient.dtype for gradient in narrow}) > 1:
         return [gradient.to(widened(gradient.dtype)) for gradient in gradients]

@@ -45,7 +45,7 @@ class ParamOrder:
         self.members = members
         self.places = {each.name: place for place, each in enumerate(members)}
         self.travelling = [each for each in members if each.numel]  # non-empty parameters, which buckets send
-        self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags of use, all set
+        self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags if all are used
 
 
 class Package(NamedTuple):
@@ -104,7 +104,7 @@ class Backward(ABC):
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # begun before the first gradient; callback at end is queued
+        self.is_announced = self.has_end = False  # whether a hook announced it; whether its end is queued
         self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
         self._order = order
@@ -114,8 +114,8 @@ class Backward(ABC):
         self._bucket: list[ParamEntry] = []
         self._bucket_numel = 0
         self._missing: list[_Missing] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient, copy that is exchanged instead)
-        self._own_flags: Optional[Tensor] = None  # reference while a GPU reads the flags
+        self._copied: list[tuple[Tensor, Tensor]] = []  # pairs of a gradient and an exchanged copy
+        self._own_flags: Optional[Tensor] = None  # the sent flags, referenced while a GPU reads
         self._used_by_any: Optional[Tensor] = None  # flags of use by any rank, in the order of exchange
         self._committed: Optional[threading.Event] = None
 
@@ -218,7 +218,7 @@ class Backward(ABC):
         assert gradient is not None
         if self._context.is_sharded:
             return shard_of(parameter, gradient).view_as(local_tensor(parameter))
-        return gradient.detach() if gradient.requires_grad else gradient  # True after create_graph=True
+        return gradient.detach() if gradient.requires_grad else gradient  # after create_graph=True
 
     def _flags(self) -> Tensor:
         all_used = self._order.all_used
@@ -337,14 +337,14 @@ class SparseBackward(Backward):
 
 
 def _shares_memory(parameter: Tensor) -> bool:
-    """Return whether another tensor may share the memory of ``parameter.grad``, for example after ``a + b``."""
+    """Return whether ``parameter.grad`` may share memory with another tensor, as the gradients of ``a + b`` do."""
     assert parameter.grad is not None
     storage = parameter.grad.untyped_storage()
     return storage.nbytes() == parameter.grad.nbytes and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
 
 
 def is_replaceable(flat: Tensor, parameter: Tensor) -> bool:
-    """Return whether ``flat`` is a CPU gradient, ``parameter.grad``, without a graph or an in-place change."""
+    """Return whether ``flat`` is the unchanged memory of ``parameter.grad`` on a CPU, so that a swap is safe."""
     gradient = parameter.grad
     if gradient is None or gradient.requires_grad or gradient._version:
         return False

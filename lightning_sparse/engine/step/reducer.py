@@ -22,8 +22,8 @@ graph_number = torch._C._current_graph_task_id  # returns the running backward's
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # queues a function for the end of backward
 
 SPARSE_LAYOUT = (
-    "the gradient of {name!r} has a sparse layout, which this package does not exchange. Set sparse=False in its layer:"
-    " zeros are not sent."
+    "the gradient of {name!r} has a sparse layout, which this package does not exchange. Set sparse=False in its layer."
+    " A compressed message omits the zeros."
 )
 _TWICE = (
     "the gradient of {name!r} was ready twice in one backward, or the previous backward ended in an error. If"
@@ -66,7 +66,7 @@ class ReducedGradients:
 
     def __init__(self) -> None:
         self.begun: set[Tensor] = set()  # parameters exchanged since their last optimizer step
-        self._means: dict[Tensor, Tensor] = {}  # ``p.grad`` that is exactly a mean
+        self._means: dict[Tensor, Tensor] = {}  # ``p.grad`` to which no backward has added since the exchange
         self._copies: dict[Tensor, Tensor] = {}  # copy of the mean, if a backward may have added to ``p.grad``
         self._taken: dict[Tensor, Tensor] = {}  # means removed from ``p.grad`` while an exchange runs
         self._handles: dict[Tensor, Any] = {}
@@ -185,7 +185,7 @@ class SparseReducer(SharedOnCopy):
         self._used: set[ParamEntry] = set()  # parameters with a gradient since the last exchange
         self._last_graph = -1  # number of the last backward that finalize_backward has ended
         self._model_graph = -1  # number of the backward in which _attend() last ran
-        self._backward: Optional[Backward] = None  # the backward in progress, unless IDLE
+        self._backward: Optional[Backward] = None  # the backward in progress; ``None`` while IDLE
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = NoOpReducer()  # type: ignore[assignment]
 

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     wire: WireFormat
     positions: Sequence[int]  # positions in the bucket
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
-    counts: Sequence[float]  # number of elements to send per parameter; if merged, the total divided by sizes
+    counts: Sequence[float]  # number of elements to send per parameter; if merged, shares of the total by size
     tensors: list[Tensor]  # gradient plus residual of each parameter
     laid: Sequence[Tensor] = ()  # the concatenated tensors, and a buffer for the mean; empty if not merged
     are_used: Sequence[Optional[bool]] = ()  # whether this rank used each parameter; ``None`` if untracked

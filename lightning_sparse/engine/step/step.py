@@ -71,7 +71,7 @@ class StepContext(NamedTuple):
     """Properties of the current step that come from outside the pipeline."""
 
     loss_scale: Optional[Tensor] = None  # scale of the loss, one element; residuals are stored unscaled
-    hyperparameters: Mapping[str, Hyperparameters] = {}  # optimizer settings by parameter name, if any
+    hyperparameters: Mapping[str, Hyperparameters] = {}  # settings by parameter name; empty without an optimizer
     dense: AbstractSet[str] = frozenset()  # names of parameters that are sent dense until Adam is corrected
     warm_up_progress: float = 1.0  # completed fraction of Adam's warm-up, from 0 to 1
     clips: Sequence[Clip] = ()  # clipping of gradients before Adam's update; equal on all ranks
@@ -203,7 +203,7 @@ class Pipeline:
             return
         held = torch.zeros(1, dtype=torch.int64, device=self.levels.inter.device)
         for tensor in arrived:
-            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # 1 separates a zero gradient from none
+            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # the 1 distinguishes a zero gradient from no gradient
         everywhere = self.levels.same_shard.call(Payload("all_gather", held))
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
@@ -218,7 +218,7 @@ class Pipeline:
         if not step:
             return  # no parameter is trained
         finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
-        finite = self.levels.all_of(finite)  # Other ranks of the node have other parts.
+        finite = self.levels.all_of(finite)  # Other ranks of the node checked other parts of gradients.
         self.memory.on_finite(finite)
         # If a value is not finite, an infinite scale makes all gradients non-finite, so no optimizer applies a part.
         scale = self.context.loss_scale

@@ -129,14 +129,14 @@ class LocalGradient(NamedTuple):
     name: str
     gradient: Tensor  # flat view of p.grad, or a copy; commit writes the mean here, or replaces p.grad.data
     is_used: Optional[bool]  # whether backward has added to the gradient on this rank; ``None`` if untracked
-    parameter: Optional[Tensor] = None  # set if commit may replace p.grad.data by other memory
+    parameter: Optional[Tensor] = None  # ``None`` if commit must not replace p.grad.data by other memory
 
 
 class Topology(NamedTuple):
     """The number of all ranks, and of ranks in a node (with two levels) or in a sharded replica."""
 
     world_size: int
-    local_world_size: int = 1  # ranks that divide each gradient and residual; 1 if every rank has all
+    local_world_size: int = 1  # number of ranks that divide each gradient and residual; 1 without division
 
 
 class FlatTopology:

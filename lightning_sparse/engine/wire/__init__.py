@@ -76,7 +76,7 @@ class Wires(NamedTuple):
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
-        """The distinct formats: sparse formats first, dense formats last."""
+        """The distinct wire formats: first the formats of sparse selections, then the formats of dense selections."""
         wires = (self.sparse, self.owners, self.refresh, self.dense)
         return tuple(dict.fromkeys(wire for wire in wires if wire is not None))
 
@@ -101,7 +101,7 @@ class Wires(NamedTuple):
         return self.dense if whole <= owned else self.owners
 
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the transfers of a bucket, see :meth:`WireFormat.transfers`."""
+        """Return the collectives and bytes for a bucket, as :meth:`WireFormat.transfers` does for one format."""
         ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
         for size in sizes:
             wire = self.dense if size.is_dense else self.format_for(size.numel, size.selected)

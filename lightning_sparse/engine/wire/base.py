@@ -65,7 +65,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the transfers of :meth:`exchange` for a bucket, with ``flags`` bytes of usage flags."""
+        """Return the collectives and bytes of :meth:`exchange` for a bucket, with ``flags`` bytes of usage flags."""
 
 
 class LocalFormat(WireFormat):
@@ -79,7 +79,7 @@ class LocalFormat(WireFormat):
         zero = accumulated[0].new_zeros(())
         return ExchangeResult(
             finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
-            used=None if used is None else used.bool(),  # this rank's flags only
+            used=None if used is None else used.bool(),  # only this rank's flags, because no rank sends flags
             means=selection,
             kept=whole([zero.expand_as(tensor) for tensor in accumulated]),
         )

@@ -56,7 +56,6 @@ class Owners:
     keep: float = 4.0
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         if not self.keep >= 1:
             raise ValueError(
                 f"keep={self.keep} must be at least 1. A step averages this multiple of the number of elements that a"

@@ -22,7 +22,7 @@ class UnionFormat(WireFormat):
        also has a usage flag per parameter.
     2. Each rank sends the selected indices in the flattened bucket (all-gather). Indices beyond the last element pad
        each message to the longest message (format: see :mod:`lightning_sparse.functional.elements`).
-    3. All ranks average the values at all of these indices, by
+    3. All ranks average the values at all selected indices, by
        :meth:`~lightning_sparse.engine.wire.reduce.ReduceFormat.average_at`.
 
     Ranks may select different numbers of elements, and the same elements. Without selected elements only phase 1 runs.
@@ -47,7 +47,7 @@ class UnionFormat(WireFormat):
             written = codec.encode(torch.cat([mine.indices, padding]))
             rows = codec.decode((yield Payload("all_gather", message_of([written]))))
         positions = rows.flatten().unique()
-        counts = counts_of(positions, mine.numels)  # excludes the padding, which is beyond the last tensor
+        counts = counts_of(positions, mine.numels)  # number of indices per tensor, without the padding
         result = yield from self._values.average_at(accumulated, positions[: sum(counts)], counts)
         if used is None:
             return result
