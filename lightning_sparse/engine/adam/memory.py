@@ -145,7 +145,6 @@ class OwnClips:
         self.factors = factors_to(torch.stack(limits), total)
 
     def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """Return the norm of a rank's gradient divided by the norm of the mean gradient."""
         none = norms.new_zeros(2)
         squares = [self.squared_norms.get(name, none) for name in names]
         # Parameters without a gradient in this backward do not count.
