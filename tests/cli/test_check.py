@@ -68,18 +68,20 @@ main(["check", *sys.argv[3:]])
 class Ranks:
     """Ranks of the command as torchrun starts them, with a fault and with some of the rows."""
 
-    def __init__(self, folder, fault="", rows=(), ranks=2, limit=100):
+    def __init__(self, folder, fault="", rows=(), ranks=2, limit=100, hosts=1):
         self.output = folder / "check.json"
         (folder / "wrapper.py").write_text(WRAPPER)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "job"}
-        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks // hosts), "OMP_NUM_THREADS": "1"}
         words = [sys.executable, "wrapper.py", fault, ";".join(rows), f"--time={limit}"]
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
         self.processes = []
         for rank in range(ranks):
-            of_rank = {**os.environ, "PYTHONPATH": str(ROOT), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            host, local = divmod(rank, ranks // hosts)
+            places = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(host)}
+            of_rank = {**os.environ, "PYTHONPATH": str(ROOT), **job, **places}
             self.processes.append(subprocess.Popen([*words, f"--output={self.output}"], env=of_rank, **piped))
 
     def end(self):
@@ -133,7 +135,8 @@ def test_rows_pass_and_are_reported(interpreter, tmp_path):
 )
 def test_a_fault_is_named_by_its_row(fault, rows, said, tmp_path):
     others = [] if fault in ("dies", "hangs", "raises") else ["memory bandwidth"]
-    states, printed, failed = Ranks(tmp_path, fault, [*rows, *others], limit=45 if fault == "hangs" else 100).end()
+    limit, hosts = 45 if fault == "hangs" else 100, 2 if fault == "slow" else 1
+    states, printed, failed = Ranks(tmp_path, fault, [*rows, *others], limit=limit, hosts=hosts).end()
     assert list(failed) == rows, printed
     assert re.search(said, failed[rows[0]]), failed
     assert f"FAILED: {rows[0]}" in printed
