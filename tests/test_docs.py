@@ -146,6 +146,7 @@ def test_code_runs(page):
             exec(code, shown)
 
 
+@pytest.mark.exhaustive
 def test_what_the_readme_shows_runs_with_what_its_install_brings(interpreter, tmp_path):
     (diff,), (use,) = (blocks(ROOT / "README.md", shown) for shown in ("diff", "python"))
     code = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))  # after the diff

@@ -101,7 +101,7 @@ def laplace(rank, step, numel):
     return uniform.sign() * -torch.log1p(-2 * uniform.abs().clamp(max=0.4999999))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "gradient", "factor"),
     [

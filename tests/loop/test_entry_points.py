@@ -18,6 +18,7 @@ from tests.helpers.entry_points import (
     through_hugging_face,
     through_the_trainer,
 )
+from tests.helpers.tiers import exhaustive
 
 SETTINGS = {
     "AdamW": {"compressor": "lags", "density": 0.1, "optimizer_correction": AdamCorrection(3, 2, 2)},
@@ -58,6 +59,7 @@ def compiled_in_ddp(net):
     return DistributedDataParallel(compiled(net))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["AdamW", "decaying"])
 @pytest.mark.parametrize("wraps", [(as_it_is, compiled), (compiled_in_ddp, as_it_is)])
 def test_compiled_or_not_a_state_is_the_same(pair, tmp_path, wraps, kind):
@@ -69,7 +71,7 @@ def test_compiled_or_not_a_state_is_the_same(pair, tmp_path, wraps, kind):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
-@pytest.mark.parametrize("saves", ["steps", "epoch"])
+@pytest.mark.parametrize("saves", ["steps", *exhaustive(["epoch"])])
 def test_an_evaluation_of_hugging_faces_trainer_ends_a_round_whatever_saves(pair, tmp_path, saves):
     train = partial(through_hugging_face, steps=SAVED, eval_strategy="epoch")
     ended = pair.run(partial(train, save_strategy="no"), SETTINGS["lags"], tmp_path, False)

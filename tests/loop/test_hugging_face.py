@@ -86,6 +86,7 @@ def stopped_and_resumed(rank, settings, folder, event):
         return through_hugging_face(rank, settings, folder, False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "event"),
     [

@@ -32,7 +32,7 @@ def trained_on(device, given):
     return [parameter.detach().cpu() for parameter in net.parameters()], overflows
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_training_on_a_device_ends_as_on_a_cpu(system, schedule):

@@ -75,14 +75,14 @@ def test_mass_is_conserved(nodes, compressor, exchange, wire):
     assert_balanced(nodes.run(balance, settings_of(compressor, exchange, wire=wire), 4))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @each_way
 def test_density_one_equals_ddp(nodes, compressor, exchange):
     density = None if density_for(compressor) is None else 1.0
     assert_close(nodes.run(train_both, {**settings_of(compressor, exchange), "density": density}, 2))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @each_way
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes, compressor, exchange):
     schedules = ("layerwise", "single", FixedSize(1000))
@@ -91,7 +91,7 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes, compressor,
         assert_same(outcome, first)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("compressor", "exchange", "gap_rank"),
     [("topk", "gather", 0), ("topk", "owners", 3), ("lags", "auto", 0), ("dgc", "gather", 3), ("dense", "auto", 0)],
@@ -100,7 +100,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_anywhere(nodes, compressor,
     assert_nothing_moves(nodes.run(train_with_gaps, settings_of(compressor, exchange), gap_rank))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @each_way
 def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(nodes, compressor, exchange):
     books = nodes.run(train_branches, settings_of(compressor, exchange), 3)  # the last of its node
