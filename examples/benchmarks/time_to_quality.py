@@ -15,7 +15,6 @@ those that are left then count as long as one of its last tenth, or as the mean 
     sudo python examples/benchmarks/time_to_quality.py --networks "r = 3"
     sudo python examples/benchmarks/time_to_quality.py --networks "r = 10" --ways ddp --stop-after 40
     sudo python examples/benchmarks/time_to_quality.py --task gpt
-    python examples/benchmarks/time_to_quality.py --picture time_to_quality.png     # of what is there
 """
 
 import argparse
@@ -189,31 +188,6 @@ def best_without_us(network: str, options: argparse.Namespace) -> Optional[float
     return min((seen.seconds for seen in others if seen is not None), default=None)
 
 
-def draw(options: argparse.Namespace) -> None:
-    """Draw the loss against time, a panel for each network."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(options.networks), figsize=(4 * len(options.networks), 4), sharey=True)
-    for panel, network in zip(axes, options.networks):
-        for number, name in enumerate(options.ways):
-            seen = seen_of(network, name, options)
-            if seen is not None:
-                steps, losses = zip(*_curve(name, seen, options))
-                minutes = [seen.seconds * step / seen.steps / 60 for step in steps]
-                panel.plot(minutes, losses, f"C{number}-" if WAYS[name].is_ours else f"C{number}--", label=name)
-        panel.set(title=network, xlabel="minutes", xlim=(0, None))
-    axes[0].set(ylabel="validation loss")
-    axes[-1].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(options.picture, dpi=120)
-
-
-def _curve(name: str, seen: Seen, options: argparse.Namespace) -> list[tuple[int, float]]:
-    """Return loss by step, which no network changes: where a training was stopped, that over another one."""
-    others = (seen_of(network, name, options) for network in options.networks)
-    return max((each.curve for each in (seen, *others) if each is not None), key=len)
-
-
 def main() -> None:
     """Make the trainings that are missing, and print the table of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -225,7 +199,6 @@ def main() -> None:
     parser.add_argument("--stop-after", type=int, metavar="STEPS", help="make so many of a training's steps")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="make no training, print the table")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="make no training, draw loss against time")
     parser.add_argument("--output", type=Path, default=Path(".benchmarks/time_to_quality"))
     options = parser.parse_args()
     study = STUDIES[options.task]
@@ -233,9 +206,6 @@ def main() -> None:
     options.steps = options.steps or study.steps
     if not study.networks.keys() >= set(options.networks):
         parser.error(f"--networks of --task {options.task}: {', '.join(study.networks)}")
-    if options.picture is not None:
-        draw(options)
-        return
     for network, name in [] if options.table else product(options.networks, options.ways):
         if not _path(network, name, options).exists():
             train(network, name, options)

@@ -57,6 +57,7 @@ class Progress(Callback):
     Args:
         learner: that is trained.
         steps: of the whole training.
+        stop_after: number of steps after which the training stops.
 
     Attributes:
         seconds: since training began.
@@ -64,7 +65,8 @@ class Progress(Callback):
         curve: steps and validation loss; of rank 0 alone.
     """
 
-    def __init__(self, learner: Learner, steps: int) -> None:
+    def __init__(self, learner: Learner, steps: int, stop_after: int) -> None:
+        self._stop_after = stop_after
         self.curve: list[tuple[int, float]] = []
         self.seconds = self.step_seconds = self._border = 0.0
         self._learner, self._every = learner, max(1, steps // 10)
@@ -83,6 +85,8 @@ class Progress(Callback):
                 learner = self._learner
                 self.curve.append((trainer.global_step, scored(learner.learnable, learner.network)))
                 print(f"whole training  {trainer.global_step} {self.seconds:.0f} s {self.curve[-1][1]:.4f}", flush=True)
+        # With a smaller max_steps, the warm-up would be that of a shorter training.
+        trainer.should_stop = trainer.global_step >= self._stop_after
         self._resumed = time.perf_counter()
 
 
@@ -118,11 +122,11 @@ def main() -> None:
     if options.paced:
         paced = PACED[options.paced]
         pace(learner.network, options.slower * paced.forward_seconds, options.slower * paced.backward_seconds)
-    progress = Progress(learner, run.steps)
+    progress = Progress(learner, run.steps, options.stop_after)
     trainer = trainer_of(
         row_of(run, options.arguments),
         run.ranks,
-        max_steps=options.stop_after,
+        max_steps=run.steps,
         gradient_clip_val=learner.task.clip_norm,
         callbacks=[progress],
     )
