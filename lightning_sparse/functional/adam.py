@@ -1,7 +1,7 @@
-"""Adam's arithmetic on flat tensors: only at non-zero elements if a mean has few, otherwise on whole tensors.
+"""Adam's arithmetic on flat tensors, with a shortcut for mean gradients that have few non-zero elements.
 
-A CPU processes each tensor alone, in pieces that fit in the cache, so that the result does not depend on other tensors.
-A GPU processes many tensors per kernel launch, with bounded temporary memory.
+On a CPU, each tensor is processed alone, in pieces that fit in the cache, so that no result depends on other tensors.
+On a GPU, a kernel launch processes many tensors. Temporary memory is bounded.
 """
 
 import math
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-Tensors = Sequence[Tensor]  # flat
+Tensors = Sequence[Tensor]  # flat tensors
 
-# Weight of a gradient's square in the divisor of this gradient, relative to Adam. For the GPT of the benchmarks at
-# density 0.01, the loss was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. Without this term, some trainings
-# did not recover from outliers.
+# Weight of the squared gradient in the divisor of a gradient; 1 is the weight in Adam. For the GPT of the benchmarks at
+# density 0.01, the loss was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. With a weight of 0, some
+# trainings did not recover from outliers.
 _OUTLIERS = 4.0
 _CACHED_ELEMENTS = 1 << 16  # elements per piece; pieces of four tensors take 1 MiB, a core's share of the cache
 _BATCH_ELEMENTS = 1 << 26  # elements per batch on a GPU, with 256 MiB of temporary memory
@@ -27,7 +27,7 @@ _FEW = 12  # elements per non-zero element; above this ratio, only non-zero elem
 
 
 class AdamScalars(NamedTuple):
-    """Numbers of one parameter's step, with the bias ``weight = 1 - beta2 ** step`` of the second moment."""
+    """Adam's constants for one parameter at one step. ``weight = 1 - beta2 ** step`` is the second moment's bias."""
 
     beta2: float
     weight: float
@@ -35,12 +35,12 @@ class AdamScalars(NamedTuple):
 
     @property
     def root_weight(self) -> float:
-        """Divisor that corrects the bias of the root of the second moment."""
+        """The divisor that corrects the bias of the second moment's square root."""
         return math.sqrt(self.weight)
 
 
 class _Held(local):
-    """One buffer per thread and dtype, of the size of a piece. A reused buffer is in the cache already."""
+    """One buffer of ``_CACHED_ELEMENTS`` elements per thread and dtype. A reused buffer is already in the cache."""
 
     def __init__(self) -> None:
         self.by_type: dict[torch.dtype, Tensor] = {}
@@ -50,7 +50,7 @@ _held = _Held()
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of equally long flat tensors, in the first tensor's dtype, each time with an undefined buffer."""
+    """Yield pieces of flat tensors of equal size, cast to the first tensor's dtype, and an uninitialized buffer."""
     dtype = tensors[0].dtype
     if dtype not in _held.by_type:
         _held.by_type[dtype] = torch.empty(_CACHED_ELEMENTS, dtype=dtype)
@@ -60,7 +60,7 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _batches(tensors: Tensors, *others: Sequence[Any]) -> Iterator[tuple[list[Any], ...]]:
-    """Yield batches of tensors that share a kernel launch, with the matching entries of equally long lists."""
+    """Split tensors into batches of one kernel launch each, and split the lists ``others`` at the same positions."""
     starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
     members = zip(starts, zip(tensors, *others))
     for _, batch in groupby(members, key=lambda member: member[0] // _BATCH_ELEMENTS):
@@ -77,14 +77,14 @@ def accumulate_updates(
     """Divide gradients by Adam's divisor and add the residual updates ``r``, in place.
 
     The result is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / world_size) + eps)``, with bias correction. The second
-    moment ``v`` is some steps old, and has the bias of that step. The second term under the root limits the update of a
-    gradient that ``v`` does not contain yet. Non-finite values stay non-finite.
+    moment ``v`` was computed some steps ago, and has the bias of that step. The second term under the root limits the
+    update of a gradient that ``v`` does not contain yet. Non-finite values stay non-finite.
 
     Args:
         gradients: flat gradients ``g``, overwritten by the result.
         waiting: residual updates ``r``.
         seconds: second moments ``v``.
-        scalars: numbers of each parameter's step.
+        scalars: Adam's constants for each parameter.
         world_size: number of ranks.
     """
     squares = [_OUTLIERS * (1 - each.beta2) * each.weight / world_size for each in scalars]
@@ -102,7 +102,7 @@ def accumulate_updates(
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, added)
         small = [number for number, gradient in enumerate(some) if gradient.numel() < _LARGE]
-        for number in set(range(len(some))) - set(small):  # temporaries of one tensor instead of the model
+        for number in set(range(len(some))) - set(small):  # separate calls avoid temporaries of the model's size
             gradient = some[number]
             torch.addcdiv(rests[number], gradient, roots[number], value=divisors[number], out=gradient)
         if small:
@@ -111,23 +111,23 @@ def accumulate_updates(
 
 
 class LookedUp(NamedTuple):
-    """Positions of a mean's few non-zero elements, and Adam's numbers at these positions."""
+    """Indices of the few non-zero elements of a mean, and roots of Adam's second moment at these indices."""
 
-    places: Tensor  # int64, flat, with possible duplicates
+    places: Tensor  # flat int64 indices, possibly with duplicates
     roots: Tensor  # roots of the second moment, without bias correction
     divisors: Tensor  # roots with bias correction, plus ``eps``
 
 
 def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> dict[int, LookedUp]:
-    """Look up second moments at the positions of means with few elements.
+    """Return roots of second moments at the non-zero elements of each sparse mean, by the mean's position.
 
     Args:
-        places: positions of non-zero elements, by tensor.
-        updates: flat tensors for the means. Tensors with many non-zero elements have no entry in the result.
+        places: indices of the non-zero elements of each mean.
+        updates: flat buffers for the means. A mean with many non-zero elements has no entry in the result.
         seconds: second moments.
-        scalars: numbers of each parameter's step.
+        scalars: Adam's constants for each parameter.
     """
-    alike: defaultdict[Any, dict[int, Tensor]] = defaultdict(dict)  # tensors for one call
+    alike: defaultdict[Any, dict[int, Tensor]] = defaultdict(dict)  # one call reads all tensors of a group
     for number, (chosen, tensor) in enumerate(zip(places, updates)):
         if chosen.numel() * _FEW < tensor.numel():
             alike[scalars[number], tensor.dtype, seconds[number].dtype][number] = chosen
@@ -141,14 +141,14 @@ def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequen
 
 
 def few_to_gradients(updates: Tensors, found: Mapping[int, LookedUp]) -> None:
-    """Multiply updates with few non-zero elements by Adam's divisor, in place."""
+    """Convert sparse Adam updates to gradients, in place: multiply the non-zero elements by Adam's divisor."""
     if found:
         places = {number: each.places for number, each in found.items()}
         _write(updates, places, torch.cat([each.divisors for each in found.values()]).mul_(_read(updates, places)))
 
 
 def to_gradients(updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> None:
-    """Multiply updates by Adam's divisor, in place."""
+    """Convert Adam updates to gradients, in place: multiply all elements by Adam's divisor."""
     if updates and _is_on_cpu(updates):
         for update, second, one in zip(updates, seconds, scalars):
             for values, squares, root in _pieces(update, second):
@@ -181,9 +181,9 @@ def apply_updates(
     Args:
         parameters: flat parameters.
         gradients: mean gradients.
-        arrived: positions of non-zero elements, if known. Not used if a gradient has other non-zero elements.
+        arrived: indices of each gradient's non-zero elements, or ``None``. Ignored if a gradient is non-zero elsewhere.
         seconds: second moments.
-        scalars: numbers of each parameter's step.
+        scalars: Adam's constants for each parameter.
         rate: learning rate.
         shrinkage: factor of decoupled weight decay.
     """
@@ -230,12 +230,12 @@ def _typed(tensors: Tensors, likes: Tensors) -> list[Tensor]:
 
 
 def _of_zeros_elsewhere(gradients: Tensors, found: Mapping[int, LookedUp]) -> dict[int, LookedUp]:
-    """Return entries of gradients that are zero at all other positions, or below 1e-22 with a square of zero."""
+    """Return the entries of gradients that are zero at all other indices. A magnitude below 1e-22 counts as zero."""
     places = {number: each.places for number, each in found.items()}
     held = _read(gradients, places)
     for number, chosen in places.items():
         gradients[number].index_fill_(0, chosen, 0)
-    norms = torch._foreach_norm([gradients[number] for number in places])  # several times faster than a count
+    norms = torch._foreach_norm([gradients[number] for number in places])  # several times faster than counting
     _write(gradients, places, held)
     return {number: found[number] for number, rest in zip(places, torch.stack(norms).tolist()) if rest == 0}
 

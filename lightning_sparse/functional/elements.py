@@ -1,10 +1,10 @@
 """Operations on elements of flat tensors: copy, round, add, and write indices in few bytes.
 
-An index is written as an offset in a block, and each block has the number of indices in the block. With blocks of
-65 536 elements an offset has 2 bytes, and a number 4. Above a density of about 0.8 %, blocks of 256 elements are
-cheaper: 1 byte and 2 bytes. Below 0.003 %, an index has 4 bytes, because most blocks would be empty. Sizes follow from
-``numel`` and ``count``, so ranks need not exchange sizes. Tensors that are adjacent in memory share one call. For the
-many small tensors of a bucket, kernel launches cost more than the elements.
+An index is written as an offset in a block. Each block also has a count, the number of indices in the block. With
+blocks of 65 536 elements, an offset takes 2 bytes and a count 4. Above a density of about 0.8 %, blocks of 256 elements
+take less: 1 byte per offset and 2 per count. Below 0.003 %, an index takes 4 bytes, because most blocks would be empty.
+Sizes follow from ``numel`` and ``count``, so ranks need not exchange sizes. One call processes tensors that are
+adjacent in memory, because kernel launches cost more than the elements of small tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,24 +16,24 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-Counts = tuple[int, ...]  # numbers of elements, by tensor
+Counts = tuple[int, ...]  # number of elements of each tensor
 
-# For at most _FEW elements, put_ adds in order and needs one call instead of three. With about 30 000 elements, torch
-# adds in several threads, in any order.
+# For at most _FEW elements, put_ adds in order and needs one call; index_add_ needs three. With about 30 000 elements,
+# put_ adds in several threads, in any order.
 _FEW = 1 << 12
-_FEW_ROWS = 16  # rows; up to here one call per row is faster than one call that sorts
-_ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of this
+_FEW_ROWS = 16  # rows; up to 16 rows, one index_add_ per row is faster than one index_put_, which sorts
+_ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of 16
 
 
 def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes, uint8 ``[world_size, nbytes]``, as another dtype: a copy, and therefore aligned."""
+    """Copy bytes, uint8 ``[world_size, nbytes]``, and view the copy as another dtype. The copy's address is aligned."""
     if not wires.numel():
         return wires.new_empty(*wires.shape, dtype=dtype)  # torch cannot view an empty tensor as a wider dtype
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or any other tensor unchanged, in the same memory."""
+    """Return the local shard of a DTensor, or a plain tensor detached. The result shares the memory of ``tensor``."""
     if not hasattr(tensor, "to_local"):
         return tensor.detach()
     with torch.no_grad():
@@ -42,12 +42,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the local tensors of a model's parameters, by name, in the same memory."""
+    """Return the :func:`local_tensor` of each parameter of a model, by name."""
     return {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
 
 
 def as_dtensor(held: Tensor, like: Any) -> Tensor:
-    """Return a DTensor like ``like`` with ``held`` as the local shard, or ``held`` if ``like`` is no DTensor."""
+    """Return ``held`` as the local shard of a new DTensor like ``like``. If ``like`` is no DTensor, return ``held``."""
     if not hasattr(like, "to_local"):
         return held
     form = {"run_check": False, "shape": like.shape, "stride": like.stride()}
@@ -56,7 +56,7 @@ def as_dtensor(held: Tensor, like: Any) -> Tensor:
 
 
 def flatten_as(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
-    """Return a tensor flattened in memory order, as DDP flattens a gradient, or in the memory order of ``like``."""
+    """Flatten a tensor in memory order, as DDP flattens a gradient, or, if given, in the memory order of ``like``."""
     if like is not None and not has_layout_of(tensor, like):
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -78,7 +78,7 @@ def laid_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def copy_elements(source: Tensor, out: Tensor) -> Tensor:
-    """Copy elements in order from a tensor of any shape, with optional padding at the end, into a flat tensor."""
+    """Copy a tensor of any shape into the flat tensor ``out``, in order. Surplus elements of ``source`` are padding."""
     if source.numel() == out.numel():
         out.view(source.shape).copy_(source)
         return out
@@ -86,14 +86,14 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
 
 
 def shard_numel(numel: int, world_size: int, multiple: int = 1) -> int:
-    """Return the size of each rank's shard of ``numel`` elements, a multiple of ``multiple``."""
+    """Return the elements per rank if ``numel`` elements are sharded, rounded up to a multiple of ``multiple``."""
     return -(-numel // (world_size * multiple)) * multiple
 
 
 def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Write flat tensors into ``[world_size, columns]``, in place. Each tensor has one shard in every row.
+    """Divide each flat tensor into one shard per rank, and write each rank's shards into one row of ``rows``, in place.
 
-    The last shards of a tensor and the last columns are padded with zeros.
+    The end of each tensor and the last columns are padded with zeros.
 
         >>> cut_into(torch.empty(2, 4), [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])])
         tensor([[1., 2., 4., 0.],
@@ -108,8 +108,8 @@ def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tens
 
 
 def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean over the first dimension, summed in order, in ``dtype``. Rows of this dtype are overwritten."""
-    # The division comes first, so that a sum of large values stays finite.
+    """Return the mean of rows in ``dtype``. Rows are added in order. ``rows`` with this dtype are overwritten."""
+    # Each row is divided before the addition, so that a sum of large values stays finite.
     if rows.dtype is dtype:  # one division for all rows, because with many ranks every call counts
         mean, *rest = rows.div_(len(rows)).unbind()
         for row in rest:
@@ -122,9 +122,9 @@ def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
-    """Add the elements of several ranks to a flat tensor, in place, rank by rank.
+    """Add sparse values of several ranks to the flat tensor ``out``, in place, one rank after another.
 
-    ``indices`` are int64 ``[world_size, count]``, like ``values``, and distinct in each row.
+    ``indices`` (int64) and ``values`` have shape ``[world_size, count]``. The indices of a row are distinct.
 
         >>> add_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0, 2], [1, 2]]), torch.zeros(3))
         tensor([1., 3., 6.])
@@ -134,7 +134,7 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
             return out.put_(indices, values, accumulate=True)
         return out.index_add_(0, indices.flatten(), values.flatten())
     if len(indices) > _FEW_ROWS:
-        # index_put_ sorts by index, so all ranks add in the same order; index_add_ of all rows does not guarantee that.
+        # index_put_ sorts by index, so all ranks add in the same order. index_add_ of all rows has no fixed order.
         return out.index_put_((indices.flatten(),), values.flatten(), accumulate=True)
     for row, row_values in zip(indices, values):
         out.index_add_(0, row, row_values)
@@ -144,7 +144,7 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a floating-point dtype. A finite value out of range becomes the largest finite value.
 
-    The caller stores the difference in the residual, so that the part beyond the range of float16 is sent later.
+    The caller adds the difference to the residual, so that the part beyond the range of float16 is sent later.
     Infinities and NaN do not change, so that a gradient scaler detects a non-finite gradient.
 
         >>> round_to(torch.tensor([1.0001, -1e6, float("inf")]), torch.float16)
@@ -153,7 +153,7 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype:
         return values
     limit = torch.finfo(dtype).max
-    values = values.to(torch.promote_types(values.dtype, dtype))  # the limit is exact in this dtype
+    values = values.to(torch.promote_types(values.dtype, dtype))  # the promoted dtype represents the limit exactly
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
@@ -166,19 +166,19 @@ def all_finite(values: Tensor) -> Tensor:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the size of a message of ``nbytes`` bytes, rounded up so that the next message is aligned."""
+    """Round the size of a message up to a multiple of 16 bytes, so that the next message in memory is aligned."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def message_of(sections: Sequence[Tensor]) -> Tensor:
-    """Concatenate sections, uint8 ``[..., nbytes]``, with padding to an aligned size."""
+    """Concatenate the sections of a message, uint8 ``[..., nbytes]``, and pad the message to an aligned size."""
     nbytes = sum(section.shape[-1] for section in sections)
     padding = sections[0].new_zeros(*sections[0].shape[:-1], aligned(nbytes) - nbytes)
     return torch.cat([*sections, padding], dim=-1)
 
 
 class IndexCodec(NamedTuple):
-    """Format of ``room`` ascending indices below ``numel``. A block has ``2 ** block_bits`` elements."""
+    """Encoding of ``room`` ascending indices, each below ``numel``, in blocks of ``2 ** block_bits`` elements."""
 
     block_bits: int
     offset_dtype: torch.dtype
@@ -188,15 +188,15 @@ class IndexCodec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the indices, or 0 if ``room`` is 0."""
+        """The number of bytes of the encoded indices."""
         return self.room * self.offset_dtype.itemsize + self._blocks * self.count_dtype.itemsize
 
     def encode(self, indices: Tensor) -> Tensor:
-        """Write indices, int64 ``[room]``, as uint8 ``[nbytes]``."""
+        """Encode indices, int64 ``[room]``, as uint8 ``[nbytes]``."""
         return self.encode_rows(indices.unsqueeze(0)).squeeze(0)
 
     def encode_rows(self, indices: Tensor) -> Tensor:
-        """Write several rows of indices, int64 ``[rows, room]``, as uint8 ``[rows, nbytes]``."""
+        """Encode several rows of indices, int64 ``[rows, room]``, as uint8 ``[rows, nbytes]``."""
         rows, blocks = len(indices), self._blocks
         starts = torch.arange(rows * blocks + 1, device=indices.device) << self.block_bits
         laid = indices
@@ -207,7 +207,7 @@ class IndexCodec(NamedTuple):
         return torch.cat([offsets.view(torch.uint8), counts.view(torch.uint8)], dim=1)
 
     def decode(self, wires: Tensor) -> Tensor:
-        """Read the indices of all ranks, uint8 ``[world_size, nbytes or more]``, as int64 ``[world_size, room]``."""
+        """Decode the indices of all ranks, uint8 ``[world_size, nbytes or more]``, to int64 ``[world_size, room]``."""
         world_size, count = len(wires), self.room
         offset_bytes = count * self.offset_dtype.itemsize
         offsets = read_as(wires[:, :offset_bytes], self.offset_dtype)
@@ -232,14 +232,15 @@ _FORMS = ((16, torch.int16, torch.int32), (8, torch.uint8, torch.int16), (32, to
 
 
 def index_codec(numel: int, count: int) -> IndexCodec:
-    """Return the narrowest codec for ``count`` indices below ``numel``."""
+    """Return the codec that encodes ``count`` indices below ``numel`` in the fewest bytes."""
     return min((IndexCodec(*form, numel, count) for form in _FORMS), key=lambda codec: codec.nbytes)
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
     """Find runs of tensors that are adjacent in memory. The tensors are flat, contiguous, nonempty, of one dtype.
 
-    Yields the index of the first tensor of a run, the end index, and one flat tensor that shares the run's memory.
+    Yields, for each run, the index of the first tensor, the index after the last tensor, and a flat view of all
+    tensors.
     """
     first = 0
     while first < len(tensors):
@@ -247,7 +248,7 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
         storage = head.untyped_storage()
         start, stop = head.data_ptr(), first + 1
         end, limit = start + head.nbytes, storage.data_ptr() + storage.nbytes()
-        # Memory behind the end may by chance belong to another storage.
+        # The memory after a storage may by chance belong to the next tensor's storage. A run ends with the storage.
         while stop < len(tensors) and tensors[stop].data_ptr() == end and end < limit:
             end += tensors[stop].nbytes
             stop += 1
@@ -256,7 +257,7 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
 
 
 class _Known(local):
-    """A cache per thread of numbers on a device. Only the CUDA stream that made a copy may read the copy."""
+    """A per-thread cache of numbers copied to a device. Only the CUDA stream that made a copy may read the copy."""
 
     def __init__(self) -> None:
         self.copied_to = lru_cache(maxsize=512)(
@@ -275,12 +276,12 @@ def copied_to(numbers: Counts, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=512)
 def starts_of(numels: Counts) -> Counts:
-    """Return the offset of each tensor in the concatenation, and the end of the last tensor."""
+    """Return the offset of each tensor in a concatenation of tensors, followed by the total number of elements."""
     return tuple(accumulate(numels, initial=0))
 
 
 def counts_of(indices: Tensor, numels: Counts) -> Counts:
-    """Return the number of sorted indices in each of several concatenated tensors. Synchronizes with a GPU."""
+    """Count the sorted indices that lie in each tensor of a concatenation. Synchronizes with a GPU."""
     places: list[int] = torch.searchsorted(indices, copied_to(starts_of(numels), indices.device)).tolist()
     return tuple(last - first for first, last in pairwise(places))
 

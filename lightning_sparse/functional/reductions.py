@@ -16,13 +16,13 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
         norms: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float()
         if not norms.isinf().any():
             return norms
-    # fp32 overflows above a norm of 1.8e19. A GPU always uses float64, because a check would synchronize.
+    # fp32 overflows above a norm of 1.8e19. A GPU always uses float64, because a check for overflow would synchronize.
     wide: Tensor = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64))
     return wide.float()
 
 
 def norm_of_all(norms: Tensor) -> Tensor:
-    """Return the fp32 norm ``[]`` of the concatenation of tensors with the given norms."""
+    """Combine the norms of several tensors to the norm of all elements, fp32 ``[]``."""
     if norms.device.type == "cpu":
         norm: Tensor = norms.norm()
         if not norm.isinf():
@@ -32,29 +32,29 @@ def norm_of_all(norms: Tensor) -> Tensor:
 
 
 _PIECE = 1 << 18  # elements per piece on a CPU: temporaries fit in the cache, and fp32 counts are exact
-_DEVICE_PIECE = 1 << 26  # elements per piece on a GPU: launches cost more, so temporaries have up to 256 MiB
+_DEVICE_PIECE = 1 << 26  # elements per piece on a GPU: kernel launches are expensive, so temporaries may take 256 MiB
 
 
 def sign_totals(tensor: Tensor) -> Tensor:
-    """Return sum and number of all positive magnitudes, and of all negative magnitudes: rows of float64 ``[2, 2]``.
+    """Return the sum of magnitudes and the number of positive and of negative elements, as rows of float64 ``[2, 2]``.
 
-    A non-finite element makes a sum non-finite. A CPU adds the elements of a piece in fp32 (half the time) if the dtype
-    is not wider, and the sums of pieces in float64. The error is a few fp32 roundings.
+    A non-finite element makes a sum non-finite. If the dtype is not wider than fp32, a CPU adds the elements of a piece
+    in fp32, which takes half the time, and the sums of pieces in float64. The error is a few fp32 roundings.
 
         >>> sign_totals(torch.tensor([1.0, 0.0, -2.0, 3.0]))
         tensor([[4., 2.],
                 [2., 1.]], dtype=torch.float64)
     """
-    is_host = tensor.device.type == "cpu"  # a check on a GPU would synchronize
+    is_host = tensor.device.type == "cpu"  # on a GPU, the check below would synchronize
     sums = _sums_by_sign(tensor, torch.promote_types(tensor.dtype, torch.float32) if is_host else torch.float64)
-    if is_host and not sums.isfinite().all():  # large magnitudes overflow fp32, as in a norm
+    if is_host and not sums.isfinite().all():  # large magnitudes overflow fp32
         sums = _sums_by_sign(tensor, torch.float64)
     positive, negative, signs, positives = sums.double().sum(dim=1)
     return torch.stack([positive, positives, negative.abs(), positives - signs]).view(2, 2)
 
 
 def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums of positive elements, negative elements, signs and positive signs of each piece, ``[4, pieces]``."""
+    """Return sums of positive elements, negative elements, signs and positive signs, ``[4, pieces]``."""
     parts = tensor.split(_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE)
     room = torch.empty_like(parts[0])
     sums = torch.empty(4, len(parts), dtype=dtype, device=tensor.device)
@@ -68,12 +68,12 @@ def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """Add ``above`` to positive and ``below`` to negative elements, each ``[]``. Non-finite shifts affect all elements.
+    """Add ``above`` to positive elements and ``below`` to negative elements. A non-finite shift affects all elements.
 
-    ``out`` may be the tensor itself.
+    Both shifts have shape ``[]``. ``out`` may be ``tensor``.
     """
     shifted = torch.empty_like(tensor) if out is None else out
-    # Shifts are multiplied by masks. Zero times a finite shift is exactly zero; an infinite shift shows as NaN.
+    # Each shift is multiplied by a mask. Where the mask is zero, a finite shift adds zero, and an infinite shift NaN.
     if tensor.device.type == "cpu":
         up, down = float(above), float(below)
         positives, negatives = torch.empty_like(tensor[:_PIECE]), torch.empty_like(tensor[:_PIECE])
@@ -99,7 +99,7 @@ def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) 
     return [shift_by_sign(tensor, above, below) for tensor in tensors]
 
 
-# A bin is given by the upper 11 bits of fp32 magnitudes, which preserve the order. Values differ by at most 1/8.
+# The upper 11 bits of an fp32 magnitude are the index of a bin. Magnitudes in a bin differ by at most 1/8.
 _BIN_BITS = 11
 _SHIFT = 31 - _BIN_BITS
 _CPU_CHUNK = 1 << 17  # elements per pass on a CPU: copies (half a MiB each) stay in a second-level cache
@@ -107,7 +107,7 @@ _DEVICE_CHUNK = 1 << 23  # elements per pass on a GPU, 32 MiB; each pass synchro
 
 
 def magnitude_histogram(tensor: Tensor) -> Tensor:
-    """Count magnitudes, int64 ``[2048]``: eight bins per power of two, from zero up. Synchronizes with a GPU."""
+    """Return a histogram of magnitudes, int64 ``[2048]``, with eight bins per power of two. Synchronizes with a GPU."""
     histogram = torch.zeros(1 << _BIN_BITS, dtype=torch.int64, device=tensor.device)
     for piece in tensor.split(_CPU_CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK):
         bins = piece.abs().float().view(torch.int32).bitwise_right_shift_(_SHIFT)
@@ -116,10 +116,11 @@ def magnitude_histogram(tensor: Tensor) -> Tensor:
 
 
 def magnitude_quantile(histogram: Tensor, count: int) -> float:
-    """Return the magnitude that about ``count`` elements reach (0 if fewer exist), from a float64 sum of histograms.
+    """Return the magnitude that about ``count`` elements reach, or 0 if fewer elements are non-zero.
 
-    Within a bin, the logarithm of the count is interpolated linearly in the logarithm of the magnitude. At densities
-    around 0.001 of a normal distribution the error is about 2 % of the count.
+    ``histogram`` has dtype float64. Within a bin, the logarithm of the count is interpolated linearly in the logarithm
+    of the magnitude. At densities around 0.001 of a normal distribution the error is about 2 % of the count. the
+    logarithm of the magnitude. At densities around 0.001 of a normal distribution the error is about 2 % of the count.
 
         >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001)).double()
         >>> round(magnitude_quantile(counted, 100), 2)
@@ -127,7 +128,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """
     histogram = histogram.cpu()
     reaching = histogram.flip(0).cumsum(0).flip(0)
-    # The highest bin with `count` elements in this bin and above. This bin has elements, or the next bin would do.
+    # Chosen is the highest bin with `count` elements in this and higher bins. The chosen bin is therefore not empty.
     chosen = int(torch.searchsorted(-reaching, -count, right=True)) - 1
     if chosen <= 0:
         return 0.0
@@ -136,20 +137,20 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     limit = torch.finfo(torch.float32).max
     lower, upper = edges.nan_to_num_(nan=limit, posinf=limit).tolist()
     reaching_lower, reaching_upper = (*reaching[chosen : chosen + 2].tolist(), 0.0)[:2]
-    # Half an element replaces zero elements, which have no logarithm.
+    # Zero elements have no logarithm and count as half an element.
     share = math.log(reaching_lower / count) / math.log(reaching_lower / max(reaching_upper, 0.5))
     return float(lower * (upper / lower) ** share)
 
 
-_CHUNK = 1 << 20  # elements widened at a time, so that a large tensor needs no copy of the same size
+_CHUNK = 1 << 20  # elements per chunk; only a chunk is widened to int64, so no copy has the size of a large tensor
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64: multiples spread over all bits
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum, modulo ``2 ** 64``, of the bits of each element times a factor of the index, as int64 ``[]``.
+    """Return a checksum, int64 ``[]``: the sum modulo ``2 ** 64`` of each element's bits times a factor of the index.
 
-    One changed element always changes the result (factors are odd). Several cancel with probability ``2 ** -64``.
+    One changed element always changes the sum, because factors are odd. Several cancel with probability ``2 ** -64``.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -1,15 +1,15 @@
 """The exact ``count`` largest magnitudes of flat tensors, without a sort.
 
-On a CPU a cheap vectorised pass first discards nearly all elements, and only the rest is compared:
+On a CPU a cheap vectorised pass first discards nearly all elements. Only the remaining elements are compared:
 
-* Low densities: the tensor has blocks of 64 elements. The ``count`` blocks with the largest maxima contain a
-  top-``count`` set. No other element exceeds one of these ``count`` maxima. For a large tensor, a sample of the maxima
-  gives a threshold. Only blocks with a maximum above this threshold are examined, and of these only elements above.
+* Low densities: the tensor is divided into blocks of 64 elements. The ``count`` blocks with the largest maxima contain
+  a top-``count`` set, because no other element exceeds one of these maxima. For a large tensor, a sample of the maxima
+  gives a threshold. Only elements above the threshold, in blocks with a maximum above the threshold, are compared.
 * Higher densities: a strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or
-  many elements are equal), ``torch.topk`` decides.
+  many elements are equal), ``torch.topk`` selects among all elements.
 
-On a GPU ``torch.topk`` decides, without a synchronization. Results depend only on the tensor. Tensors of equal size
-share kernel launches, which cost more than small tensors.
+On a GPU ``torch.topk`` selects among all elements, without a synchronization. Results depend only on the tensor.
+Tensors of equal size share kernel launches, which cost more than small tensors.
 """
 
 import math
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64  # elements, 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
-_BLOCK_MARGIN = 4  # minimum number of blocks per selected element; with fewer, too few blocks are discarded
-_FEW_BLOCKS = 1 << 15  # elements; block maxima do not pay for smaller tensors
+_BLOCK_MARGIN = 4  # minimum number of blocks per selected element; a smaller number discards too few blocks
+_FEW_BLOCKS = 1 << 15  # elements; for smaller tensors, block maxima save no time
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
-_SAMPLE_STRIDE = 8  # minimum stride; a denser sample costs more time than the surplus candidates
+_SAMPLE_STRIDE = 8  # minimum stride of a sample; a denser sample costs more time than surplus candidates
 _SAMPLE = 1 << 16  # elements in a sample: the rank of the threshold is exact to about 1 %
-_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; a miss still costs one torch.topk
+_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; if it is still too high, torch.topk runs
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB), which stay in a core's second-level cache between two passes
-_FEW = 1 << 12  # elements; for smaller tensors the number of calls matters more than the number of passes
-_WORD = 8  # boolean flags read as one int64
+_FEW = 1 << 12  # elements; for smaller tensors, the number of torch calls determines the time
+_WORD = 8  # boolean flags; eight are read as one int64
 _SURPLUS = 2  # largest number of candidates per selected element; with more, a selection among candidates is slow
 
 
@@ -72,7 +72,7 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
 
 
 def _is_sparse(numel: int, count: int) -> bool:
-    """Return whether the maxima of blocks are enough to exclude nearly all elements."""
+    """Return whether block maxima exclude nearly all elements."""
     return numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel
 
 
@@ -111,7 +111,7 @@ def _by_sampled_maxima(tensor: Tensor, count: int) -> Tensor:
     kept = _reaching_largest(torch.cat([heads, tensor[body:]]) if tensor.numel() > body else heads, threshold, count)
     assert kept is not None  # each of at least `count` blocks has an element above the threshold
     place = kept // _BLOCK
-    starts = torch.cat([blocks, torch.tensor([maxima.numel()])])  # the last entry is the tail after the blocks
+    starts = torch.cat([blocks, torch.tensor([maxima.numel()])])  # the last start belongs to the tail after the blocks
     return kept.add_(starts.index_select(0, place).sub_(place).mul_(_BLOCK))
 
 
