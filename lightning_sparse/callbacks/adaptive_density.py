@@ -22,7 +22,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
-_CHANGE = 1.25  # factor of change from which a density is logged again
+_CHANGE = 1.25  # minimum factor of change after which a density is logged again
 
 
 class AdaptiveDensity(StepObserver):
@@ -31,7 +31,7 @@ class AdaptiveDensity(StepObserver):
     A parameter gets the largest of the rules' densities and the user's density. The strategy's warm-up and plan may
     raise this density. Checkpoints have the state of the rules. When a density has changed by a quarter, loggers get
     ``sparse_parameters/density/<parameter name>``, unless ``CompressionMonitor(by_parameter=True)`` logs the same.
-    TensorBoard also gets a table with reasons. Rank 0 logs a line when other rules raise densities.
+    TensorBoard also gets a table with reasons. Rank 0 logs a line when the set of rules that raise densities changes.
 
     Args:
         rules: a list of :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`
@@ -75,7 +75,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._finish_step(trainer)  # an earlier callback may save before this callback has read the step
+        self._finish_step(trainer)  # an earlier callback may save before this callback has processed the step
         checkpoint[_KEY] = [{"rule": type(rule).__name__, "state": rule.state_dict()} for rule in self.rules]
 
     @override
@@ -103,9 +103,9 @@ class AdaptiveDensity(StepObserver):
         engine, now = engine_of(trainer), (step_of(trainer), trainer.current_epoch)
         if engine is None or now == self._decided_at:
             return
-        # Targets of frozen parameters stay: rules have states of parameters that may be unfrozen later.
+        # Targets of frozen parameters remain, because rules have states of parameters that may be unfrozen later.
         self._targets = {**self._targets, **engine.target_densities()}
-        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # plans may have changed
+        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # the plan may have changed densities
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, engine)
         self._decided_at, self._has_measured = now, False
@@ -137,7 +137,8 @@ class AdaptiveDensity(StepObserver):
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
         present, logged = engine.present_densities(), {**self._targets, **self._logged}
         if not all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
-            # The strategy's warm-up or plan may set a larger density than the rules. Then no rule decides.
+            # The strategy's warm-up or plan may set a larger density than the rules. In this case, no rule sets the
+            # density.
             deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
             self._report(trainer, deciding, present, context.step)
 

@@ -1,4 +1,4 @@
-"""The base class of callbacks: choice of observed steps, checks of the strategy, and reductions over ranks."""
+"""The base class of callbacks, which chooses observed steps and checks the strategy, and reductions over ranks."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule,
 
 
 class StepObserver(Callback):
-    """Observe some optimizer steps of a sparse strategy. :meth:`observes` chooses before the first batch of a step."""
+    """Observe some optimizer steps of a sparse strategy. :meth:`observes` is called before a step's first batch."""
 
     every_n_steps: Optional[int] = None  # steps between observations; ``None`` for the Trainer's ``log_every_n_steps``
     works_on_shards = False  # whether sharded models are supported
@@ -24,15 +24,15 @@ class StepObserver(Callback):
     _steps_before = 0
 
     def observes(self, trainer: Trainer, step: int) -> bool:
-        """Return whether to observe a step. All ranks must return the same."""
+        """Return whether to observe a step. All ranks must return the same value."""
         every: int = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
         return every > 0 and (step + 1) % every == 0
 
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        """Request measurements of the next step from the engine."""
+        """Request the engine's measurements of the next step."""
 
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
-        """Process the measurements of the observed step. All ranks call this."""
+        """Process the measurements of the observed step. All ranks call this method."""
         raise NotImplementedError
 
     @override
@@ -65,13 +65,13 @@ class StepObserver(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # A step of several batches (gradient accumulation) needs only a single request.
+        # With gradient accumulation, a single request covers all batches of a step.
         if not self._is_observed:
             self._steps_before = trainer.global_step
             self._is_observed = self.observes(trainer, step_of(trainer))
             engine = engine_of(trainer)
             if self._is_observed and engine is not None:
-                engine.worker.drain()  # otherwise the worker might apply the request to the previous step
+                engine.worker.drain()  # otherwise the worker thread might apply the request to the previous step
                 self.before_step(trainer, engine)
 
     @override
@@ -86,7 +86,7 @@ class StepObserver(Callback):
             engine = engine_of(trainer)
             if engine is not None:
                 engine.worker.drain()
-                if engine.rounds is None:  # the exchange of a round samples local steps
+                if engine.rounds is None:  # with local steps, sampling lasts until the round's exchange
                     engine.recorder.stop_sampling()
                     engine.memory.is_watched = False
                 self.after_step(trainer, engine, step_of(trainer))
@@ -128,13 +128,13 @@ _REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
 
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
-    """Reduce each value over ranks. With local steps, return this rank's values, because ranks do not meet then."""
+    """Reduce each value over ranks. With local steps, return this rank's values, because ranks do not synchronize."""
     rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, zip(*rows))}
 
 
 def facts_over_ranks(engine: Engine, samples: ParameterSamples) -> dict[str, ParameterFacts]:
-    """Return facts of each parameter. Norms are root mean squares over ranks, or over nodes on two levels."""
+    """Return sizes and norms of each parameter. Norms are root mean squares over ranks (with two levels: nodes)."""
     facts, shares = samples.facts(), engine.levels.local_world_size if engine.rounds is None else 1
     rows = {
         (name, place): fact if place < 2 else shares * fact**2

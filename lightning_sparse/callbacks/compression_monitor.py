@@ -22,7 +22,7 @@ from lightning_sparse.strategy.lightning import LightningModule, Trainer
 class CompressionMonitor(StepObserver):
     """Log statistics of compression as scalars ``sparse/<name>``, at the Trainer's ``log_every_n_steps``.
 
-    The page on monitoring lists the scalars. Most are means over ranks and over the steps since the last logged step.
+    The page on monitoring lists the scalars. Most scalars are means over ranks and over the steps since the last log.
     With local steps, rank 0's values are logged. A logged step reads gradients and residuals once more, runs a small
     all-gather, and waits for the GPU. With another strategy, such as ``"ddp"``, the monitor warns and logs nothing.
 
@@ -42,7 +42,7 @@ class CompressionMonitor(StepObserver):
     def __init__(self, progress_bar: bool = False, by_parameter: bool = False) -> None:
         self.progress_bar = progress_bar
         self.by_parameter = by_parameter
-        self.works_on_shards = not by_parameter  # facts by parameter need whole parameters
+        self.works_on_shards = not by_parameter  # statistics of a parameter need the whole parameter
         self._began = 0.0
 
     @override
@@ -51,7 +51,7 @@ class CompressionMonitor(StepObserver):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plan: Any = ()  # last logged plan, () before the first
+        self._plan: Any = ()  # last logged plan; () before the first plan
         self._totals: dict[str, float] = {}  # the engine's totals at the last logged step
         self._samples, self._began = 0.0, perf_counter()
         if not trainer.loggers and not self.progress_bar:
@@ -80,7 +80,7 @@ class CompressionMonitor(StepObserver):
         records = [each for each in engine.recorder.records if not each.is_logged]
         samples = engine.recorder.last_samples
         if not records or (samples is None and not records[-1].is_dense):
-            return  # no samples: a round of local steps continues, or the engine was rebuilt after the request
+            return  # no samples exist while a round of local steps continues, or after the engine was rebuilt
         stats = over_ranks(engine, self._statistics(engine, records))
         stats = {name: value for name, value in stats.items() if not math.isnan(value)}
         scalars = {f"sparse/{name}": value for name, value in stats.items()}
@@ -107,7 +107,7 @@ class CompressionMonitor(StepObserver):
             stats[kind] = (stats[f"total_{kind}"] - before.get(f"total_{kind}", 0.0)) / steps
         stats["log10_density"] = math.log10(stats["density"]) if stats["density"] > 0 else math.nan
         ours = compressed(records)
-        if engine.rounds is None:  # local steps do not time backward
+        if engine.rounds is None:  # with local steps, backward is not timed
             stats["backward_seconds"] = mean_of(ours, lambda each: each.backward_seconds)
         stats["commit_seconds"] = mean_of(ours, lambda each: each.seconds("commit"))
         stats |= {"step_seconds": seconds / steps, "samples_per_second": self._samples / seconds}
@@ -118,7 +118,7 @@ class CompressionMonitor(StepObserver):
             return stats
         if engine.memory.corrects_adam:
             stats |= {name: float(each) for name, each in engine.memory.statistics().items()}
-        # Residuals of a corrected Adam hold updates. Only parameters of the last exchange have update norms.
+        # With the Adam correction, residuals hold updates. Only parameters of the last exchange have update norms.
         facts, name = samples.facts(), "residual_to_gradient"
         if "update_error" in stats:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"
@@ -130,7 +130,7 @@ class CompressionMonitor(StepObserver):
 def _log_plan(trainer: Trainer, engine: Engine, record: StepRecord, step: int) -> None:
     strategy: Any = trainer.strategy
     rows = [(len(each.names), f"`{each.names[0]}`", each.elements, each.wire_bytes) for each in record.buckets]
-    note = engine.planner.plan or "buckets are not planned, or their plan is still being measured"
+    note = engine.planner.plan or "there is no plan of buckets, or plans are still being measured"
     text = f"{describe(strategy.settings)}; ranks: {trainer.world_size}; {note}"
     log_table(trainer, "sparse/plan", [("parameters", "first", "elements", "bytes"), *rows], step, text)
 

@@ -52,7 +52,7 @@ class MomentumCorrection(StepObserver):
             raise ValueError("MomentumCorrection is for torch.optim.SGD: replace Adam by SGD, or remove the callback")
         if engine_of(trainer) is None and self._correction != ErrorFeedback(True, FROM_OPTIMIZER, masks_momentum=False):
             rank_zero_warn(
-                "MomentumCorrection has no effect on 1 process: set momentum in the optimizer, clipping in Trainer"
+                "MomentumCorrection has no effect on 1 process: set momentum in the optimizer and clipping in Trainer"
             )
 
     @override

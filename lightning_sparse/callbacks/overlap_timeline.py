@@ -15,7 +15,7 @@ from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, PyTorchProfiler, Trainer
 
-_STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # later than the trial steps of ``schedule="merged"``
+_STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # default steps, after the trials of ``schedule="merged"``
 _WORKER = {"select": "#f0b429", "encode": "#8d6e63", "exchange": "#2186eb", "commit": "#3f9142"}
 _ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # rows of the picture, with colours
 
@@ -49,7 +49,7 @@ class OverlapTimeline(StepObserver):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        directory = Path(trainer.log_dir or ".")  # reading log_dir broadcasts from rank 0: all ranks must read
+        directory = Path(trainer.log_dir or ".")  # log_dir is broadcast from rank 0, so all ranks must read log_dir
         self._target = directory / "overlap.json" if self.path is None else Path(self.path)
         self._has_recorded = False
 
@@ -59,7 +59,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # torch runs one
+        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # one at a time
             self._profile = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             self._profile.start()
 

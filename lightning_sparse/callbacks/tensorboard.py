@@ -34,7 +34,7 @@ _CHARTS = {
 
 
 def log_layout(trainer: Trainer, shown: Container[str]) -> None:
-    """Define charts of the statistics in ``shown``. TensorBoard reads a tag as a regular expression, hence ``$``."""
+    """Define charts for statistics in ``shown``. Tags end in ``$``, because TensorBoard reads regular expressions."""
     some = {category: {name: charts[name] for name in charts if name in shown} for category, charts in _CHARTS.items()}
     layout = {key: {title: ["Multiline", [f"sparse/{name}$"]] for name, title in some[key].items()} for key in some}
     for logger in trainer.loggers:

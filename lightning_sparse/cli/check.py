@@ -18,7 +18,7 @@ from lightning_sparse.cli.probes import Probes
 
 
 def check(args: Sequence[str]) -> None:
-    """Run the rows under torchrun or SLURM, or else start local processes. Exit with status 1 if a row has failed."""
+    """Run all checks, if necessary in new local processes. Exit with status 1 if a check has failed."""
     options = _parsed(args)
     if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ:
         logging.disable(logging.WARNING)
@@ -37,7 +37,7 @@ def _parsed(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("lightning-sparse check", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     devices = torch.cuda.device_count() or 1
-    add("--devices", type=int, default=devices, help="local processes, without torchrun and srun")
+    add("--devices", type=int, default=devices, help="number of local processes, without torchrun and srun")
     add("--time", type=float, default=60.0, help="time limit of the command in seconds, default %(default)g")
     add("--output", type=Path, help="a JSON file for the report, such as check.json")
     add("--parameters", help="trained parameters of your model, such as 124M, for advice; needs --compute")

@@ -12,15 +12,15 @@ from lightning_sparse.schedule.network import dense_bytes
 REASONS = {
     "ddp": "the exchange is short beside the computation",
     "bf16 hook": "half the bytes are enough; pass torch's bf16_compress_hook to Lightning's DDPStrategy",
-    "sparse_auto": "the faster one depends on the overlap of exchange and backward, so sparse_auto times both",
+    "sparse_auto": "DDP or LAGS-SGD is faster, which depends on the overlap with backward; sparse_auto times both",
     "sparse_lags": "the network is the bottleneck",
     "local steps": "compressed gradients would delay each step, too; see sparse_diloco and sparse_loco",
 }
-PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over memory (4 bytes per parameter), see docs/choose-a-strategy.md
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # added passes over memory (4 bytes per parameter), see docs/choose-a-strategy.md
 BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
-_SELECTIONS = 7  # most selections that a rank receives: owners replace the gather on many ranks
+_SELECTIONS = 7  # most selections that a rank receives; on more ranks, exchange="owners" replaces "gather"
 _LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round, and ratio of local steps to DDP's steps for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -53,7 +53,7 @@ class Estimate(NamedTuple):
         return self.exchange / self.compute
 
     def steps(self, hidden: float = BACKWARD) -> dict[str, float]:
-        """Return seconds per step for each way to train: the keys of ``REASONS`` except ``sparse_auto``.
+        """Return seconds per step for each way to train. The keys are those of ``REASONS`` without ``sparse_auto``.
 
         Args:
             hidden: share of the computation during which an exchange can run.
@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
 
     @property
     def strategy(self) -> str:
-        """The fastest way, or ``sparse_auto`` if a dense exchange is fastest with overlap, and LAGS-SGD without.
+        """The fastest way to train, or ``sparse_auto`` if overlap decides between a dense exchange and LAGS-SGD.
 
         >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1).strategy for r in (0.1, 0.9, 3, 300)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']

@@ -52,7 +52,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # not `batch`: a resumed loader repeats it
+        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # a resumed loader would repeat `batch`
         words = (words.view(-1, 1) * 31 + torch.arange(8, device=self.device) * (rank + 1)) % 211
         hidden = torch.tanh(self.first(self.embedding(words)))
         hidden = self.coarse(hidden.to(self.coarse.weight.dtype)).float()
@@ -90,7 +90,7 @@ class Probes:
         self._ranks, self.rows = ranks, Rows(dist.get_rank(), names, options.time, options.output)
 
     def table(self) -> dict[str, Callable[[], str]]:
-        """Return the function of each row, by name, in order."""
+        """Return the function for each row of the report, by name, in order."""
         accumulated = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_steps": _STEPS // 2}
         of_two: dict[str, Callable[[], str]] = {
             "one seed, one model": lambda: self._agreement(_OddModel(_SGD)),
@@ -125,7 +125,7 @@ class Probes:
         ranks = dict(zip(self.rows.names, all_gather_object(found)))
         self.rows.environment = {"time_limit": self._options.time, "ranks": ranks}
         if apart := [name for name, each in ranks.items() if each["versions"] != versions]:
-            raise ValueError(f"{', '.join(apart)}: other versions than {versions} on this rank; install the same")
+            raise ValueError(f"{', '.join(apart)}: versions differ from {versions} on this rank; install equal ones")
         count = f"{self._ranks} ranks on {self._trainer['num_nodes']} hosts"
         return f"{count}, {backend}, {self._device.type} {kind}, {network or 'default network interface'}, {versions}"
 
@@ -144,7 +144,7 @@ class Probes:
         return f"the same parameters on {self._ranks} ranks"
 
     def _equals_ddp(self, optimizer: Any = _SGD, **more: Any) -> str:
-        # Three or more ranks sum in another order than DDP. Rounding to bfloat16 would magnify the difference.
+        # On three or more ranks, DDP sums in another order. Rounding to bfloat16 would magnify the difference.
         dtype = torch.bfloat16 if self._ranks == 2 else torch.float32
         ddp, ours, sparse = (_OddModel(optimizer, dtype) for _ in range(3))
         self._fit("ddp_find_unused_parameters_true", ddp, **more)
@@ -153,7 +153,7 @@ class Probes:
             self._fit(SparseDDPStrategy("lags", 0.01), sparse, **more)
         apart, name = _difference(ours, ddp)
         if not apart <= (0 if self._ranks == 2 else _CLOSE):
-            raise ValueError(f"{name} differs from DDP's by {apart:.2g} of its largest element")
+            raise ValueError(f"{name} differs from DDP by {apart:.2g} of the largest element")
         return f"the largest relative difference is {apart:.2g}"
 
     def _replicas(self, **settings: Any) -> str:
@@ -161,7 +161,7 @@ class Probes:
         if "levels" in settings and not 1 < local < self._ranks:
             raise NotApplicableError(f"{local} of {self._ranks} ranks on each host: no second level")
         if "exchange" in settings and self._ranks < 3:
-            raise NotApplicableError("needs three processes: two own nothing that a gather does not send")
+            raise NotApplicableError("needs three processes: with two, owners send the same as a gather")
         model = _OddModel(_SGD)
         density = self._fit(SparseDDPStrategy("lags", 0.01, **settings), model).strategy.compression_stats()["density"]
         self._agreement(model)
@@ -192,8 +192,8 @@ class Probes:
             shutil.rmtree(path.parent, ignore_errors=True)
         apart, name = _difference(resumed, whole)
         if apart:
-            raise ValueError(f"{name} differs from that of a training without a pause by {apart:.2g}")
-        return f"bitwise that of a training without a pause, after step {_STEPS // 2}"
+            raise ValueError(f"{name} differs from a training without a pause by {apart:.2g}")
+        return f"bitwise identical to a training without a pause after step {_STEPS // 2}"
 
     def _copies(self) -> str:
         line, words = self._measured("", [32_000_000], lambda n: partial(torch.ones(n).copy_, torch.ones(n)))
@@ -213,7 +213,7 @@ class Probes:
         message, answer = torch.ones(1 << 20, device=self._device), torch.ones(1, device=self._device)
         rank, own = dist.get_rank(), dict[tuple[int, int], float]()
         for sender, receiver in ((ring[at], ring[(at + by) % len(ring)]) for at in range(len(ring)) for by in (1, -1)):
-            # A receiver that is late would time a copy from its buffer, not the network.
+            # Only the sender's times count: a late receiver would time a copy from a buffer, not the network.
             if rank == sender:
                 trips = self._times(partial(_trip, dist.send, message, dist.recv, answer, receiver), 3)
                 own[sender, receiver] = 8 * message.nbytes / min(trips)

@@ -17,20 +17,20 @@ from lightning_sparse.engine.store import default_store
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 6.0  # time without a heartbeat after which a rank counts as dead
-_GRACE_SECONDS = 10.0  # after a failure on a rank, time for all other ranks to finish the same check
-_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # code of a waiting rank
+_GRACE_SECONDS = 10.0  # time for all other ranks to finish a check after one rank has failed
+_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # code that waits for other ranks
 
 
 class NotApplicableError(Exception):
-    """The reason why a row cannot run here."""
+    """The reason why a check cannot run on these machines."""
 
 
 class Rows:
-    """Run rows on all ranks, for at most ``limit`` seconds. Rank 0 prints each row and writes all rows to ``output``.
+    """Run checks (rows of a report) on all ranks, for at most ``limit`` seconds. Rank 0 prints and stores the report.
 
     Attributes:
         names: name of each rank, with the host.
-        environment: further entries of the report in ``output``.
+        environment: further entries of the report in the file ``output``.
         deadline: end of the time limit, by ``time.monotonic()``.
     """
 
@@ -40,10 +40,10 @@ class Rows:
         self._name, self._failure, self._is_over = "", "", threading.Event()
         self.deadline, self._patience = time.monotonic() + limit, math.inf
         self._store, self._watched = default_store().clone(), default_store().clone()  # threads cannot share a store
-        self._store.set_timeout(timedelta(days=1))  # instead, the watching thread enforces `limit`
+        self._store.set_timeout(timedelta(days=1))  # the watching thread enforces `limit` instead
 
     def run(self, table: Mapping[str, Callable[[], str]]) -> int:
-        """Run the function of each row. Return the command's exit status: 1 if a row has failed, else 0."""
+        """Run the function of each row. Return the exit status of the command: 1 if a row has failed, else 0."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would not run inside a collective
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends SIGTERM before other ranks report a dead rank
         self._beat()
@@ -129,7 +129,7 @@ class Rows:
         if now < min(self.deadline, self._patience) and not silent:
             return ""
         causes = silent or [rank for rank, (_, state, _) in enumerate(beats) if state != "waits"] or range(len(beats))
-        end = ", died" if silent else ", had not ended it when the time was over"
+        end = ", died" if silent else ", had not ended the check when the time was over"
         texts = [place if state == "failed" and not silent else place + end for _, state, place in beats]
         return "; ".join(f"{self.names[rank]}: {texts[rank]}" for rank in causes)
 

@@ -46,7 +46,7 @@ class A2SGD(Compressor):
 
     def __init__(self, param_sync_every: Optional[int] = 50) -> None:
         if param_sync_every is not None:
-            checked_count("param_sync_every", param_sync_every, "steps (None: replicas drift apart for ever)")
+            checked_count("param_sync_every", param_sync_every, "steps (None: only at validation, checkpoints and end)")
         self.param_sync_every = param_sync_every
         self._positions: dict[str, int] = {}
         self._totals: dict[str, Tensor] = {}
@@ -58,7 +58,7 @@ class A2SGD(Compressor):
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
-        # Totals are computed during backward and summed at the end of the step.
+        # Each gradient's totals are computed during backward. finish_step() adds the totals of all gradients.
         self._totals.update(zip(names, map(sign_totals, accumulated)))
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 
@@ -68,15 +68,15 @@ class A2SGD(Compressor):
     ) -> Sequence[Selection]:
         local = self._local_means()
         received = all_gather(local)
-        # The shift is relative to the rounded means that this rank sent. If all ranks have equal gradients, it is 0.
+        # Shifts are relative to the rounded means that this rank sent. Equal gradients on all ranks give zero shifts.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
-        # The shift is in place, because no other code reads the local gradient that ``means`` contains.
+        # ``means`` contains the local gradient. No other code reads this gradient, so the gradient is shifted in place.
         shifted = shift_each_by_sign([mean.values for mean in means], above, -below)
         return [mean._replace(values=values) for mean, values in zip(means, shifted)]
 
     def _local_means(self) -> Tensor:
-        # A sum in order of definition does not depend on the buckets.
+        # Totals are added in order of definition, so that the sum does not depend on the buckets.
         totals = [self._totals[name] for name in sorted(self._totals, key=self._positions.__getitem__)]
         self._totals = {}
         sums, counts = torch.stack(totals).sum(dim=0).unbind(dim=1)

@@ -28,8 +28,8 @@ class ErrorFeedback(NamedTuple):
         masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking).
         clip_norm: largest norm of the mean gradient, or ``None``. Before accumulation, every rank clips the local
             gradient to ``clip_norm / sqrt(world_size)``.
-        rescale_on_lr_change: whether the residual has the unit of an update (learning rate times gradient). A new
-            learning rate then does not change the effect of older gradients.
+        rescale_on_lr_change: whether a new learning rate rescales the residual, so that older gradients act with the
+            earlier rate.
         decay: factor of the residual before a gradient is added. Requires a memory that stores only the residual.
     """
 
@@ -55,7 +55,7 @@ class ErrorFeedback(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """Limits of clipping: of the mean gradient's norm, and of an element's magnitude. ``None`` is no limit."""
+    """Limits for gradient clipping: the mean gradient's norm, and an element's magnitude. ``None`` means no limit."""
 
     norm: Optional[float] = None
     value: Optional[float] = None
@@ -90,15 +90,15 @@ class ModelLayout(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole model."""
+        """Number of elements of all exchanged parameters."""
         return sum(self.numels)
 
     def positions(self) -> dict[str, int]:
-        """Return the index of each name in the order of definition."""
+        """Return the index of each parameter in the order of definition, by name."""
         return {name: position for position, name in enumerate(self.names)}
 
     def starts(self) -> dict[str, int]:
-        """Return the offset of each parameter in the flattened model."""
+        """Return the offset of each parameter in the flattened model, by name."""
         return dict(zip(self.names, accumulate(self.numels, initial=0)))
 
 
@@ -121,7 +121,7 @@ Gather = Callable[[Tensor], Tensor]
 
 
 class Compressor(ABC):
-    """Select the elements of each accumulated gradient that are sent.
+    """Select the elements to send from each accumulated gradient (gradient plus residual).
 
     A subclass must define :meth:`select`, ``default_density`` and ``wire_format``. :meth:`select` calls no collective
     and changes no argument. The selection of a tensor does not depend on other tensors (except with
@@ -144,8 +144,8 @@ class Compressor(ABC):
         replicas_diverge: whether ranks apply different updates.
         param_sync_every: steps between averages of diverged parameters over ranks; ``None`` for never.
         feedback: settings of error feedback.
-        adaptive_density: whether the planner may raise a density if backward hides the longer exchange. Requires a
-            ``dense_wire_format``, and a method that accepts any density.
+        adaptive_density: whether ``schedule="merged"`` may raise a density if backward hides the longer exchange.
+            Requires a ``dense_wire_format``, and a method that accepts any density.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -175,11 +175,11 @@ class Compressor(ABC):
         return
 
     def density_of(self, name: str, density: float) -> float:
-        """Return the density of a parameter for the ``density`` of the model."""
+        """Return the density of one parameter if the model has the given ``density``."""
         return density
 
     def least_density(self, density: float) -> float:
-        """Return the smallest density of any parameter for the ``density`` of the model."""
+        """Return the smallest density of any parameter if the model has the given ``density``."""
         return density
 
     def begin_step(self, density: float) -> None:
@@ -191,9 +191,9 @@ class Compressor(ABC):
         """Return a selection of elements to send for each tensor of a bucket.
 
         Args:
-            names: parameter names.
-            accumulated: gradient plus residual of each parameter, flat and read-only. With
-                ``selects_across_bucket``, a single tensor for all parameters.
+            names: names of the bucket's parameters.
+            accumulated: gradient plus residual of each parameter, flat and read-only. With ``selects_across_bucket``, a
+                single tensor for all parameters.
             counts: number of elements per tensor for the current density.
         """
 
@@ -208,11 +208,11 @@ class Compressor(ABC):
 
         Args:
             names: parameter names in the order of the exchange.
-            means: mean of each parameter, from :class:`~lightning_sparse.engine.wire.base.ExchangeResult`; return
-                the argument itself for unchanged means.
+            means: mean gradient of each parameter, from :class:`~lightning_sparse.engine.wire.base.ExchangeResult`;
+                return the argument itself for unchanged means.
             finite: bool ``[]`` on the host or a device. If false, the step is skipped and the state must not change.
             all_gather: gathers a tensor ``[n]`` of equal size from all ranks as ``[world_size, n]``. All ranks must
-                call this equally often.
+                call the function equally often.
         """
         return means
 

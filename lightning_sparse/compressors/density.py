@@ -83,8 +83,8 @@ class DensityRule(ABC):
 class Warmup(DensityRule):
     """Lower the density to the user's target, exponentially in steps, as in Deep Gradient Compression.
 
-    At step ``k`` of a warm-up of ``n``, a density of ``d`` is ``d ** ((k + 1) / (n + 1))`` (arXiv 1712.01887, which
-    counts epochs).
+    At step ``k`` of ``n`` steps of warm-up, ``d ** ((k + 1) / (n + 1))`` replaces the target ``d`` (arXiv 1712.01887,
+    which counts epochs).
 
     Args:
         length: number of optimizer steps of the warm-up.
@@ -120,9 +120,9 @@ class Warmup(DensityRule):
 
 
 _SLACK = 0.7  # the density falls if the error is below this fraction of the budget
-_MAX_RAISE = 2.0  # largest factor of a density per measurement
-_MAX_LOWERING = 1.25  # largest divisor of a density per measurement, small because the residual grows slowly
-_FALLING = 0.9  # an error below this fraction of the last error is falling: an earlier raise still has an effect
+_MAX_RAISE = 2.0  # largest factor by which one measurement raises a density
+_MAX_LOWERING = 1.25  # largest divisor of a density in one measurement; small, because the residual grows slowly
+_FALLING = 0.9  # an error below this fraction of the last error is falling, so the density is not raised further
 
 
 class ErrorBudget(DensityRule):
@@ -130,9 +130,9 @@ class ErrorBudget(DensityRule):
 
     With Adam and AdamW the error is the norm of the residual of updates over the norm of a step's update.
 
-    Each measurement changes densities. If an error exceeds the budget, the layer's density is multiplied by ``error /
-    budget``, at most by 2, unless the error is already falling. If an error is below 0.7 of the budget, the density is
-    divided by at most 1.25. An error settles in about ``1 / density`` steps. Zero or non-finite norms change nothing.
+    Each measurement changes densities. If an error exceeds the budget and is not already falling, the layer's density
+    is multiplied by ``error / budget``, at most by 2. If an error is below 0.7 of the budget, the density is divided by
+    at most 1.25. An error settles in about ``1 / density`` steps. Zero or non-finite norms change nothing.
 
     Args:
         budget: largest error. ``CompressionMonitor`` logs the error, also without this rule: ``update_error`` with Adam

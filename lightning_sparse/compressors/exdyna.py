@@ -1,4 +1,4 @@
-"""ExDyna: each rank searches a partition of the model, of equal load. MiCRO is an earlier method of fixed partitions.
+"""ExDyna: each rank searches one partition of the model. All partitions have equal loads, or in MiCRO equal sizes.
 
 Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGrid 2024
 (arXiv 2402.13781); "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
@@ -21,11 +21,11 @@ from lightning_sparse.functional.topk import indices_reaching_each, top_k_indice
 
 _SMALLEST = 2.0**-126  # smallest normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
-_GAIN = 0.05  # gain of the control loop: settles in about 25 steps, and three times as much oscillates
-_MIN_GAIN = _GAIN / 100  # enough for nearly constant gradients, which take hundreds of steps to reach the threshold
-_CALMING = 0.5  # factor of the gain if the density swings
-_RECOVERY = 1.05  # factor of the gain if the density does not swing
-_CHANCE = 2.0  # standard deviations; smaller changes of the density are chance, no swing
+_GAIN = 0.05  # gain of the control loop; density settles in about 25 steps, and oscillates with three times this gain
+_MIN_GAIN = _GAIN / 100  # minimum of the gain; enough for nearly constant gradients, which settle in hundreds of steps
+_CALMING = 0.5  # factor of the gain after a step in which the density swings
+_RECOVERY = 1.05  # factor of the gain after any other step
+_CHANCE = 2.0  # standard deviations; smaller changes of the density count as chance, not as a swing
 _LARGEST_STEP = 0.1  # largest change of ln(threshold) in a step
 _FAR_OFF = 2.0  # if a selection is this many times too large or small, a new histogram replaces small steps
 _SIGMAS = 4.0  # standard deviations; smaller deviations of the count may be chance, and cause no new histogram
@@ -60,7 +60,7 @@ class ExDyna(Compressor):
 
     default_density: ClassVar[Optional[float]] = 0.01
     wire_format: ClassVar[str] = "union"
-    rebalances: ClassVar[bool] = True  # whether partitions follow the loads; otherwise the sizes are equal
+    rebalances: ClassVar[bool] = True  # whether partitions have equal loads; otherwise, equal sizes
 
     def __init__(self) -> None:
         self._density = self.default_density or 1.0
@@ -86,7 +86,7 @@ class ExDyna(Compressor):
         owned = self._partitions.owned(self._layout.rank, self._step)
         starts = [self._starts[name] for name in names]
         ranges = [_within(owned, start, tensor.numel()) for start, tensor in zip(starts, accumulated)]
-        # If a tensor has a non-finite element, in any partition, select only this element: all ranks skip the step.
+        # If a tensor has a non-finite element in any partition, select only this element, so all ranks skip the step.
         spoilt = _first_not_finite(accumulated)
         ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
         pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
@@ -103,7 +103,7 @@ class ExDyna(Compressor):
         return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
 
     def _measure(self, piece: Tensor, start: int) -> Tensor:
-        """Return indices of a piece's largest elements, in proportion to the size. Add the piece to the histogram."""
+        """Select a piece's largest elements, in proportion to the piece's size, and add the piece to the histogram."""
         numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
         # The counts are differences of a running total, so the counts of all pieces of the model add up to `wanted`.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
@@ -154,7 +154,7 @@ class ExDyna(Compressor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the threshold (0: none), gain and error of the loop, the partitions, and block loads."""
+        """Return the step, the threshold (0 for none), the control loop's gain and error, partitions, block loads."""
         cuts = torch.tensor(self._partitions.cuts, device="cpu")
         threshold, gain, error = self._threshold
         state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
@@ -195,7 +195,8 @@ class ThresholdState(NamedTuple):
         swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
         gain = max(_MIN_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
         is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
-        # ``self.error`` is 0 after a step with a histogram. That step sent all large elements, so now there are fewer.
+        # ``self.error`` is 0 after a step with a histogram. That step sent all large elements, so a small count is
+        # normal.
         if self.error and is_far_off and abs(selected - wanted) >= _SIGMAS * math.sqrt(wanted):
             return ThresholdState(None, gain)
         step = max(-_LARGEST_STEP, min(_LARGEST_STEP, gain * error))
@@ -203,13 +204,13 @@ class ThresholdState(NamedTuple):
 
 
 class Partitions(NamedTuple):
-    """Partitions of the flat model, a partition per rank."""
+    """Partitions of the flat model: one partition for each rank."""
 
-    edges: tuple[int, ...]  # offset of each block, ascending, and the end of the last block
-    cuts: tuple[int, ...]  # first block of each partition, ascending, and the number of blocks
+    edges: tuple[int, ...]  # offset of each block in the flat model, ascending, and the end of the last block
+    cuts: tuple[int, ...]  # index of each partition's first block, ascending, and the number of blocks
 
     def owned(self, rank: int, step: int) -> tuple[int, int]:
-        """Return the first element and the end of a rank's partition in a step. Partitions rotate among ranks."""
+        """Return the start and end of the elements that a rank searches in a step. Partitions rotate among ranks."""
         partition = (step + rank) % (len(self.cuts) - 1)
         return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
 
@@ -255,7 +256,7 @@ def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
 def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
     """Return the index (int64 ``[1]``) of a non-finite element of each tensor, or ``None``."""
     # The norm is the fastest pass over all elements. A finite norm proves that all elements are finite. An infinite
-    # norm may be an overflow. The host waits for the result, as for the number of selected elements.
+    # norm may be an overflow. The host waits for the norms, and later for the number of selected elements.
     are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
     return [None if is_finite else _not_finite(tensor) for tensor, is_finite in zip(tensors, are_finite)]
 
@@ -280,7 +281,7 @@ class MiCRO(ExDyna):
     """Send elements that reach a common threshold. Each rank searches an equal part of the model.
 
     MiCRO is :class:`~lightning_sparse.compressors.ExDyna` with partitions of fixed size. If one partition has most of
-    the large elements, messages have much padding, because all have the size of the largest.
+    the large elements, messages have much padding, because all messages have the size of the largest message.
     """
 
     rebalances: ClassVar[bool] = False

@@ -15,7 +15,7 @@ class OMGS(TopK):
     Layers of a bucket compete, so the result depends on the schedule. With a layer per bucket this is layer-wise top-k,
     and with a single bucket top-k of the whole model. Differences from the paper or the released code:
 
-    * Residuals are stored per parameter, so that new buckets lose nothing.
+    * Residuals are stored per parameter, so that a change of buckets loses no residual.
     * Values and indices of a bucket are a single message instead of two.
     * A layer that a rank did not use in a step does not compete on this rank.
 

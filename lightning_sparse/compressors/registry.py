@@ -7,7 +7,7 @@ from typing import TypeVar, Union
 from lightning_sparse.removed import refuse_removed
 
 Item = TypeVar("Item")
-_MAX_LISTED = 20  # names; a model may have thousands of parameters
+_MAX_LISTED = 20  # names in a message; a model may have thousands of parameters
 
 
 def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choice: Union[str, Item]) -> Item:
@@ -17,7 +17,7 @@ def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]]
     if not isinstance(choice, base):
         raise TypeError(
             f"{noun} must be a {base.__name__} object or a name ({', '.join(sorted(table))}), got {choice!r}"
-            + (" (a class: call it)" if isinstance(choice, type) else "")
+            + ("; pass an object of this class" if isinstance(choice, type) else "")
         )
     return choice
 
@@ -31,7 +31,7 @@ def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a name that ``known`` does not have.
+    """Return the error message for a name that is not in ``known``.
 
     Example::
 
@@ -40,7 +40,7 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     written = str(name).lower()
-    # Spellings: as written, in lower case, as a strategy name, and as a dtype of other libraries.
+    # The name is compared as written, in lower case, as a strategy name, and as a dtype of other libraries.
     spellings = (str(name), written, written.removeprefix("sparse_"), written.replace("fp", "float"))
     exact = [each for each in spellings if each in known]
     near = exact or [each for spelling in spellings for each in difflib.get_close_matches(spelling, known, n=1)]

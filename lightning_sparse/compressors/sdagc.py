@@ -2,8 +2,8 @@
 
 Chen, Yan, Ren and Wu, "SDAGC: Standard Deviation based Adaptive Gradient Compression", CCGRID 2020. Only the abstract
 was available: each layer's standard deviation gives a threshold that adapts during training, with residual
-accumulation, local clipping, learning-rate revision and momentum compensation; compression of 433x to 2021x. The
-formulas below are reconstructed, and may differ from the authors' formulas.
+accumulation, local clipping, learning-rate revision and momentum compensation. The abstract reports compression of 433x
+to 2021x. The formulas below are reconstructed, and may differ from the authors' formulas.
 """
 
 import math
@@ -30,10 +30,10 @@ class SDAGC(TopK):
 
     For a parameter with gradient plus residual ``v``, elements with ``|v| >= alpha * std(v)`` are sent, largest first:
     at least 1, and at most ``capacity`` times the number that the density gives. All other elements are the residual.
-    Message sizes are fixed, without counts. After a step, ``alpha`` of each layer, on each rank, follows the density:
-    ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` does not work: the residual raises
-    the deviation, so that fewer and fewer elements are sent (see ``tests/compressors/test_sdagc.py``). The warm-up is
-    the same as in :class:`~lightning_sparse.compressors.DGC`.
+    Messages have a fixed size and contain no count. After a step, ``alpha`` of each layer, on each rank, follows the
+    density: ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` does not work: the residual
+    raises the deviation, so that fewer and fewer elements are sent (see ``tests/compressors/test_sdagc.py``). The
+    warm-up is the same as in :class:`~lightning_sparse.compressors.DGC`.
 
     Args:
         alpha: initial value; ``None`` for the value that gives the density if elements have a Laplace distribution.
@@ -50,9 +50,9 @@ class SDAGC(TopK):
             :class:`~lightning_sparse.compressors.DGC`.
     """
 
-    has_density_by_parameter: ClassVar[bool] = False  # thresholds decide the count
+    has_density_by_parameter: ClassVar[bool] = False  # thresholds determine the number of sent elements
     fills_selection: ClassVar[bool] = False
-    dense_wire_format: ClassVar[Optional[str]] = None  # thresholds adapt at every density
+    dense_wire_format: ClassVar[Optional[str]] = None  # select() adapts thresholds at density 1, too
     default_warmup_steps: ClassVar[Union[int, float]] = 0.1
 
     def __init__(
@@ -68,7 +68,7 @@ class SDAGC(TopK):
         if alpha is not None and alpha <= 0:
             raise ValueError(f"alpha={alpha} must be a positive number of standard deviations, such as 4")
         if capacity < 1:
-            raise ValueError(f"capacity={capacity} must be at least 1, to have room for the wanted number of elements")
+            raise ValueError(f"capacity={capacity} must be at least 1, because a message must hold the wanted elements")
         self.alpha = alpha
         self.capacity = capacity
         self.feedback = ErrorFeedback(
@@ -80,7 +80,7 @@ class SDAGC(TopK):
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
-        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and new alphas if the step is finite
+        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and alphas that a finite step will set
 
     @override
     def begin(self, layout: ModelLayout) -> None:
@@ -143,7 +143,7 @@ def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 
 def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
-    """Return whether each element reaches the tensor's threshold: always for the largest, never for a zero."""
+    """Return a mask of the elements that reach the tensor's threshold. The largest always passes, a zero never."""
     magnitudes = values.abs().float()
     floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
     # A NaN is not below any threshold, so that NaNs are sent to all ranks.

@@ -23,12 +23,12 @@ from lightning_sparse.functional.elements import (
 
 
 class SelectionSize(NamedTuple):
-    """Size of a selection, and thus of the message, which ranks compute before the gradient exists.
+    """Size of a selection. Ranks compute the size of the message from these numbers before the gradient exists.
 
     Attributes:
         numel: number of elements of the tensor.
-        selected: number of selected elements, padding included: of each rank, or of all ranks together if ranks send
-            the union of all selections.
+        selected: number of selected elements per rank, padding included. If ranks send the union of all selections, the
+            number for all ranks together.
         is_dense: whether every element is sent, without indices.
     """
 
@@ -55,7 +55,7 @@ class Selection(NamedTuple):
 
 
 class FlatSelection(Sequence[Selection]):
-    """Some elements of each tensor of a bucket, in flat tensors. As a sequence, this has one selection per tensor.
+    """Some elements of each tensor of a bucket, as flat tensors, and as a sequence with one selection per tensor.
 
     ``values`` are ``[count]``, or ``[world_size, count]`` for several ranks. ``indices`` are int64 of the same shape,
     into the flattened bucket, ascending in each row. ``numels`` and ``counts`` have the elements and the selected
@@ -79,7 +79,7 @@ class FlatSelection(Sequence[Selection]):
 
     @classmethod
     def at(cls, tensors: Sequence[Tensor], indices: Tensor, counts: Counts) -> "FlatSelection":
-        """Select elements of flat tensors by indices into the flattened bucket, ``counts[i]`` of tensor ``i``."""
+        """Select elements by indices into the flattened bucket. ``counts[i]`` of the indices are in tensor ``i``."""
         values = tensors[0].new_empty(len(indices))
         selected = cls(values, indices, tuple(map(Tensor.numel, tensors)), counts)
         for flat, places, found in selected.runs(tensors):
@@ -87,11 +87,11 @@ class FlatSelection(Sequence[Selection]):
         return selected
 
     def replaced(self, values: Tensor, indices: Tensor) -> "FlatSelection":
-        """Return a selection with these values and indices and the same counts. All elements count as sent."""
+        """Return a selection with new values and indices, and with the same counts. All elements count as sent."""
         return FlatSelection(values, indices, self.numels, self.counts)
 
     def filled_at(self, filled: Tensor) -> "FlatSelection":
-        """Return the same elements, sent only if ``filled``, bool ``[count]``, is true."""
+        """Return the same selection with the mask ``filled``, bool ``[count]``, which is true for elements to send."""
         return FlatSelection(self.values, self.indices, self.numels, self.counts, filled)
 
     @override
@@ -110,7 +110,7 @@ class FlatSelection(Sequence[Selection]):
         return [Selection(*piece) for piece in pieces]
 
     def places(self) -> list[Tensor]:
-        """Return the selected indices in each tensor, int64 ``[rows * count]``: the indices of all rows together."""
+        """Return each tensor's selected indices, relative to the tensor: int64 ``[rows * count]``, for all rows."""
         within = self.indices - _origins(self.numels, self.counts, self.indices.device)
         rows = within if within.dim() > 1 else within.unsqueeze(0)
         return list(rows.t().reshape(-1).split([len(rows) * count for count in self.counts]))
@@ -128,7 +128,7 @@ class CutSelection(Sequence[Selection]):
     """All elements of each tensor of a bucket, cut into shards.
 
     ``values`` is ``[world_size, columns]``. Each tensor has some columns, with one shard per row. The last shards of a
-    tensor and the last columns may be padding. ``are_zero``: all elements are zero.
+    tensor and the last columns may be padding. ``are_zero`` is true if all elements are zero.
     """
 
     def __init__(self, values: Tensor, widths: Counts, numels: Counts, are_zero: bool = False) -> None:
@@ -156,7 +156,7 @@ class CutSelection(Sequence[Selection]):
 
 
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
-    """Return a text about a rule that the selection breaks, or ``None``. ``size`` is the announced size.
+    """Describe a rule that the selection breaks, or return ``None``. ``size`` is the size from ``selection_size()``.
 
     Example::
 
@@ -186,7 +186,7 @@ def whole(tensors: Sequence[Tensor]) -> list[Selection]:
 
 
 def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
-    """Concatenate selections of single tensors."""
+    """Concatenate selections of single tensors to one flat selection."""
     if isinstance(selections, FlatSelection):
         return selections
     each = [_indices(selection) for selection in selections]

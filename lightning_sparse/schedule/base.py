@@ -8,15 +8,15 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import is_whole
 
-UNPLANNED_ELEMENTS = 1 << 23  # minimum elements of a bucket: of `Merged` without a plan, and of `FixedSize` by default
+UNPLANNED_ELEMENTS = 1 << 23  # minimum elements of a bucket, in `Merged` without a plan, and by default in `FixedSize`
 
 
 class Schedule(ABC):
     """Divide gradients into buckets, in the order of backward.
 
-    All ranks must end the same buckets, so results must be equal on all ranks. If the exchange starts after backward,
-    all gradients form a single bucket, without a call of the schedule. Only compressors with ``selects_across_bucket``
-    use the schedule's buckets then, too.
+    All ranks must form the same buckets, so :meth:`closes_bucket` must return the same value on all ranks. If the
+    exchange starts after backward, all gradients form a single bucket, and the schedule is not called. If the
+    compressor has ``selects_across_bucket``, the schedule always forms the buckets.
     """
 
     @abstractmethod
@@ -69,11 +69,11 @@ class FixedSize(Schedule):
 
 
 class Merged(Schedule):
-    """Exchange in the buckets with the fastest steps, timed on the user's model and network.
+    """Time steps with several divisions into buckets, on the user's model and network, and use the fastest division.
 
     A plan divides gradients into buckets. The first steps time several plans. :func:`plan_buckets` computes another
-    plan from these times, which then alternates with the fastest plan. The fastest of all plans is used. A new order of
-    gradients restarts the trials. Plans change results only with ``selects_across_bucket`` or ``adaptive_density``.
+    plan from these times, to compare with the fastest plan. The fastest of all plans is used. A new order of gradients
+    restarts the trials. Plans change results only with ``selects_across_bucket`` or ``adaptive_density``.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Merged(Schedule):
         self._ends: Optional[frozenset[str]] = None
 
     def end_buckets_at(self, ends: Iterable[str]) -> None:
-        """End a bucket after each of these parameters. All ranks must call this, between the same two steps."""
+        """End a bucket after each of these parameters. All ranks must call this method between the same two steps."""
         self._ends = frozenset(ends)
 
     @override

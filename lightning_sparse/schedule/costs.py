@@ -1,11 +1,11 @@
-"""Seconds of a bucket by size, and densities of buckets at which backward hides the exchange, as in LAGS-SGD.
+"""Estimates of the seconds for a bucket, and of the densities at which backward hides the exchange (LAGS-SGD).
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose a compression ratio for
 each layer: the lowest ratio that hides selection and exchange behind the backward of the next layer. ``c_u`` is the
-upper bound. The printed formula takes the larger of ``c_u`` and the lowest ratio, although only the smaller is within
-the bound. The released code has a rule that never runs, and that ignores the time of selection. If backward could hide
-a dense exchange of a layer, that rule sends a twentieth of the layer. Here buckets replace layers, and a bucket of
-density 1 is sent densely.
+upper bound of ratios. The printed formula takes the larger of ``c_u`` and the lowest ratio, although only the smaller
+is within the bound. The released code has a rule that never runs, and that ignores the time of selection. If backward
+could hide a dense exchange of a layer, that rule sends a twentieth of the layer. Here buckets replace layers, and a
+bucket of density 1 is sent densely.
 """
 
 from bisect import bisect_left
@@ -14,7 +14,7 @@ from itertools import accumulate, combinations, groupby
 from statistics import median
 from typing import NamedTuple, Optional
 
-_SAFE = 0.8  # fraction of the time before the next bucket to use: with 1.0, any delay would expose the exchange
+_SAFE = 0.8  # used fraction of the time before the next bucket is ready; with 1.0, any delay would expose the exchange
 _APART = 1.5  # minimum ratio of the largest to the smallest size from which a slope is computed
 
 
@@ -66,8 +66,8 @@ class BucketSample(NamedTuple):
 class BucketCosts(NamedTuple):
     """Seconds to select and to exchange a bucket, as functions of a number of elements."""
 
-    select: Line  # argument: all elements of the bucket
-    exchange: Line  # argument: elements to send
+    select: Line  # seconds to select, as a function of all elements of the bucket
+    exchange: Line  # seconds to exchange, as a function of the elements to send
 
 
 def costs_of(buckets: Sequence[BucketSample]) -> Optional[BucketCosts]:
@@ -81,8 +81,8 @@ class BucketShape(NamedTuple):
     """Sizes of a planned bucket, and the time when backward has computed all gradients of the bucket."""
 
     elements: int
-    counts: int  # elements to send at least, by the density without a plan
-    ready: float  # seconds from the start of backward
+    counts: int  # minimum number of elements to send, from the density without a plan
+    ready: float  # seconds from the start of backward to the bucket's last gradient
 
 
 def hidden_densities(costs: BucketCosts, buckets: Sequence[BucketShape]) -> list[float]:

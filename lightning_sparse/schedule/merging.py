@@ -20,8 +20,8 @@ SELECTIONS = ("worker", "backward")
 Cost = Callable[[int], float]
 
 
-# A plan for the first tensors: seconds for which selections have stopped backward, the time when the channel (worker or
-# network) is free, the first tensor of the last bucket, and the index of the plan for earlier tensors.
+# A plan for the first tensors has: seconds for which selections have stopped backward, the time when the channel
+# (worker or network) is free, the first tensor of the last bucket, and the index of the plan for earlier tensors.
 _Plan = tuple[float, float, int, int]
 
 
@@ -58,17 +58,17 @@ def plan_buckets(
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds, selection)
-    # `kept[n]` has plans for the first n tensors. A plan is dropped if another plan has stopped backward no longer, and
-    # frees the channel no later. With "worker", selection never stops backward, so a single plan remains.
+    # `kept[n]` has plans for the first n tensors. A plan is dropped if another plan stops backward for no more seconds
+    # and frees the channel no later. With "worker", selection never stops backward, so a single plan remains.
     kept: list[list[_Plan]] = [[(0.0, 0.0, 0, 0)]]
     for stop in range(1, len(ready)):
         extended: list[_Plan] = []
         for start, plans in enumerate(kept):
             stopping, sending = _costs(select_cost, exchange_cost, elements[stop] - elements[start], selection)
-            for place, (stopped, channel_free, _, _) in enumerate(plans):  # rising `stopped`, falling `channel_free`
+            for place, (stopped, channel_free, _, _) in enumerate(plans):  # `stopped` rises, `channel_free` falls
                 selected = ready[stop] + stopped + stopping
                 extended.append((stopped + stopping, max(channel_free, selected) + sending, start, place))
-                if channel_free <= selected:  # the channel is free, and later plans only select later
+                if channel_free <= selected:  # all later plans would only finish selection later
                     break
         undominated: list[_Plan] = []
         for plan in sorted(extended):
@@ -76,7 +76,7 @@ def plan_buckets(
                 undominated.append(plan)
         kept.append(undominated)
     buckets: list[list[int]] = []
-    stop, place = len(sizes), -1  # among plans for all tensors, the last frees the channel first
+    stop, place = len(sizes), -1  # the last plan in a list frees the channel first
     while stop > 0:
         _, _, start, place = kept[stop][place]
         buckets.insert(0, list(range(start, stop)))

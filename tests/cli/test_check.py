@@ -129,7 +129,7 @@ def test_rows_pass_and_are_reported(interpreter, tmp_path):
         ("rounds", ["mass"], "AssertionError"),
         ("slow", ["links"], r"Gbit/s on the slowest, rank 1 "),
         ("dies", ["replicas at density 0.01"], r"^rank 1 \(.*\): at .*, died$"),
-        ("hangs", ["replicas at density 0.01"], r"^rank 1 \(.*\): at wrapper.py:\d+, had not ended it"),
+        ("hangs", ["replicas at density 0.01"], r"^rank 1 \(.*\): at wrapper.py:\d+, had not ended the check"),
         ("raises", ["replicas at density 0.01"], r"^rank 1 \(.*\): IndexError"),
     ],
 )
