@@ -42,12 +42,12 @@ class Checkpointer:
     """Write, read and remove the folders of a strategy's checkpoints."""
 
     def __init__(self, strategy: Union[ParallelStrategy, FabricDDPStrategy], resumes: bool) -> None:
-        # Path of the checkpoint that was read, and its entry ``KEY``, or ``None`` if restore() shall not use states.
+        # Path and entry ``KEY`` of the checkpoint that was read. The entry is None if restore() must not load states.
         self.loaded: Optional[tuple[str, Optional[Mapping[str, Any]]]] = None
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}  # id of the last save, by path of Lightning's file
-        self._removed: list[str] = []  # removed files of Lightning; at the next save, all nodes remove the folders
+        self._removed: list[str] = []  # paths of removed files; at the next save, all nodes remove the files' folders
 
     def save(
         self,
@@ -56,7 +56,7 @@ class Checkpointer:
         filepath: PathLike,
         write_file: Callable[[dict[str, Any], PathLike], None],
     ) -> None:
-        """Write the states of all ranks, then Lightning's file, and remove outdated folders. All ranks must call.
+        """Write the states of all ranks, then Lightning's file, and remove outdated folders. All ranks must call this.
 
         Args:
             states: this rank's state by model name; if empty, only Lightning's file is written.
@@ -112,7 +112,7 @@ class Checkpointer:
         self.loaded = path, header if is_wanted else None
         if is_wanted and header is not None:
             check_version(header.get("version") if isinstance(header, dict) else None, path)
-            if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # checked, because the id is part of a path
+            if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # the id becomes part of a path
                 raise CheckpointError(
                     f"{path} names the save {header.get('save')!r}, but this package did not write such a save. {HINT}"
                 )
@@ -123,7 +123,7 @@ class Checkpointer:
         return self.loaded is not None and self.loaded[1] is not None
 
     def restore(self, model: str, engine: Engine, load: Callable[[dict[str, Any]], Sequence[str]]) -> None:
-        """Load a model's state from the recorded checkpoint. All ranks must call. If one fails, all raise an error.
+        """Load a model's state from the recorded checkpoint. All ranks must call. If one rank fails, all ranks fail.
 
         Args:
             model: name of the model in the checkpoint.
@@ -198,5 +198,5 @@ def _remove(folder: str) -> None:
         with suppress(FileNotFoundError, *_UNKNOWN):  # on a shared disk another rank may have removed the folder
             files, place = url_to_fs(folder)
             files.rm(place, recursive=True)
-    except OSError as error:  # warns only, because an error on one rank would block all other ranks
+    except OSError as error:  # a warning, because an error on one rank would block all other ranks
         warnings.warn(f"{folder} could not be removed ({error}). Delete the folder by hand.", stacklevel=3)

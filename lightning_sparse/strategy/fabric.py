@@ -34,7 +34,7 @@ from lightning_sparse.strategy.trainer import SparseBase
 class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     """Fabric's data-parallel training that sends only the largest part of each gradient.
 
-    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model with an optimizer has a separate
+    All else is as in :class:`~lightning_fabric.strategies.DDPStrategy`. Each model with an optimizer has a separate
     exchange, like a model of :func:`~lightning_sparse.sparsify_gradients`. If a model is saved with an optimizer,
     ``fabric.save`` also writes the compression state of all ranks, and ``fabric.load`` restores this state.
 
@@ -77,10 +77,10 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
         self._optimizers: list[Optimizer] = []  # all optimizers that Fabric has set up
-        self._waiting: dict[Module, Any] = {}  # forward pre-hook of each model without an exchange so far
+        self._waiting: dict[Module, Any] = {}  # forward pre-hook of each model that has no handle yet
         self._handles: dict[Module, GradientSparsifier] = {}
         self._are_closed = False  # whether the exchanges in _handles have ended
-        self._told: set[str] = set()  # actions ("saved", "restored") with a log line already
+        self._told: set[str] = set()  # actions ("saved", "restored") that a log line has reported
         self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
         self._backward_sync_control = self  # type: ignore[assignment]
@@ -135,7 +135,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def compression_stats(self, model: Optional[Module] = None) -> dict[str, float]:
         """Return a model's exchange statistics on this rank, named as in :class:`~lightning_sparse.SparseDDPStrategy`.
 
-        The dictionary is empty before the first step, and on one process. :meth:`handle` describes ``model``.
+        The dictionary is empty before the first step, and on one process. For ``model``, see :meth:`handle`.
         """
         handle = self.handle(model)
         return {} if handle is None else handle.compression_stats()
@@ -178,7 +178,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._checkpointer.close()
 
     def _exit(self) -> None:
-        # The end of a round could wait forever for other ranks. Saved files already hold the shared model.
+        # No round is ended, which could wait forever for other ranks. Saved files already hold the shared model.
         are_apart = self.settings.local_steps is not None
         self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 
@@ -285,7 +285,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._tell_of_others(handles, state, "saved")
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
-        """Return the handles of the models in ``state``, by key, if ``state`` also holds an optimizer of the model."""
+        """Return the handle of each model in ``state``, by key, if ``state`` also holds an optimizer of the model."""
         models = {key: each for key, each in state.items() if isinstance(each, Module)}
         for model in models.values():
             if model in self._waiting and self._optimizers_of(model):

@@ -40,7 +40,7 @@ class FirstCallback(Callback):
 
 def check_ranks_apart(trainer: Trainer) -> None:
     """Raise an error for settings that make ranks act differently: a rank's clock, or callbacks that change weights."""
-    # Lightning sets the attribute to a number, unless the interval is a time.
+    # If the interval is a time, Lightning does not set the attribute to a number.
     if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):
         raise ValueError(
             "val_check_interval is a time, and clocks differ between ranks. A validation averages the replicas, so all"

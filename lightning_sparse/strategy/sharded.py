@@ -29,7 +29,7 @@ _MESH = ("replicate", "data_parallel", "tensor_parallel")
 class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     """Sharded training (FSDP2) in several replicas, which exchange only the largest elements of each gradient.
 
-    The rest behaves like :class:`~pytorch_lightning.strategies.ModelParallelStrategy`. ``configure_model`` needs no
+    All else is as in :class:`~pytorch_lightning.strategies.ModelParallelStrategy`. ``configure_model`` needs no
     change: ``self.device_mesh`` has the usual two dimension names, and spans one replica. Inside a replica, FSDP
     averages dense gradients. Then each rank exchanges gradients of its shards with the ranks that hold the same shards
     in other replicas. Unsent elements stay in a residual on the rank: 4 bytes for each element of the rank's shards.
@@ -118,7 +118,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         self._begin_steps()
 
 
-_ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy."
+_ONE_REPLICA = "the model has one replica, so nothing is exchanged: the training equals ModelParallelStrategy."
 
 
 class _Sizes(NamedTuple):

@@ -24,13 +24,13 @@ class GracefulStop(Callback):
     Here, the signal handler only sets a flag. The ranks compare flags every few seconds, after a step.
     """
 
-    SECONDS = 5.0  # approximate time between two comparisons of flags
+    SECONDS = 5.0  # approximate seconds between two comparisons of flags
 
     def __init__(self) -> None:
         self._received: set[int] = set()
         self._replaced: dict[int, Any] = {}
-        self._before: Any = signal.getsignal(signal.SIGTERM)  # the user's handler: Lightning sets handlers later
-        self._requeue_signal = 0  # number of SLURM's signal; 0: no requeueing
+        self._before: Any = signal.getsignal(signal.SIGTERM)  # the user's handler; Lightning sets handlers later
+        self._requeue_signal = 0  # number of SLURM's signal, or 0 to never requeue
 
     def _register(self, trainer: Trainer) -> None:
         environment = getattr(trainer.strategy, "cluster_environment", None)
@@ -57,7 +57,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        if (step := trainer.global_step) < self._next_step:  # true also while gradients accumulate
+        if (step := trainer.global_step) < self._next_step:  # also true while gradients accumulate
             return
         seconds = (perf_counter() - self._began) / (step - self._step)
         ends, requeues, seconds = self._compare(trainer, seconds)
@@ -109,6 +109,6 @@ def _requeue() -> bool:
         rank_zero_warn(f"scontrol is not found here, perhaps in a container. Job {job} trains on until its end.")
         return False
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)  # noqa: S603, S607
-    if done.returncode > 0:  # a negative code means a signal: SLURM may end the job before scontrol returns
+    if done.returncode > 0:  # a negative code means that a signal ended scontrol: SLURM may have ended the job
         rank_zero_warn(f"SLURM does not requeue job {job}, which trains on until its end: {done.stderr.strip()}")
     return done.returncode <= 0

@@ -74,10 +74,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _loop: Loop
     _bare: UnwrappedModule  # replacement for the DDP wrapper
     _timeout: Optional[timedelta]
-    _node_ranks = 1  # ranks that average gradients before the exchange: of a node (two levels), or of a replica (FSDP)
+    _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
     _has_failed = False
     _is_in_manual_step = False  # whether a training_step with manual optimization is running
-    _first: Optional[FirstCallback] = None  # set if replicas may diverge or are sharded
+    _first: Optional[FirstCallback] = None  # not None if replicas may diverge or are sharded
     _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
 
     @property
@@ -100,12 +100,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         Returns:
             ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (bytes that left this rank),
             ``dense_bytes`` (bytes of DDP's fp32 all-reduce, or of HSDP's for this rank's shards),
-            ``compression_ratio`` (the quotient), with two levels ``inter_node_bytes`` (bytes for other nodes),
-            ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_inter_node_bytes``
-            (sums over this ``fit``), ``total_steps`` (optimizer steps), ``select_seconds`` (residual, selection,
-            encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of backward until gradients
-            are ready), ``exposed_share`` (exposed seconds of all steps, divided by the time of these steps; excludes
-            plain DDP's steps), and for diverging replicas ``replica_divergence`` (see
+            ``compression_ratio`` (of dense to wire bytes), with two levels ``inter_node_bytes`` (bytes for other
+            nodes), ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and
+            ``total_inter_node_bytes`` (sums over this ``fit``), ``total_steps`` (optimizer steps), ``select_seconds``
+            (residual, selection, encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of
+            backward until gradients are ready), ``exposed_share`` (exposed seconds of all steps, divided by the time of
+            these steps; excludes plain DDP's steps), and for diverging replicas ``replica_divergence`` (see
             :class:`~lightning_sparse.compressors.A2SGD`). Seconds are NaN in steps of plain DDP.
         """
         return self._loop.compression_stats()
@@ -179,7 +179,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # Not earlier: the number of steps makes Lightning load the data, which on_fit_start may create.
+            # Not earlier, because Lightning loads the data to count steps, and on_fit_start may create the data.
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             total_steps = total_steps_of(trainer)
             check_total_steps(self.settings, total_steps)
@@ -272,7 +272,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        # A checkpoint of weights only contains no optimizer states, and receives no compression state.
+        # A weights-only checkpoint has no optimizer states, and gets no compression state.
         state = self._loop.state() if "optimizer_states" in checkpoint else None
         write_file = partial(super().save_checkpoint, storage_options=storage_options)
         self._checkpointer.save({} if state is None else {_MODEL: state}, checkpoint, filepath, write_file)
@@ -309,7 +309,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """Data-parallel training that sends the largest part of each gradient, and the unsent part with later gradients.
 
-    Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients during
+    All else is as in :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients during
     backward, bucket by bucket, in a separate process group (on CUDA, in a separate stream). Unsent elements stay in a
     residual per parameter (error feedback), which is added to the next gradient. A ``fit`` without a checkpoint starts
     with empty residuals. Layers may be added, replaced and unfrozen between two batches, on all ranks alike.
@@ -387,7 +387,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        # Does not call Lightning's version, which would wrap the model in DDP.
+        # Lightning's method is not called, because that method would wrap the model in DDP.
         self._node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
         assert self.model is not None
         check_bare(self.model)
@@ -410,7 +410,7 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
         total = trainer.estimated_stepping_batches
     except MisconfigurationException:  # ``accumulate_grad_batches`` changes during training
         return None
-    return None if total == float("inf") or total < 0 else int(total)  # -1: a data loader has no length
+    return None if total == float("inf") or total < 0 else int(total)  # -1 if a data loader has no length
 
 
 def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:

@@ -67,7 +67,7 @@ class Check(NamedTuple):
     case: dict[str, Any]
 
     def __call__(self, pool: Pool) -> None:
-        """Run the check in the first ``ranks`` processes of a pool with at least three processes."""
+        """Run the check in the first ``ranks`` processes of a pool. The pool must have at least three processes."""
         case = dict(self.case)
         try:
             self.holds(pool.first(case.pop("ranks", 2)), self.compressor, **case)
@@ -99,7 +99,7 @@ def check_compressor(compressor: Subject, timeout: float = 120.0) -> None:
 
 
 def checks_for(compressor: Subject) -> list[Check]:
-    """Return a check for each case of each invariant that the compressor's class attributes promise."""
+    """Return one check for each case of each invariant. Class attributes of the compressor exclude invariants."""
     subject = subject_of(compressor)
     return [
         Check(holds, compressor, case)
@@ -134,12 +134,12 @@ def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -
 
 @_invariant([{}])
 def selections_are_valid(pool: Pool, compressor: Subject) -> None:
-    """Selected indices are distinct, ascending, inside the tensor, and as many as announced."""
+    """Selected indices are distinct, ascending and inside the tensor. ``selection_size()`` gives their number."""
     pool.run(balance, settings_of(compressor), 2)  # `BucketSelector` raises an error for invalid indices
 
 
 def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
-    """Train for ``steps`` steps. Return this rank's values of :func:`booked_step` for each step."""
+    """Train for ``steps`` steps. Return the result of :func:`booked_step` on this rank for each step."""
     torch.manual_seed(0)
     book = []
     checked = mock.patch.object(BucketSelector, "checks_on_device", True)
@@ -154,12 +154,12 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
 
 @_invariant(_WAYS, keeps)
 def mass_is_conserved(pool: Pool, compressor: Subject, **way: str) -> None:
-    """As means over ranks, residual before + gradient = sent + residual after."""
+    """Residual before a step + gradient = sent values + residual after the step, as means over ranks."""
     assert_mass_is_conserved(pool.run(balance, settings_of(compressor, **way), 4))
 
 
 def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
-    """Assert that residual before + gradient = applied + residual after, as means over the ranks' :func:`balance`."""
+    """Assert that residual before + gradient = applied + residual after, as means over ranks. See :func:`balance`."""
     for entries in zip(*books):
         for name in entries[0]["gradient"]:
             came = sum(entry["before"][name].double() + entry["gradient"][name].double() for entry in entries)
@@ -171,7 +171,7 @@ def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
 
 
 class GivenGradients(nn.Module):
-    """A model with the gradients passed to :meth:`forward`. The model does not use parameters without a gradient."""
+    """A model with given gradients, the arguments of :meth:`forward`. All other parameters are unused."""
 
     def __init__(self, gradients: Tensors) -> None:
         super().__init__()
@@ -179,12 +179,12 @@ class GivenGradients(nn.Module):
         self.weights = nn.ParameterDict(weights)
 
     def forward(self, gradients: Tensors) -> Tensor:
-        """Return a loss that has the given gradients."""
+        """Return a loss with the given gradients by parameter."""
         return torch.stack([(self.weights[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
 
 
 def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[dict[str, Tensors]]:
-    """Train 3 steps like :func:`balance`. After step 0 only rank ``user`` uses ``sometimes``, no rank ``never``."""
+    """Train 3 steps. After step 0, only rank ``user`` uses the parameter ``sometimes``, and no rank uses ``never``."""
     book = []
     names = ("shared", "sometimes", "never")
     with sparse_ddp(GivenGradients(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
@@ -198,7 +198,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
 
 @_invariant(_WAYS)
 def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str) -> None:
-    """A parameter gets a gradient on all ranks if any rank uses the parameter, else on no rank. No residual is lost."""
+    """A parameter that any rank uses has a gradient on all ranks. Other parameters have none. No residual is lost."""
     books = pool.run(train_branches, settings_of(compressor, **way))
     if keeps(subject_of(compressor)):
         assert_mass_is_conserved(books)
@@ -209,7 +209,7 @@ def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str
                 gradient = entry["applied"][name]
                 assert bool(gradient.any()) is is_written, f"{name}: {gradient}"
     one, *others = (book[1]["applied"]["sometimes"] for book in books)
-    assert one.any(), "a parameter used on rank 0 has no gradient there"
+    assert one.any(), "a parameter that rank 0 used has no gradient on rank 0"
     if agrees(subject_of(compressor)):
         assert all(one.equal(other) for other in others), "the gradient of a parameter differs between ranks"
 
@@ -241,7 +241,7 @@ def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple
     is_exact,
 )
 def density_1_equals_ddp(pool: Pool, compressor: Subject, schedule: str, micro_batches: int) -> None:
-    """At density 1 a training equals a training with DDP, with and without gradient accumulation."""
+    """At density 1 a training equals DDP, with and without gradient accumulation."""
     density = None if density_for(compressor) is None else 1.0
     settings = settings_of(compressor, schedule=schedule) | {"density": density}
     assert_close(pool.run(train_both, settings, micro_batches))
@@ -254,10 +254,10 @@ def assert_close(ranks: list[tuple[Tensors, Tensors]]) -> None:
 
 
 class Sluggish(ExchangeWorker):
-    """An exchange worker that sleeps before every task, for a different random time on every rank."""
+    """An exchange worker that sleeps before every task. The time is random and differs between ranks."""
 
     def submit(self, run: Any, *others: Any, **named: Any) -> None:
-        """Queue a task that begins with a short sleep."""
+        """Queue a task that sleeps for at most 5 ms before ``run``."""
         chance = random.Random(f"{dist.get_rank()} {time.perf_counter_ns()}")
 
         def run_late() -> None:
@@ -289,7 +289,7 @@ def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> 
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
     bucketing_free = is_bucketing_free(subject_of(compressor))
     if not bucketing_free:
-        schedules *= 2  # other buckets change this selection, so only runs with equal schedules agree
+        schedules *= 2  # the selection depends on the buckets, so only runs with equal schedules agree
     one_model = agrees(subject_of(compressor))
     outcomes = outcomes_of(pool, settings_of(compressor, wire=wire), schedules, one_model=one_model)
     for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if bucketing_free else outcomes[4:]):
@@ -299,7 +299,7 @@ def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> 
 def outcomes_of(
     pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
 ) -> list[list[list[Tensors]]]:
-    """Return parameters by schedule, rank and step. With ``one_model``, assert that all ranks have equal parameters."""
+    """Return parameters by schedule, rank and step. With ``one_model``, assert equal parameters on all ranks."""
     outcomes = [pool.run(train_with_delays, {**settings, "schedule": each}, steps, False) for each in schedules]
     for first, *others in outcomes if one_model else ():
         for history in others:
@@ -309,7 +309,7 @@ def outcomes_of(
 
 @_invariant([{"schedule": schedule} for schedule in SCHEDULE_NAMES])
 def observer_changes_nothing(pool: Pool, compressor: Subject, schedule: str) -> None:
-    """Reading statistics after each step does not change results."""
+    """Reading statistics after each step does not change the parameters."""
     settings = settings_of(compressor, schedule=schedule)
     runs = [pool.run(train_with_delays, settings, 3, is_observed) for is_observed in (True, False)]
     for observed, unobserved in zip(*runs):
@@ -318,15 +318,15 @@ def observer_changes_nothing(pool: Pool, compressor: Subject, schedule: str) -> 
 
 _PRIME = 997
 _PLACES = (0, _PRIME // 2, _PRIME - 1, random.Random(0).randrange(_PRIME))
-# Each non-finite value, at each of four indices of the parameter ``prime`` of :class:`Edges`.
+# All pairs of a non-finite value and one of four indices of the parameter ``prime`` of :class:`Edges`.
 GAPS = list(product((float("nan"), float("inf"), float("-inf")), _PLACES))
 
 
 def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[list[str], bool, bool]]:
-    """Train. For each of ``GAPS``, a gradient of rank ``gap_rank`` has the value in one step, but not in the next.
+    """For each of ``GAPS``, train a step in which rank ``gap_rank`` has this value in a gradient, and a normal step.
 
-    Return for each step with a value: changes of the engine's state, whether this rank's exchanged gradient is
-    non-finite, and whether all gradients of the next step are finite.
+    Return for each pair of steps: changes of the engine's state in the first step, whether this rank's exchanged
+    gradient is non-finite, and whether all gradients of the second step are finite.
     """
     torch.manual_seed(0)
     gaps = []
@@ -347,12 +347,12 @@ def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[
 
 @_invariant(_WAYS)
 def nonfinite_gradients_change_no_state(pool: Pool, compressor: Subject, **way: str) -> None:
-    """A NaN or an infinity in a gradient of one rank reaches all ranks' optimizers, and changes no engine state."""
+    """A NaN or an infinity in one rank's gradient reaches the optimizers of all ranks, and changes no engine state."""
     assert_nothing_moves(pool.run(train_with_gaps, settings_of(compressor, **way), 1))
 
 
 def assert_nothing_moves(ranks: list[list[tuple[list[str], bool, bool]]]) -> None:
-    """Assert that each NaN or infinity of a rank shows on all ranks, and changes neither the state nor later steps."""
+    """Assert that a NaN or infinity of one rank reaches all ranks, and changes neither the state nor later steps."""
     for gaps in ranks:
         for (poison, place), (changes, shows, recovered) in zip(GAPS, gaps, strict=True):
             assert not changes, f"{poison} in element {place} changes {changes}"
@@ -374,7 +374,7 @@ EDGE_GRADIENTS = {
 
 
 def edges_of(dtype: torch.dtype) -> Tensors:
-    """Return ``EDGE_GRADIENTS`` in a dtype, clamped to the largest number of the dtype."""
+    """Return ``EDGE_GRADIENTS`` in a dtype. Elements are clamped to the range of the dtype."""
     limit = torch.finfo(dtype).max
     return {edge: gradient.double().clamp(-limit, limit).to(dtype) for edge, gradient in EDGE_GRADIENTS.items()}
 
@@ -390,7 +390,7 @@ def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> d
 
 
 def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange each gradient alone, in a model with a single parameter."""
+    """Exchange each gradient in a separate model with a single parameter."""
     return {name: exchange_given(rank, settings, {name: gradient})[name] for name, gradient in gradients.items()}
 
 
@@ -415,13 +415,13 @@ def assert_applied_and_kept(
 
 @_invariant([{"wire": wire, "dtype": dtype} for wire, dtype in product(WIRES, _DTYPES)] + _WIRES)
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
-    """Each of ``EDGE_GRADIENTS`` is applied or stays in the residual: in a model alone, and in a model of all."""
+    """Each of ``EDGE_GRADIENTS`` is applied or goes to the residual, in a separate model and in a joint model."""
     gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
-    if dtype is None:  # a model per gradient: thresholds and partitions may depend on the whole model
+    if dtype is None:  # a model for each gradient, because thresholds and partitions may depend on the whole model
         exchange = exchange_one_by_one
         few = ("one element", "fewer elements than ranks")
         gradients = gradients if pool.ranks == 2 else {edge: gradients[edge] for edge in few}
-    else:  # a bucket per gradient: `selects_across_bucket` sends only a bucket's largest elements
+    else:  # a bucket for each gradient, because `selects_across_bucket` sends only a bucket's largest elements
         settings["schedule"] = "layerwise"
     assert_applied_and_kept(compressor, gradients, pool.run(exchange, settings, gradients))
 
@@ -429,15 +429,15 @@ def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[tor
 @_invariant(_WIRES)
 def zero_stays_zero(pool: Pool, compressor: Subject, wire: str) -> None:
     """An element that is zero on all ranks is zero after the exchange, and has no residual."""
-    # 20 elements are not zero, some of them negative: fewer than are sent, as in an embedding with few used rows.
+    # 20 of 1000 elements are not zero, fewer than are sent, as in an embedding with few used rows.
     gradient = torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)])
     for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), {"rows": gradient}):
-        for tensor in answer["rows"]:  # the applied gradient and the residual
+        for tensor in answer["rows"]:  # first the applied gradient, then the residual
             assert not tensor[gradient == 0].any(), f"a zero has become non-zero, {tensor}"
 
 
 def balance_in(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensors]]:
-    """Run 3 steps of :func:`balance` with another default dtype of torch."""
+    """Run 3 steps of :func:`balance` with ``dtype`` as torch's default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -448,7 +448,7 @@ def balance_in(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> list[
 
 @_invariant([{}])
 def default_dtype_is_exchanged(pool: Pool, compressor: Subject) -> None:
-    """After ``torch.set_default_dtype(torch.float64)``, exchanged gradients are finite and of this dtype."""
+    """If torch's default dtype is float64, exchanged gradients are finite and have dtype float64."""
     for book in pool.run(balance_in, settings_of(compressor), torch.float64):
         for name, gradient in (item for entry in book for item in entry["applied"].items()):
             assert gradient.dtype is torch.float64, f"{name}: dtype is {gradient.dtype}"

@@ -25,12 +25,12 @@ class RemoteError(AssertionError):
 
 
 class Pool:
-    """A process group of ``ranks`` processes that run functions. Tensors of results are sent as CPU tensors.
+    """A process group of ``ranks`` processes that run functions. Tensors in results are returned as CPU tensors.
 
     Args:
-        ranks: number of processes and ranks.
-        backend: backend of the group. Only gloo lets several ranks share a GPU.
-        preload: modules that a fork server imports once, so that ended processes restart fast. On the CPU only.
+        ranks: number of processes, one for each rank.
+        backend: backend of the process group. Only gloo lets several ranks share a GPU.
+        preload: modules that a fork server imports once, so that new processes start fast. On the CPU only.
         group_timeout: time limit of a collective.
         timeout: seconds from the start of a function to the result of the first rank.
     """
@@ -48,11 +48,11 @@ class Pool:
         self._timeout = timeout
         self.backend = backend
         self._preload = list(preload)
-        self._members: list[tuple[Any, Connection]] = []  # (process, connection to the process), by rank
-        self._stores: dict[int, str] = {}  # path of the present group's `FileStore`, by number of ranks
+        self._members: list[tuple[Any, Connection]] = []  # pairs of a process and a connection to this process, by rank
+        self._stores: dict[int, str] = {}  # path of the `FileStore` of the present process group, by number of ranks
 
     def first(self, ranks: int) -> "Pool":
-        """Return a pool of the first ``ranks`` processes. These form a new process group when a function runs."""
+        """Return a pool of the first ``ranks`` processes, which form a new process group when a function runs."""
         smaller = copy.copy(self)
         smaller.ranks = ranks
         return smaller
@@ -70,8 +70,8 @@ class Pool:
     ) -> list[tuple[Optional[str], Any]]:
         """Run ``function(rank, *args)`` on all ranks. Return ``(None, result)`` or ``(failure, None)`` of each rank.
 
-        The first rank must return within ``timeout`` seconds (0: of the pool), each later rank within ``patience``
-        seconds after the previous (0: ``timeout``). After a failure, all processes end.
+        The first result must arrive within ``timeout`` seconds (0: the pool's ``timeout``), and each further result
+        within ``patience`` seconds (0: ``timeout``) after another result. After a failure, all processes end.
         """
         self._start()
         waiting = connections = [connection for _, connection in self._members[: self.ranks]]
@@ -144,7 +144,7 @@ def _serve(connection: Connection, rank: int, backend: str, timeout: Optional[ti
                     dist.destroy_process_group()
                 dist.init_process_group(backend, f"file://{store}", timeout=timeout, rank=rank, world_size=ranks)
                 joined = store
-            with patch.dict(os.environ):  # Lightning writes a seed there, which must not affect the next function
+            with patch.dict(os.environ):  # a seed that Lightning writes to os.environ must not affect the next function
                 answer = moved(function(rank, *args), "cpu")
             _send(connection, (None, answer))
         except BaseException:

@@ -25,7 +25,7 @@ def subject_of(compressor: Subject) -> Compressor:
 
 
 def density_for(compressor: Subject) -> Optional[float]:
-    """Return a density at which wrong residuals are visible, or ``None`` if the compressor has no density."""
+    """Return a density at which tests detect wrong residuals, or ``None`` if the compressor has no density."""
     return None if subject_of(compressor).default_density is None else _DENSITY
 
 
@@ -40,7 +40,7 @@ def keeps(compressor: Compressor) -> bool:
 
 
 def is_exact(compressor: Compressor) -> bool:
-    """Return whether a compressor can equal DDP: at density 1, or if lossless and without an own ``wire``."""
+    """Return whether a compressor can equal DDP: at density 1, or because all elements are sent in the user's wire."""
     return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
 
 
@@ -50,5 +50,5 @@ def agrees(compressor: Compressor) -> bool:
 
 
 def is_bucketing_free(compressor: Compressor) -> bool:
-    """Return whether a compressor selects the same elements with any buckets."""
+    """Return whether a compressor selects the same elements with all divisions into buckets."""
     return not compressor.selects_across_bucket

@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _KIND = os.environ.get("LIGHTNING_SPARSE_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # `parameter.device` has an index, too
+DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # 0, as `parameter.device` has an index
 
 
 def moved(value: Any, device: "torch.device | str") -> Any:
-    """Return a copy of a value with all tensors on a device, including tensors in tuples, lists and dictionaries."""
+    """Return a copy of a value with all tensors on a device. The value may nest tuples, lists and dictionaries."""
     return tree_map_only(Tensor, lambda each: each.to(device), value)
 
 
 def differences(one: Any, other: Any, place: str = "") -> list[str]:
-    """Return a line per difference. Tensors compare by ``Tensor.equal``, dictionaries and sequences by entry."""
+    """Return one line for each difference between two nested values. Tensors are compared by ``Tensor.equal``."""
     if type(one) is not type(other):
         return [f"{place}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, dict):

@@ -31,15 +31,15 @@ def sparse_ddp(
     local_world_size: int = 1,
     **given: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
-    """Wrap a model in DDP with an engine, which exchanges the gradients. The context's end closes the engine.
+    """Wrap a model in DDP with an engine, which exchanges the gradients. At the end of the context the engine closes.
 
-    ``given`` has further settings of the engine, and arguments of DDP.
+    ``given`` has further settings of the engine and further arguments of DDP.
     """
     chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
     chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
     settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
-    settings = replace(settings, local_steps=local_steps)  # `Settings.of` drops `LocalSteps()` with one step per round
+    settings = replace(settings, local_steps=local_steps)  # `Settings.of` drops `LocalSteps(1)`
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
     engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)
@@ -52,15 +52,15 @@ def sparse_ddp(
 
 
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
-    """Run backward of ``loss``, which writes the means over ranks to ``p.grad``. Raise errors of the exchange."""
+    """Run ``loss.backward()``, which writes means over ranks to ``p.grad``. Raise errors of the exchange."""
     ddp.zero_grad()
-    engine.reducer.reduced.forget(ddp.parameters())  # ends the previous step, even if no optimizer made a step
+    engine.reducer.reduced.forget(ddp.parameters())  # ends the previous step, even without optimizer.step()
     loss.backward()
     engine.worker.raise_error()
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Make an SGD step per loss, and yield the step's number. A generator computes each loss after a step."""
+    """Make an SGD step for each loss, and yield the number of the step. ``losses`` may compute each loss lazily."""
     optimizer = torch.optim.SGD(ddp.parameters(), **settings)
     for step, loss in enumerate(losses):
         backpropagate(ddp, engine, loss)
@@ -94,7 +94,7 @@ def batch(rank: int, step: int, size: int = 4) -> Tensor:
 
 
 def watch_gradients(model: nn.Module) -> Tensors:
-    """Return a dictionary of this rank's gradients before the exchange, updated in every backward."""
+    """Return this rank's gradients before the exchange, by name. Every backward updates the result in place."""
     gradients = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.register_hook(gradients[name].copy_)
@@ -102,7 +102,7 @@ def watch_gradients(model: nn.Module) -> Tensors:
 
 
 def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
-    """Copy the residual of each gradient, or zeros if not allocated. Copies are flat on two levels."""
+    """Copy the residual of each parameter (zeros if not allocated). With two levels, copies are flat."""
     state = engine.memory.state_dict().get("residual", {})
     kept = {name: state.get(name, torch.zeros_like(gradient)).clone() for name, gradient in gradients.items()}
     is_shared = engine.levels.local_world_size > 1
@@ -113,7 +113,7 @@ def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors
     """Run backward. Return this rank's gradients, the exchanged gradients, and residuals before and after."""
     before = residuals_like(engine, gradients)
     for gradient in gradients.values():
-        gradient.zero_()  # an unused parameter runs no hook, which would overwrite the last gradient
+        gradient.zero_()  # no hook overwrites the last gradient of an unused parameter
     backpropagate(ddp, engine, loss)
     nothing = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
     return {
@@ -125,11 +125,11 @@ def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors
 
 
 def gradients_of(ddp: DistributedDataParallel) -> Tensors:
-    """Copy the gradients of all parameters that have a gradient."""
+    """Return copies of all gradients that exist, by name."""
     parameters = ddp.module.named_parameters()
     return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
 
 
 def parameters_of(ddp: DistributedDataParallel) -> Tensors:
-    """Copy the parameters."""
+    """Return copies of the parameters, by name."""
     return {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
