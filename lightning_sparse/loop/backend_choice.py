@@ -17,18 +17,18 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import SharedOnCopy
 
 _MIN_GAIN = 0.02  # fraction of DDP's step time that compression has to save, because compression delays gradients
-_GAIN_OF_A_TENTH = 0.05  # the same for each factor of ten by which the density is below 1
+_GAIN_OF_A_TENTH = 0.05  # further fraction for each factor of ten by which the density is below 1
 _SIGMAS = 2.0  # number of standard errors in ``Comparison.error``
 _TO_SIGMA = 1.4826  # ratio of standard deviation to median absolute deviation, for a normal distribution
 _ERROR_OF_MEDIAN = 1.2533  # ratio of a median's standard error to a mean's, for a normal distribution
 _SETTLING_STEPS = 2  # untimed steps after a switch of backend
-_TIMED_STEPS = 6  # maximum of timed steps of each backend per turn
-_TURNS = 2  # minimum of turns, so that other load on the machine affects both backends
-_MAX_TURNS = 6  # turns after which a comparison ends, even if the result is not clear
+_TIMED_STEPS = 6  # maximum number of timed steps for each backend in a turn
+_TURNS = 2  # minimum number of turns; with several turns, other load on the machine affects both backends
+_MAX_TURNS = 6  # maximum number of turns of a comparison, even if the result is not clear
 _HOPELESS = 2.0  # timing of DDP stops early if DDP's median time is this multiple of compression's
 _RECHECK_STEPS = 5000  # optimizer steps between two comparisons
 
-Turn = tuple[Sequence[float], Sequence[float]]  # one turn: seconds of timed steps with compression, then with DDP
+Turn = tuple[Sequence[float], Sequence[float]]  # for one turn: seconds of timed steps with compression, then with DDP
 Steps = Generator[None, float, None]
 
 
@@ -90,14 +90,14 @@ class AutoBackend(SharedOnCopy):
 
     def __init__(self, engine: Engine, device: torch.device, log: Callable[[str], None]) -> None:
         self.wants_dense = False  # whether plain DDP runs the next step
-        self._engine: Engine = proxy(engine)  # weak, because the generator's cycle would delay garbage collection
+        self._engine: Engine = proxy(engine)  # weak reference, because a cycle would delay garbage collection
         self._device = device
         self._log = log
         self._is_comparing = False
         self._density = 1.0  # density of the last timed steps with compression
         self._exposed = 0.0  # seconds from the end of backward until gradients are ready, per step with compression
-        self._border = perf_counter()  # end of the last step
-        self._told: Optional[bool] = None  # whether the last logged choice was compression; None: nothing logged
+        self._border = perf_counter()  # time at the end of the last step, in seconds
+        self._told: Optional[bool] = None  # whether the last logged choice was compression; None without a log
         self.verdict = "training ended before compression and plain DDP were compared"
         self._course = self._run()
         next(self._course)
@@ -105,7 +105,7 @@ class AutoBackend(SharedOnCopy):
     def end_step(self) -> None:
         """Record the end of an optimizer step. All ranks must call."""
         if self._is_comparing and self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)  # the current device may differ
+            torch.get_device_module(self._device).synchronize(self._device)  # the current device may be another device
         border, self._border = self._border, perf_counter()
         self._course.send(self._border - border)
 
@@ -169,7 +169,7 @@ class AutoBackend(SharedOnCopy):
         if self._told is comparison.pays:
             return
         self._told = comparison.pays
-        # r: the extra time of a DDP step over a compressed step without exposed time, as a fraction of the latter.
+        # r = (DDP's step time - t) / t, where t is the step time with compression minus the exposed time.
         alone = ours - self._exposed
         r = f"; r = {max(0.0, theirs / alone - 1):.2g} as measured" if alone > 0 else ""
         self._log(

@@ -96,7 +96,7 @@ class TrainedParameters:
         return {name: present.names.get(each) for each, name in self.names.items()}
 
     def changes_to(self, present: "TrainedParameters") -> str:
-        """Return a text with the parameters that only ``present`` exchanges, and that only ``self`` exchanges."""
+        """Describe the parameters that only ``present`` exchanges and the parameters that only ``self`` exchanges."""
         sides = {"new or unfrozen": (present, self), "gone": (self, present)}
         found = {change: _without(one.parameters, other.parameters) for change, (one, other) in sides.items()}
         return "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
@@ -128,7 +128,7 @@ ROLLED_BACK = (
 
 
 class Watch(SharedOnCopy):
-    """A hook of a module that calls ``act``. On copies of the module the hook does nothing."""
+    """A module hook that calls ``act``. On copies of the module the hook does nothing."""
 
     def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
         self._module = module
@@ -172,7 +172,7 @@ class LoadedParameters:
         self._of_optimizers.update(optimizer_parameters(optimizer))
 
     def clear(self) -> None:
-        """Drop all records, when an exchange begins, or when the residuals of the loaded weights are loaded, too."""
+        """Drop all records, when an exchange begins, or when residuals for the loaded weights are loaded, too."""
         self._fingerprints.clear()
         self._of_optimizers.clear()
 

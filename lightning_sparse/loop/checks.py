@@ -30,7 +30,7 @@ from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 _ON_NCCL = "and NCCL may deadlock if ranks launch on two communicators in different orders"
-_SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # names, because the classes need imports
+_SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # class names, to avoid imports
 _WRAPPERS = _SHARDING | {"DistributedDataParallel", "DataParallel"}
 
 
@@ -117,7 +117,7 @@ def of_the_settings(settings: Settings) -> Iterator[str]:
 
 
 def refuse_together(reasons: Iterator[str]) -> None:
-    """Raise the same error on every rank if any rank has a reason: the first reason of the lowest of these ranks."""
+    """Raise an error on all ranks if any rank has a reason: the first reason of the first rank with a reason."""
     refuse(filter(None, all_gather_object(next(reasons, ""))))
 
 
@@ -276,7 +276,7 @@ class ReplicaError(RuntimeError):
 
 
 def check_replicas(engine: Engine, when: str) -> None:
-    """Raise :class:`ReplicaError` on all ranks unless their parameters are bitwise identical. All ranks must call."""
+    """Raise :class:`ReplicaError` on all ranks unless all have bitwise identical parameters. All ranks must call."""
     parameters = local_tensors(engine.module)
     if (rounds := engine.rounds) is not None and not rounds.is_shared:
         # During a round, parameters without an optimizer, such as moving averages, may differ, and are not checked.

@@ -71,7 +71,7 @@ class SparsifyCallback(TrainerCallback):
             folder = self._resume_from or self._folder(state)
             self._handle.load_state(Path(folder) / _NAME)
             if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
-                self._handle.synchronize()  # the evaluation of this step ended a round, before or after the save
+                self._handle.synchronize()  # in the earlier run, the evaluation after this step ended a round
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -125,7 +125,7 @@ class SparsifyCallback(TrainerCallback):
         return norm
 
     def _free_memory(self, *objects: Any) -> Any:
-        """End a failed training, then call Accelerate's method. Each training calls this before wrapping the model."""
+        """End a failed training, then call Accelerate's method. A training calls this before wrapping the model."""
         accelerator, trainer = self._accelerator, self._trainer
         self._end_failed()  # no callback runs when training raises an error
         trainer.model_wrapped = trainer.model  # the exchange of the earlier wrapper has ended

@@ -197,7 +197,7 @@ class Loop:
 
 
 class Training:
-    """One training of a wrapped model, until :meth:`close`. Ranks exchange gradients, or changes of local steps."""
+    """One training of a wrapped model, until :meth:`close`. Ranks exchange gradients or changes by local steps."""
 
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
@@ -281,7 +281,7 @@ class Training:
         return True
 
     def _trains_others(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether the trained parameters have changed. Before the final check, reshard FSDP's parameters."""
+        """Return whether the trained parameters have changed. Reshard FSDP's parameters before the final check."""
         trained = all_optimizer_parameters(optimizers)
         if not self._trained.have_changed(trained):
             return False
@@ -350,7 +350,7 @@ class Training:
             rounds.begin_steps()
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Prepare for the next batch: changed parameters, loaded weights, and the kind of step. Runs before forward."""
+        """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
         self.restart_if_changed(optimizers)
         self.turn()
         has_loaded = self.is_in_round and self._reset_loaded()
@@ -375,7 +375,7 @@ class Training:
         """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
         self._add_backward()
         reducer = self.engine.reducer
-        # Users' hooks may run backwards of their own. The last backward of a step exchanges all gradients together.
+        # Users' hooks may run further backwards. The last backward of a step exchanges all gradients together.
         reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
 
@@ -388,14 +388,14 @@ class Training:
         return not self._waiting
 
     def set_inside(self, is_inside: bool) -> None:
-        """Set whether a backward that Lightning does not announce may exchange, such as in manual optimization."""
+        """Set whether a backward that Lightning does not announce (manual optimization) may exchange gradients."""
         self.engine.reducer.allow_implicit_backward = is_inside
 
     def _open(self, is_explicit: bool) -> None:
         """Begin the exchange of a backward, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            if self.engine.rounds is None:  # with rounds, turn() may broadcast models, and runs only between batches
+            if self.engine.rounds is None:  # with rounds, turn() may broadcast models: only between batches
                 self.turn()
             self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
@@ -444,7 +444,7 @@ class Training:
 
     def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
         has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
-        # Without gradients, a closure computes gradients inside the step, possibly at changed weights (SAM).
+        # If no gradient exists yet, a closure computes gradients inside the step, possibly at changed weights (SAM).
         if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
             self.before_step()
         return after_closure(self._before_update)(optimizer, *step)
@@ -506,7 +506,7 @@ class Training:
         return unused
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
-        """End the exchange, and remove all hooks. Return whether the state is the state after a complete step."""
+        """End the exchange, and remove all hooks. Return whether the engine's state belongs to a complete step."""
         if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
@@ -518,7 +518,7 @@ class Training:
 
 
 def _scale_of(scaler: Any, device: torch.device) -> Optional[Tensor]:
-    """Return the loss scale as a tensor, by scaling of a 1, because ``get_scale`` synchronizes with the device."""
+    """Return the loss scale as a tensor. ``get_scale`` would synchronize with the device, so a 1 is scaled instead."""
     return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 

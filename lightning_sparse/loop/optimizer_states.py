@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_sparse.functional.elements import as_dtensor, local_tensor
 
 _GROUPS = "groups"  # key of the parameter groups; all other keys are indices of parameters
-_OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # group entries that torch sets, not the optimizer
+_OF_THE_MODEL = {"params", "param_names", "initial_lr"}  # group entries that torch sets, and not the optimizer
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
@@ -43,7 +43,7 @@ def _learned_names(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
 
 
 def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
-    """Replace each tensor in nested dictionaries by ``change(tensor, entry)``. ``like`` has the entry at equal keys."""
+    """Replace each tensor in nested dictionaries by ``change(tensor, entry of like)``. Both entries have equal keys."""
     if isinstance(state, Tensor):
         return change(state, like)
     if not isinstance(state, dict):

@@ -24,7 +24,7 @@ from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
 
 _CURE = (
-    "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection callback, and"
+    "choose torch.optim.SGD, or disable this momentum: no MomentumCorrection callback, and"
     " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
 )
 _CORRECTED = "compute Adam's updates before selection (optimizer_correction='auto', and a density below 1), or "
@@ -48,8 +48,8 @@ class OptimizerView:
 
     Momentum amplifies weight decay by ``1 / (1 - momentum)``, so an update without momentum uses ``weight_decay /
     (1 - momentum)``. Momentum and weight decay change only during the update, after the closure. Hooks and closures
-    read the user's values. Optimizers that ``feedback`` does not support raise an error. If Adam is corrected, ``adam``
-    applies updates in place of the optimizers.
+    read the user's values. The constructor raises an error for optimizers that ``feedback`` does not support. If Adam
+    is corrected, ``adam`` applies updates in place of the optimizers.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class OptimizerView:
     ) -> StepContext:
         """Return the :class:`StepContext` of the next exchange.
 
-        Parameters in ``begun`` were exchanged earlier in this step. For ``continued``, ``.grad`` still holds the mean.
+        Parameters in ``begun`` were exchanged earlier in this step. In ``continued``, ``.grad`` still holds the mean.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
         return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
@@ -108,7 +108,7 @@ class OptimizerView:
         """Return the hyperparameters of the next step, by parameter name. The result is empty if none are needed."""
         if self._feedback.momentum is None and not self._feedback.rescale_on_lr_change:
             return {}
-        self._give_back()  # after a failed update, or inside a repeated closure, momentum is still zero
+        self._give_back()  # needed after a failed update and in a repeated closure, when momentum is still zero
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
         for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
             if self.takes_momentum:
@@ -153,7 +153,7 @@ class OptimizerView:
         self._give_back()
 
     def _take(self, optimizer: Optimizer) -> None:
-        self._give_back()  # after a failed update, momentum is still zero
+        self._give_back()  # needed after a failed update, when momentum is still zero
         for group in optimizer.param_groups:
             if momentum := group["momentum"]:
                 own = {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}
@@ -268,7 +268,7 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
 
 def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> list[Any]:
-    """Warn of adaptive optimizers, which need dense gradients. Return hooks that check the others after a step."""
+    """Warn of adaptive optimizers, which need dense gradients. Return hooks that check the rest after a step."""
     hooks = []
     for optimizer in optimizers if settings.is_sparse else ():
         if settings.adam is not None and is_correctable(optimizer):
@@ -281,7 +281,7 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
 
 
 def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[str], None]) -> Any:
-    found = list[bool]()  # filled when the check is done: removal inside a hook fails if another hook follows
+    found = list[bool]()  # not empty after the check; a hook cannot remove itself if another hook follows
 
     def look(*step: Any) -> None:
         if not found and (keeps := keeps_second_moment(inside)) is not None:
@@ -392,6 +392,6 @@ def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[T
             )
         if feedback.momentum != FROM_OPTIMIZER and group["momentum"]:
             raise ValueError(
-                f"momentum={feedback.momentum} of the memory conflicts with momentum={group['momentum']} of {name}: use"
-                " only one momentum, or the optimizer's momentum and momentum='optimizer' of the memory"
+                f"momentum={feedback.momentum} is set, but {name} already has momentum={group['momentum']}: use"
+                " only one momentum, or the optimizer's momentum and momentum='optimizer'"
             )

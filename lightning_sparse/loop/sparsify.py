@@ -152,7 +152,7 @@ class GradientSparsifier(Loop):
         try:
             self.start(self._model, optimizers, given)
             self._attend(model, given.scaler, total_steps)
-        except BaseException:  # user settings may turn warnings into errors
+        except BaseException:  # the user's warning filters may raise errors
             self._leave(has_failed=True)
             raise
         _OPEN[self] = None
@@ -247,7 +247,7 @@ class GradientSparsifier(Loop):
     def shared_model(self) -> Iterator[None]:
         """Swap in the shared model of all ranks inside the context, for an evaluation or a save.
 
-        Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes the time inside.
+        Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes this time.
         """
         with self._followed.shown():
             yield
@@ -297,7 +297,7 @@ class GradientSparsifier(Loop):
         self._check_open()
         if (training := self.training) is None:
             if exists(str(folder)):
-                raise ValueError(f"one process has no residuals, but {folder} has: start several, or skip load_state")
+                raise ValueError(f"one process has no use for {folder}: start several, or skip load_state")
             return
         state = load_state(str(folder), training.engine)
         _, unused = act_together(partial(match_state, state, training.engine), f"{folder} does not fit")
@@ -388,7 +388,7 @@ class FollowedModel:
             finally:
                 self._is_shown = before
                 if recorder is not None:
-                    recorder.totals.resume()  # not a stored object, because a load inside the context replaces totals
+                    recorder.totals.resume()  # read again, because a load inside the context replaces ``totals``
 
     def take_up(self) -> None:
         """Apply the loaded state in ``waiting``. Raise an error if the present model was not saved with the state."""
@@ -406,7 +406,7 @@ class FollowedModel:
         """Load a state now, and return descriptions of the parts that this training cannot use."""
         assert self.training is not None
         engine = self.training.engine
-        if engine.rounds is not None:  # valid inside shared_model(), too
+        if engine.rounds is not None:  # leave() is also valid inside shared_model()
             engine.rounds.leave()
         unused = self.training.load(state)
         if engine.rounds is not None:
@@ -490,7 +490,7 @@ def _refuse_join(**settings: Any) -> Any:
 
 _ATTENDED: WeakSet[Module] = WeakSet()  # modules with exchanged parameters
 _OPEN: WeakKeyDictionary["GradientSparsifier", None] = WeakKeyDictionary()  # open handles, in order of construction
-_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that raise errors, by model, after close()
+_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # by model, hooks that raise errors after close()
 
 
 def _refuse_training_of(model: Module) -> None:

@@ -124,7 +124,7 @@ def _read(path: str) -> dict[str, Any]:
         is_ours = version != VERSION or (names <= state["header"].keys() and isinstance(state["memory"], dict))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing: each rank writes one file, without a shared file system on a disk of its node. Resume"
+            f"{path} is missing: each rank writes one file, without a shared file system on its node's disk. Resume"
             f" with the same ranks on the same nodes, or copy all files to every node. {HINT}"
         ) from error
     except Exception as error:  # torch raises many kinds of errors for a damaged file
@@ -172,7 +172,7 @@ class _Table:
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
 
     def read(self) -> None:
-        """Read some of the rows, and sum the tensors. Ranks that hold the same part read different rows."""
+        """Sum the tensors of some saved files. Ranks with the same part of the residuals read different files."""
         is_cut = self._parts != self._shards
         first = self._file(self._replicas.rank % self._rows, self._shard % self._parts)
         if self._is_sharded and is_cut:

@@ -13,7 +13,7 @@ from lightning_sparse.engine.wire import EXCHANGES
 from lightning_sparse.schedule import FixedSize
 
 FEW_ROUNDS = 100  # a training with fewer rounds causes a warning
-SHORTEST_PART = 5  # a warning follows if validations shorten rounds to less than 1 / SHORTEST_PART
+SHORTEST_PART = 5  # a warning follows if validations shorten rounds to less than a fifth of local_steps
 SAFE_STEPS = 5  # local steps per round: with at most this number, short trainings ended near DDP's loss
 
 RESUMES_ALONE = (
@@ -28,8 +28,8 @@ OWN_MODELS = (
     "training ended in an exception: each rank holds its own model, and another fit begins with the model of rank 0."
 )
 WITHOUT_OPTIMIZER = (
-    "no optimizer holds {names}: the gradients of these parameters are not exchanged, and each rank has its own. Add"
-    " them to an optimizer to train them."
+    "no optimizer holds {names}: gradients of these parameters are not exchanged, and differ between ranks. To train"
+    " the parameters, add the parameters to an optimizer."
 )
 UNSAVED_GRADIENTS = (
     "gradients accumulated since the last optimizer step (backward passes: {backwards}) are not in this checkpoint, as"
