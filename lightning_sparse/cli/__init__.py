@@ -25,7 +25,7 @@ def main(args: ArgsType = None) -> None:
             commands[words[0]](words[1:])
             return
     defaults = {}
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has set the number of nodes
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's variables give the number of nodes
         defaults["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    overwrite = {"overwrite": True}  # otherwise the config file of the first run stops a restarted job
+    overwrite = {"overwrite": True}  # without overwrite, the first run's config file would stop a restarted job
     LightningCLI(args=args, save_config_kwargs=overwrite, trainer_defaults=defaults, parser_kwargs={"epilog": _EPILOG})

@@ -12,7 +12,7 @@ from lightning_sparse.schedule.network import dense_bytes
 REASONS = {
     "ddp": "the exchange is short beside the computation",
     "bf16 hook": "half the bytes are enough; pass torch's bf16_compress_hook to Lightning's DDPStrategy",
-    "sparse_auto": "DDP or LAGS-SGD is faster, which depends on the overlap with backward; sparse_auto times both",
+    "sparse_auto": "whether DDP or LAGS-SGD is faster depends on the overlap with backward; sparse_auto times both",
     "sparse_lags": "the network is the bottleneck",
     "local steps": "compressed gradients would delay each step, too; see sparse_diloco and sparse_loco",
 }

@@ -125,7 +125,7 @@ class Probes:
         ranks = dict(zip(self.rows.names, all_gather_object(found)))
         self.rows.environment = {"time_limit": self._options.time, "ranks": ranks}
         if apart := [name for name, each in ranks.items() if each["versions"] != versions]:
-            raise ValueError(f"{', '.join(apart)}: versions differ from {versions} on this rank; install equal ones")
+            raise ValueError(f"{', '.join(apart)}: versions differ from {versions} on this rank; make all equal")
         count = f"{self._ranks} ranks on {self._trainer['num_nodes']} hosts"
         return f"{count}, {backend}, {self._device.type} {kind}, {network or 'default network interface'}, {versions}"
 
@@ -140,7 +140,7 @@ class Probes:
         names, each = zip(*((name, float(each.detach().double().sum())) for name, each in model.named_parameters()))
         for rank, others in zip(self.rows.names, sums := all_gather_object(each)):
             if apart := [name for name, own, first in zip(names, others, sums[0]) if own != first]:
-                raise ValueError(f"{rank}: {apart[0]} differs from that of rank 0")
+                raise ValueError(f"{rank}: parameter {apart[0]} differs from rank 0")
         return f"the same parameters on {self._ranks} ranks"
 
     def _equals_ddp(self, optimizer: Any = _SGD, **more: Any) -> str:
@@ -159,7 +159,7 @@ class Probes:
     def _replicas(self, **settings: Any) -> str:
         local = self._ranks // len(set(self._nodes))
         if "levels" in settings and not 1 < local < self._ranks:
-            raise NotApplicableError(f"{local} of {self._ranks} ranks on each host: no second level")
+            raise NotApplicableError(f"{local} of {self._ranks} ranks are on each host, so there is no second level")
         if "exchange" in settings and self._ranks < 3:
             raise NotApplicableError("needs three processes: with two, owners send the same as a gather")
         model = _OddModel(_SGD)
@@ -168,7 +168,7 @@ class Probes:
         if not 0.005 <= density <= 0.06 or not _difference(model, _OddModel(_SGD))[0]:
             raise ValueError(f"{density:.3%} of the elements are sent, not 1 %, or no parameter has changed")
         when = "at the end" if "local_steps" in settings else "after each step"
-        return f"bitwise identical {when}, {density:.2%} sent"
+        return f"replicas are bitwise identical {when}, {density:.2%} of elements sent"
 
     def _conserves(self) -> str:
         from lightning_sparse.testing import invariants  # this import reads the device from the environment

@@ -30,7 +30,7 @@ class ErrorFeedback(NamedTuple):
             gradient to ``clip_norm / sqrt(world_size)``.
         rescale_on_lr_change: whether a new learning rate rescales the residual, so that older gradients act with the
             earlier rate.
-        decay: factor of the residual before a gradient is added. Requires a memory that stores only the residual.
+        decay: factor of the residual before a gradient is added. Requires ``momentum=None`` and no Adam correction.
     """
 
     keeps_residual: bool = True

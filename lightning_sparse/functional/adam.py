@@ -111,7 +111,7 @@ def accumulate_updates(
 
 
 class LookedUp(NamedTuple):
-    """Indices of the few non-zero elements of a mean, and roots of Adam's second moment at these indices."""
+    """Indices of a mean gradient's few non-zero elements, and roots of Adam's second moment at these indices."""
 
     places: Tensor  # flat int64 indices, possibly with duplicates
     roots: Tensor  # roots of the second moment, without bias correction
@@ -119,7 +119,7 @@ class LookedUp(NamedTuple):
 
 
 def look_up(places: Tensors, updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> dict[int, LookedUp]:
-    """Return roots of second moments at the non-zero elements of each sparse mean, by the mean's position.
+    """Read second moments at the non-zero elements of sparse mean gradients. The result is by tensor index.
 
     Args:
         places: indices of the non-zero elements of each mean.
@@ -230,7 +230,7 @@ def _typed(tensors: Tensors, likes: Tensors) -> list[Tensor]:
 
 
 def _of_zeros_elsewhere(gradients: Tensors, found: Mapping[int, LookedUp]) -> dict[int, LookedUp]:
-    """Return the entries of gradients that are zero at all other indices. A magnitude below 1e-22 counts as zero."""
+    """Return the entries with gradients that are zero outside the entry's indices (a magnitude below 1e-22 is zero)."""
     places = {number: each.places for number, each in found.items()}
     held = _read(gradients, places)
     for number, chosen in places.items():
@@ -249,6 +249,6 @@ def _read(tensors: Tensors, places: Mapping[int, Tensor]) -> Tensor:
 
 
 def _write(tensors: Tensors, places: Mapping[int, Tensor], values: Tensor) -> None:
-    # Duplicate positions are safe, because both writes have the same value.
+    # Duplicate indices are safe, because all writes to an index have the same value.
     for (number, chosen), part in zip(places.items(), values.split(list(map(Tensor.numel, places.values())))):
         tensors[number].index_copy_(0, chosen, part)

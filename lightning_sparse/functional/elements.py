@@ -86,7 +86,7 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
 
 
 def shard_numel(numel: int, world_size: int, multiple: int = 1) -> int:
-    """Return the elements per rank if ``numel`` elements are sharded, rounded up to a multiple of ``multiple``."""
+    """Return the elements in each rank's shard of ``numel`` elements, rounded up to a multiple of ``multiple``."""
     return -(-numel // (world_size * multiple)) * multiple
 
 
@@ -239,8 +239,7 @@ def index_codec(numel: int, count: int) -> IndexCodec:
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
     """Find runs of tensors that are adjacent in memory. The tensors are flat, contiguous, nonempty, of one dtype.
 
-    Yields, for each run, the index of the first tensor, the index after the last tensor, and a flat view of all
-    tensors.
+    Yields for each run the index of the first tensor, the index after the last tensor, and a flat view of the run.
     """
     first = 0
     while first < len(tensors):

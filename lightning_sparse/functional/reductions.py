@@ -119,8 +119,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """Return the magnitude that about ``count`` elements reach, or 0 if fewer elements are non-zero.
 
     ``histogram`` has dtype float64. Within a bin, the logarithm of the count is interpolated linearly in the logarithm
-    of the magnitude. At densities around 0.001 of a normal distribution the error is about 2 % of the count. the
-    logarithm of the magnitude. At densities around 0.001 of a normal distribution the error is about 2 % of the count.
+    of the magnitude. At densities around 0.001 of a normal distribution the error is about 2 % of the count.
 
         >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001)).double()
         >>> round(magnitude_quantile(counted, 100), 2)

@@ -27,7 +27,7 @@ _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a
 _BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
 _SAMPLE_STRIDE = 8  # minimum stride of a sample; a denser sample costs more time than surplus candidates
 _SAMPLE = 1 << 16  # elements in a sample: the rank of the threshold is exact to about 1 %
-_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; if it is still too high, torch.topk runs
+_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; too high a threshold costs one torch.topk
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB), which stay in a core's second-level cache between two passes
 _FEW = 1 << 12  # elements; for smaller tensors, the number of torch calls determines the time
 _WORD = 8  # boolean flags; eight are read as one int64
@@ -72,7 +72,6 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
 
 
 def _is_sparse(numel: int, count: int) -> bool:
-    """Return whether block maxima exclude nearly all elements."""
     return numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel
 
 
@@ -150,13 +149,13 @@ def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional
     if candidates.numel() < count:
         return None
     magnitudes = tensor.index_select(0, candidates).abs_()
-    # The few surplus candidates are removed: this is cheaper than a top-k of all candidates, and preserves the order.
+    # The few surplus candidates are removed, which is cheaper than a top-k of all candidates and preserves the order.
     surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
     return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
 
 
 def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
-    """Return a threshold from a sample, or ``None`` if too many elements equal the threshold."""
+    """Estimate a lower bound of the ``count`` largest magnitudes. Return ``None`` if too many elements are equal."""
     # An odd stride samples different columns of a matrix with rows of 2, 4, 8, ... elements.
     stride = max(_SAMPLE_STRIDE, tensor.numel() // _SAMPLE) | 1
     sample = tensor[::stride].abs().nan_to_num_(nan=math.inf, posinf=math.inf)

@@ -131,7 +131,7 @@ class AutoBackend(SharedOnCopy):
                 yield
 
     def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
-        """Time steps, and return seconds averaged over ranks. Stop early if the median reaches ``hopeless`` seconds."""
+        """Time steps of a backend. Return means over ranks. Stop early if the median reaches ``hopeless`` seconds."""
         self.wants_dense = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):

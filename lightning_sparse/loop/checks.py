@@ -67,7 +67,7 @@ def _exchanges(module: Module) -> bool:
     bases = {base.__name__ for base in type(module).__mro__}
     if _WRAPPERS.isdisjoint(bases):  # checked first, because a call of parameters() for every submodule is slow
         return False
-    is_trained = any(each.requires_grad for each in module.parameters())  # a frozen submodule may have a wrapper
+    is_trained = any(each.requires_grad for each in module.parameters())  # allowed if frozen
     return is_trained or not _SHARDING.isdisjoint(bases)
 
 

@@ -1,4 +1,4 @@
-"""Start, batches, steps and end of a training that exchanges gradients, for strategies, Fabric and plain loops."""
+"""A training that exchanges gradients, from start to end, for strategies, Fabric and plain loops."""
 
 import inspect
 import warnings
@@ -268,7 +268,7 @@ class Training:
             self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
     def _restart(self, present: TrainedParameters) -> bool:
-        """Exchange the ``present`` parameters, and broadcast new layers. Return ``False`` if nothing has changed."""
+        """Exchange ``present`` from now on, and broadcast new layers. Return ``False`` if no parameter has changed."""
         before, module = self._trained, self.engine.module
         has_others = before.has_others()
         if not (has_others or before.changes_to(present)):

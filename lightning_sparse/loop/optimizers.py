@@ -133,7 +133,7 @@ class OptimizerView:
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Request clipping of the gradients for Adam's next updates. Inside the context, hide the present updates."""
+        """Request clipping for Adam's next updates. In the context, ``.grad`` of corrected parameters is ``None``."""
         if self.adam is not None:
             self.adam.clips.ask(clipping, parameters)
         with nullcontext() if self.adam is None else self.adam.hidden():

@@ -222,7 +222,7 @@ class GradientSparsifier(Loop):
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Request clipping of the gradients for Adam's next updates. Inside the context, hide the present updates.
+        """Request clipping for Adam's next updates. In the context, ``.grad`` of corrected parameters is ``None``.
 
         The request applies to each model that has any of the parameters, because an optimizer may train several models.
         """

@@ -84,7 +84,7 @@ class Merged(Schedule):
         self._ends: Optional[frozenset[str]] = None
 
     def end_buckets_at(self, ends: Iterable[str]) -> None:
-        """End a bucket after each of these parameters. All ranks must call this method between the same two steps."""
+        """End a bucket after each parameter in ``ends``. All ranks must call this method between the same two steps."""
         self._ends = frozenset(ends)
 
     @override

@@ -58,8 +58,8 @@ class BucketSample(NamedTuple):
     """Sizes and measured times of one bucket in one step."""
 
     elements: int
-    counts: int  # elements to send, by the densities in this step
-    select_seconds: float  # seconds to compensate, select, encode and decode
+    counts: int  # number of elements to send at the densities of this step
+    select_seconds: float  # seconds to add the residual, select, encode and decode
     exchange_seconds: float  # seconds in collectives, including the wait for slower ranks
 
 

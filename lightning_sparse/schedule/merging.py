@@ -131,7 +131,7 @@ def _checked_sums(
 
 
 def _costs(select_cost: Cost, exchange_cost: Cost, elements: int, selection: str) -> tuple[float, float]:
-    """Return for how many seconds a bucket stops backward, and for how many the bucket occupies the channel."""
+    """Return the seconds for which a bucket stops backward, and the seconds for which the channel is busy."""
     select, exchange = select_cost(elements), exchange_cost(elements)
     for noun, seconds in (("select_cost", select), ("exchange_cost", exchange)):
         if not 0 <= seconds < math.inf:

@@ -114,7 +114,7 @@ class Checkpointer:
             check_version(header.get("version") if isinstance(header, dict) else None, path)
             if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # the id becomes part of a path
                 raise CheckpointError(
-                    f"{path} names the save {header.get('save')!r}, but this package did not write such a save. {HINT}"
+                    f"{path} names the save {header.get('save')!r}, but this package did not write this save. {HINT}"
                 )
 
     @property

@@ -178,7 +178,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._checkpointer.close()
 
     def _exit(self) -> None:
-        # No round is ended, which could wait forever for other ranks. Saved files already hold the shared model.
+        # No round ends here, because a round could wait forever for other ranks. Saved files hold the shared model.
         are_apart = self.settings.local_steps is not None
         self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 
@@ -194,8 +194,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         parameters = set(optimizer_parameters(optimizer))
         if any(not parameters.isdisjoint(model.parameters()) for model in self._handles):
             raise RuntimeError(
-                f"the model of {type(optimizer).__name__} has begun training without this optimizer: set all optimizers"
-                " of a model up before its first forward, with the model or after it"
+                f"the model of {type(optimizer).__name__} has begun training without this optimizer: set up all"
+                " optimizers of a model before the model's first forward, by fabric.setup or fabric.setup_optimizers"
             )
         self._optimizers.append(optimizer)
         return optimizer
@@ -210,7 +210,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         optimizers = [*given, *(each for each in self._optimizers_of(model) if each not in given)]
         if not optimizers:
             raise RuntimeError(
-                f"{type(getattr(model, 'module', model)).__name__} is trained, but no optimizer of it has been set up:"
+                f"{type(getattr(model, 'module', model)).__name__} is trained, but has no optimizer that was set up:"
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
                 " If the model is not trained, use model.eval() or torch.no_grad()"
             )

@@ -123,7 +123,7 @@ def test_rows_pass_and_are_reported(interpreter, tmp_path):
         (
             "seed",
             ["one seed, one model"],
-            r"^all ranks: ValueError: rank 1 .* differs from that of rank 0$",
+            r"^all ranks: ValueError: rank 1 .* differs from rank 0$",
         ),
         ("nothing", ["replicas at density 0.01"], "no parameter has changed"),
         ("rounds", ["mass"], "AssertionError"),

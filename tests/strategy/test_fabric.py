@@ -222,9 +222,9 @@ def misuse(rank):
 def test_mistakes_are_refused_with_their_cure(pair):
     for said in pair.run(misuse):
         expected = (
-            "no optimizer of it has been set up: use fabric.setup(model, optimizer)",
+            "has no optimizer that was set up: use fabric.setup(model, optimizer)",
             "trains no parameter",
-            "before its first forward",
+            "begun training without this optimizer",
             "is not trained by this strategy",
             "model=None is ambiguous",
             "AdamW needs gradients instead",
