@@ -20,7 +20,7 @@ PASSES = {"adamw": 29.0, "sgd": 14.0}  # added passes over memory (4 bytes per p
 BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
-_SELECTIONS = 7  # most selections that a rank receives; on more ranks, exchange="owners" replaces "gather"
+_SELECTIONS = 7  # most selections that a rank receives; on many ranks, exchange="owners" replaces "gather"
 _LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round, and ratio of local steps to DDP's steps for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -52,7 +52,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # a resumed loader would repeat `batch`
+        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # `index`, because resuming repeats `batch`
         words = (words.view(-1, 1) * 31 + torch.arange(8, device=self.device) * (rank + 1)) % 211
         hidden = torch.tanh(self.first(self.embedding(words)))
         hidden = self.coarse(hidden.to(self.coarse.weight.dtype)).float()
@@ -276,4 +276,4 @@ def _difference(one: Any, other: Any) -> tuple[float, str]:
     names, ours = zip(*one.named_parameters())
     pairs = zip(ours, (each.to(own) for own, each in zip(ours, other.parameters())))
     apart = torch.tensor([float((own - each).detach().abs().max() / each.abs().max()) for own, each in pairs])
-    return float(apart.max()), names[apart.argmax()]  # NaN counts as the largest
+    return float(apart.max()), names[apart.argmax()]  # max() and argmax() treat NaN as the largest

@@ -138,6 +138,6 @@ class Rows:
             self._end_row("failed", reason, 0.0, reports)
             if reports:
                 self._conclude()
-                time.sleep(3 * _BEAT_SECONDS)  # other ranks still read the last beats from rank 0's store
+                time.sleep(3 * _BEAT_SECONDS)  # other ranks still read the last heartbeats from rank 0's store
         finally:
             os._exit(1)

@@ -16,9 +16,9 @@ class DGC(TopK):
     Selection is exact. The paper estimates a threshold from a sample of each layer, which is no faster here (see
     :mod:`lightning_sparse.functional.topk`). As published, the method has momentum correction, optional momentum
     factor masking, and clipping of each local gradient to ``clip_norm / sqrt(world_size)`` before accumulation (the
-    released code lacks ``sqrt(world_size)``). The paper's warm-up has four stages of one epoch, such as 25 %, 6.3 %,
-    1.6 % and 0.4 % before a density of 0.1 % (``warmup_steps=4 * steps_per_epoch``). The default warm-up is a tenth of
-    the training. With Adam and AdamW the optimizer correction replaces the momentum.
+    released code lacks ``sqrt(world_size)``). The warm-up has four stages, for example 25 %, 6.3 %, 1.6 % and 0.4 %,
+    before the density of 0.1 %. In the paper, a stage is an epoch (``warmup_steps=4 * steps_per_epoch``). The default
+    warm-up is a tenth of the training. With Adam and AdamW the optimizer correction replaces the momentum.
 
     Args:
         momentum: ``"optimizer"`` applies the (Nesterov) momentum of the SGD optimizer before selection instead of in

@@ -234,7 +234,7 @@ def block_edges(numel: int, world_size: int) -> tuple[int, ...]:
 
 
 def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
-    """Cut blocks into one run per rank. The runs have nearly equal loads, and at least one block.
+    """Cut blocks into one run per rank. Loads of runs are nearly equal. Each run has at least one block.
 
     Loads are float64 ``[blocks]`` on the CPU, not all zero. There are at least ``world_size`` blocks.
 

@@ -131,7 +131,6 @@ class SDAGC(TopK):
 
 
 def _deviations(tensors: Sequence[Tensor], numels: Tensor) -> Tensor:
-    """Return the (population) standard deviation of each tensor, in fp32."""
     means = torch.stack([tensor.mean(dtype=torch.float32) for tensor in tensors])
     squares = torch.stack(torch._foreach_norm(list(tensors))).float().square() / numels
     return (squares - means.square()).clamp(min=0.0).sqrt()

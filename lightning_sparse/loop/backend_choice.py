@@ -115,7 +115,7 @@ class AutoBackend(SharedOnCopy):
             yield
         self._log(
             f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MAX_TURNS}"
-            " turns, and continues with the better one."
+            " turns, and continues with the faster backend."
         )
         while True:
             turns, is_done = list[Turn](), False

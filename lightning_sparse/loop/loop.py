@@ -395,7 +395,7 @@ class Training:
         """Begin the exchange of a backward, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            if self.engine.rounds is None:  # with rounds, turn() may broadcast models: only between batches
+            if self.engine.rounds is None:  # with rounds, turn() may broadcast models, and runs only between batches
                 self.turn()
             self._add_backward()
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
@@ -506,7 +506,7 @@ class Training:
         return unused
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
-        """End the exchange, and remove all hooks. Return whether the engine's state belongs to a complete step."""
+        """End the exchange, and remove all hooks. Return whether the worker has ended without an error."""
         if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))

@@ -43,7 +43,7 @@ def _learned_names(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
 
 
 def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
-    """Replace each tensor in nested dictionaries by ``change(tensor, entry of like)``. Both entries have equal keys."""
+    """Replace each tensor in nested dictionaries by ``change(tensor, other)``, with ``other`` from ``like``."""
     if isinstance(state, Tensor):
         return change(state, like)
     if not isinstance(state, dict):

@@ -204,7 +204,7 @@ class _Table:
             tensor = self._part_of(parameter, tensor, part) if self._parts != self._shards else tensor
         self._forms[place] = tensor.shape, tensor.dtype
         if _is_number(place):
-            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # appends 1 to count files with the number
+            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # a summed 1 counts files with the number
         self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
 
     def _part_of(self, parameter: Tensor, tensor: Tensor, part: int) -> Tensor:

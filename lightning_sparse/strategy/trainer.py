@@ -77,7 +77,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
     _has_failed = False
     _is_in_manual_step = False  # whether a training_step with manual optimization is running
-    _first: Optional[FirstCallback] = None  # not None if replicas may diverge or are sharded
+    _first: Optional[FirstCallback] = None  # callback that ends rounds; only if replicas may diverge or are sharded
     _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
 
     @property
@@ -179,7 +179,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # Not earlier, because Lightning loads the data to count steps, and on_fit_start may create the data.
+            # Steps are counted only here, because Lightning then loads the data, which on_fit_start may create.
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             total_steps = total_steps_of(trainer)
             check_total_steps(self.settings, total_steps)
@@ -223,7 +223,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if (training := self._loop.training) is not None:
             training.end_backward(self._is_in_manual_step)
             if not self._module.automatic_optimization:
-                training.engine.reducer.on_backward_start()  # the next backward may be loss.backward()
+                training.engine.reducer.on_backward_start()  # needed if the next backward is a plain loss.backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
