@@ -91,9 +91,9 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 
 
 def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
-    """Overwrite a module's buffers with the first rank's values. A backward of an earlier forward still works."""
+    """Overwrite buffers with the first rank's values. Autograd does not record this, so earlier forwards stay valid."""
     group, left_out = group or default_group(), ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # not recorded
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)
     broadcast_tensors(buffers, group)
 
 

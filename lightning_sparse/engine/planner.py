@@ -172,7 +172,7 @@ class StepPlanner(Planner):
         self._holds_plan = holds_plan  # returns whether exchanges begin only after backward
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
-        self._course: Course  # generator that runs the trials for _order; absent before the first order
+        self._course: Course  # generator that times plans for _order; set with the first order
         schedule.reset()
 
     @override
@@ -187,7 +187,7 @@ class StepPlanner(Planner):
             next(self._course)
 
     def _run(self) -> Course:
-        """Try and choose a plan for ``_order``. Each ``yield`` waits for the next record."""
+        """Time bucket plans for ``_order``, and choose a plan. Each ``yield`` waits for the record of an exchange."""
         elements = [self._numels[name] for name in self._order]
         seen = yield from self._time([(len(elements),)] if self._holds_plan() else equal_plans(elements))
         costs, ready = _costs_and_times(seen)

@@ -239,7 +239,7 @@ class Settings:
         return self.compressor.least_density(self.density)
 
     def correcting_adam(self) -> Self:
-        """Return these settings with the correction of Adam."""
+        """Return a copy of these settings in which Adam is corrected."""
         own = self.optimizer_correction
         return replace(self, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
 

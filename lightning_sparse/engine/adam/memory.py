@@ -127,7 +127,7 @@ class OwnClips:
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
     squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``, of a rank's gradient and the mean
-    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of this step's gradients
+    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of gradients to clip
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
@@ -140,7 +140,7 @@ class OwnClips:
         return self._together
 
     def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Compute the factor for each limit, from the norms that :meth:`Memory.take_norms` describes."""
+        """Compute the clip factor for each limit. The arguments are as in :meth:`Memory.take_norms`."""
         limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
         self.factors = factors_to(torch.stack(limits), total)
 
@@ -177,13 +177,13 @@ class OwnClips:
 class Refreshes:
     """Updates of second moments: the step of each parameter's next update, and this rank's gradients for the update."""
 
-    least_steps: int  # minimum number of steps between two updates
-    due: dict[str, int] = field(default_factory=dict)  # step number of a parameter's next update
+    least_steps: int  # minimum number of steps between two updates of a parameter's second moment
+    due: dict[str, int] = field(default_factory=dict)  # step number of each parameter's next update
     # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Request gradients of due parameters from the next step. First updates are spread over an interval."""
+        """Request gradients for due updates from the next step. The parameters' first updates are spread over steps."""
         numel = sum(each.numel for each in next_step.values())
         turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
         for number, (name, moments) in enumerate(next_step.items()):
@@ -192,7 +192,7 @@ class Refreshes:
                 self.gradients.setdefault(name, None)
 
     def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in bfloat16. Names in ``continued`` add to the gradient of an earlier backward."""
+        """Store requested gradients in bfloat16. For ``continued`` names, add an earlier backward's gradient."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -249,7 +249,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, rescale_on_lr_change)
         self._clips = OwnClips(world_size, total_of)
-        self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, after a parameter has ended the warm-up
+        self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up; set by the first parameter that completes it
         self.correction = correction
         self._world_size = world_size
         self._share_of = local_share
@@ -314,7 +314,7 @@ class AdamMemory(ResidualMemory):
 
     def _return_to_gradients(self, name: str, state: AdamState) -> None:
         if state.moments is None:
-            del self._residuals[name]  # after a load, the second moment for a conversion is missing
+            del self._residuals[name]  # After a load, the conversion has no second moment.
         else:
             self._residuals[name].mul_(self._denominator(state))
         del self.states[name]
@@ -513,4 +513,4 @@ def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMomen
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32)  # not the default dtype, which may be narrow
+    return torch.tensor(numbers, dtype=torch.float32)  # The default dtype may be narrower.

@@ -54,7 +54,7 @@ class AskedClips:
     def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
         self._norm = norm
         self._coming = dict.fromkeys(optimizers, _Asked())
-        self._asking: set[Optimizer] = set()  # optimizers with a call of :meth:`ask` after the last step
+        self._asking: set[Optimizer] = set()  # optimizers that :meth:`ask` has set since their last step
 
     def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
         """Clip the next gradients of all optimizers of the parameters, with one norm.
@@ -110,7 +110,7 @@ class AskedClips:
 
 @dataclass
 class StepCounts:
-    """Step counts, from optimizer states, of parameters that have a name and a target density below 1."""
+    """Read parameters' step counts from optimizers. Parameters without a name or with a density of 1 do not count."""
 
     optimizers: Sequence[Optimizer]
     names: Mapping[Parameter, str]
@@ -286,7 +286,7 @@ class AdamSteps:
         self._tell, self._unscaling_changes = tell, unscaling_changes
 
     def note_arrived(self) -> None:
-        """Record mean gradients and tensor versions at the first call after an exchange."""
+        """In the first call after an exchange, record mean gradients and tensor versions."""
         if not self._arrived:
             gradients = {each: each.grad for each in self._present if each.grad is not None}
             self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
@@ -372,7 +372,7 @@ class AdamSteps:
             1 - rate * decay,
         )
         for state, weight, result in zip(states, weights, wide):
-            state.arrived = None  # the positions hold for this gradient only
+            state.arrived = None  # The positions are valid only for this gradient.
             if result is not weight:
                 weight.copy_(result)
 

@@ -298,7 +298,7 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return last rates, raised to at least a tenth of the largest rates. ``rates`` has both, as ``[names, 2]``."""
+    """Return last learning rates, raised to at least a tenth of the largest. ``rates`` ``[names, 2]`` has both."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 

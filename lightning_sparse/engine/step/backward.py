@@ -22,7 +22,7 @@ from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
-SMALL = LARGE  # number of elements; smaller gradients are copied into one package, which saves kernel launches
+SMALL = LARGE  # number of elements; smaller gradients are copied into one buffer, which saves kernel launches
 _OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
 
 
@@ -45,14 +45,14 @@ class ParamOrder:
         self.members = members
         self.places = {each.name: place for place, each in enumerate(members)}
         self.travelling = [each for each in members if each.numel]  # non-empty parameters, which buckets send
-        self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags if all are used
+        self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags of use, all 1
 
 
 class Package(NamedTuple):
     """A flat buffer with copies of small gradients side by side, so that few kernels process many gradients."""
 
     gradients: Mapping[str, LocalGradient]  # flat pieces of the buffer, by name
-    views: list[Tensor]  # the same pieces, with the shapes and strides of the parameters
+    views: list[Tensor]  # pieces of the buffer, with the shapes and strides of the parameters
 
     @classmethod
     def of(cls, members: Sequence[ParamEntry], like: Tensor) -> "Package":
@@ -250,7 +250,7 @@ class SparseBackward(Backward):
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
-        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and views with their means
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and package views with their means
         # Buckets that are not sent yet. With clipping, the norm of all gradients is computed before any bucket is sent.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
@@ -289,7 +289,7 @@ class SparseBackward(Backward):
 
     @override
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
-        # The format "reduce" makes a flat tensor of each message, so a package would be a second copy.
+        # The format "reduce" copies gradients into a flat tensor. A package would be a second copy.
         packs = self._context.pipeline.compressor.wire_format != "reduce"
         small = [each for each in members if each.numel < SMALL and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:

@@ -54,7 +54,7 @@ class State(Enum):
 
     IDLE = "no gradient waits for its exchange"
     COLLECTING = "a backward collects gradients"
-    FINALIZING = "all gradients are collected, and are not means yet"
+    FINALIZING = "all gradients are collected, and the means are not written yet"
 
 
 class ReducedGradients:
@@ -110,7 +110,7 @@ class ReducedGradients:
         return held & self.begun  # an unused parameter's gradient may contain an earlier step's mean
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
-        """Remove all means from ``p.grad``. Return the means of ``parameters``, or ``None`` in a first exchange."""
+        """Remove all means from ``p.grad``. Return means of ``parameters``, or ``None`` in a step's first exchange."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
         for parameter, mean in means.items():
@@ -214,7 +214,7 @@ class SparseReducer(SharedOnCopy):
         return [each.name for each in self._order.members]
 
     def restore_order(self, names: Sequence[str]) -> None:
-        """Restore a saved order of exchange, and thus the buckets, if ``names`` are the exchanged parameters."""
+        """If ``names`` are the exchanged parameters, restore this saved order of exchange, and thus the buckets."""
         known = {each.name: each for each in self._members}
         if known.keys() == set(names):
             self._order = ParamOrder([known[name] for name in names], self._order.all_used.device)

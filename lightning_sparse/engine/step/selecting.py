@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """Parameters of a bucket that are sent in one wire format. A merged part has one selection for all parameters."""
 
     wire: WireFormat
-    positions: Sequence[int]  # positions in the bucket
+    positions: Sequence[int]  # positions of the parameters in the bucket
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
     counts: Sequence[float]  # number of elements to send per parameter; if merged, shares of the total by size
     tensors: list[Tensor]  # gradient plus residual of each parameter
@@ -73,7 +73,7 @@ class Part(NamedTuple):
 
 
 class BucketSelector:
-    """Select the elements of a bucket. A parameter is sent dense at density 1, or if dense takes far fewer bytes."""
+    """Select the elements of a bucket. A parameter is sent dense at density 1, or if a dense message is far shorter."""
 
     checks_on_device = False  # whether to check GPU selections, which synchronizes; True in lightning_sparse.testing
 

@@ -111,7 +111,7 @@ class Pipeline:
         self._planner = Planner() if planner is None else planner
         self._shares: dict[str, LocalGradient] = {}  # this rank's parts of gradients, if measure_norms() ran
         self.selector = BucketSelector(compressor, wires)
-        self._has_refreshed = False  # whether the memory's refresh has run in this step
+        self._has_refreshed = False  # whether refresh() has run in this step
 
     def begin_step(self, context: StepContext) -> None:
         """Set the context of the next step."""

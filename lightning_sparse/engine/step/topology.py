@@ -319,7 +319,7 @@ class HierarchicalTopology(DividedRanks):
         yield message
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
-        """Average a message in the node. Return this rank's shares, fp32 or wider, valid until :meth:`write_back`."""
+        """Average gradients over the node. Return this rank's shares in fp32 or wider, valid until the write-back."""
         dtypes = {gradient.dtype for gradient in gradients}
         dtype = dtypes.pop() if len(dtypes) == 1 else widened(gradients[0].dtype)
         numels = [self.share_numel(gradient.numel()) for gradient in gradients]
