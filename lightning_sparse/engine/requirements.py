@@ -41,13 +41,13 @@ def _works_on_shares(settings: Any) -> bool:
 CAPABILITIES = {
     "density": Capability(lambda it: it.compressor.default_density is not None, "has no density"),
     "density by parameter": Capability(
-        lambda it: it.compressor.has_density_by_parameter, "does not send a density of each parameter"
+        lambda it: it.compressor.has_density_by_parameter, "has no separate density for each parameter"
     ),
     "one model": Capability(lambda it: not it.compressor.replicas_diverge, "lets replicas drift apart"),
     "residual": Capability(lambda it: it.compressor.feedback.keeps_residual, "has no residual"),
-    "part": Capability(lambda it: not it.compressor.is_lossless, "sends everything"),
+    "part": Capability(lambda it: not it.compressor.is_lossless, "sends all elements"),
     "rest": Capability(
-        lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "sends everything exactly"
+        lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "sends all elements exactly"
     ),
     "gradient": Capability(
         lambda it: it.compressor.feedback.momentum is None and it.compressor.feedback.clip_norm is None,
@@ -58,12 +58,12 @@ CAPABILITIES = {
         lambda it: it.compressor.feedback == ErrorFeedback(), "does not use plain error feedback"
     ),
     "dense buckets": Capability(lambda it: it.compressor.dense_wire_format is not None, "cannot send dense gradients"),
-    "shares": Capability(_works_on_shares, "needs whole gradients, not shares"),
+    "shares": Capability(_works_on_shares, "needs complete gradients, not parts of gradients"),
     "size": Capability(lambda it: takes_wire(it.compressor, "4bit"), "sends a varying number of elements"),
     "gather": Capability(lambda it: it.compressor.wire_format == "gather", "does not send selections by all-gather"),
     "plan": Capability(lambda it: isinstance(it.schedule, Merged), "this schedule has no bucket plan", False),
     "exchange": Capability(
-        lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` leaves steps to DDP", False
+        lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` averages dense gradients in some steps", False
     ),
     "bound": Capability(
         lambda it: not it.compressor.adaptive_density,
@@ -121,8 +121,8 @@ FEATURES = {
     ),
     "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),
     "ReplicaSentinel": Feature(("replicas",), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
-    "in a loop of one's own": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
-    "in shards": Feature(("one model", "shares"), _BY_ELEMENT),
+    "in a custom loop": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
+    "in a sharded model": Feature(("one model", "shares"), _BY_ELEMENT),
 }
 
 

@@ -226,7 +226,7 @@ class Settings:
     @property
     def can_have_levels(self) -> bool:
         """Whether the compressor can work on parts of gradients, as two levels and sharded models require."""
-        return not any(missing_capabilities("in shards", self))
+        return not any(missing_capabilities("in a sharded model", self))
 
     @property
     def is_sparse(self) -> bool:

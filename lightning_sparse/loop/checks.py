@@ -107,7 +107,7 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
 
 def of_the_settings(settings: Settings) -> Iterator[str]:
     """Yield an error message for each setting that sharded models do not support."""
-    yield from missing_capabilities("in shards", settings)
+    yield from missing_capabilities("in a sharded model", settings)
     local = settings.local_steps or LocalSteps()
     if local.synchronous_steps:
         yield (
