@@ -31,7 +31,7 @@ def _no_mark() -> None:
 Timestamp = Any  # host time in seconds (float), or a CUDA event
 _FP32_BYTES = 4
 _ALL = "data that all buckets of a step share"
-_MAX_RECORDS = 256  # maximum number of stored records
+_MAX_RECORDS = 256  # maximum number of stored records, which limits the memory
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # returns DDP's sent bytes per element, for a world size
 
 
@@ -108,7 +108,7 @@ class StepRecord:
     sent: list[Union[float, Tensor]] = field(default_factory=list)  # counts of sent elements, perhaps on a GPU
     buckets: list[BucketRecord] = field(default_factory=list)  # records of buckets in the order of exchange
     spans: list[Span] = field(default_factory=list)  # times of stages outside of buckets
-    ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # times when gradients were ready, by name
+    ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # ready times by name, in exchange order
     backward_start: Optional[Timestamp] = None  # start of backward; None if no hook recorded the start
     backward_end: Optional[Timestamp] = None  # time when the last gradient was ready
     end: Optional[Timestamp] = None  # time when all means had been written

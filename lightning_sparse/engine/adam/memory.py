@@ -39,7 +39,7 @@ from lightning_sparse.functional.adam import (
 
 _GROWTH = 0.1  # interval between two updates per step made: after 2000 steps, an interval of 200 steps
 _GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
-_MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB); shorter messages wait for latency
+_MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
 _LEARNED_TOGETHER = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 _MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
@@ -314,7 +314,7 @@ class AdamMemory(ResidualMemory):
 
     def _return_to_gradients(self, name: str, state: AdamState) -> None:
         if state.moments is None:
-            del self._residuals[name]  # After a load, the conversion has no second moment.
+            del self._residuals[name]  # The conversion needs the second moment, which is missing after a load.
         else:
             self._residuals[name].mul_(self._denominator(state))
         del self.states[name]

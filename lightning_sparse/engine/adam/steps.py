@@ -42,7 +42,7 @@ class _Asked(NamedTuple):
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer runs the ``step`` of ``torch.optim.Adam`` or ``AdamW``, not differentiable."""
+    """Return whether an optimizer runs the ``step`` of torch's Adam or AdamW, without ``differentiable=True``."""
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)

@@ -1,7 +1,7 @@
 """Momentum correction: each rank applies momentum before selection, in place of the optimizer.
 
 Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. If the optimizer applied momentum, an
-element sent after many steps would lack the momentum of these steps. Here the residual adds up momentum updates.
+element sent after many steps would lack the momentum of these steps. Here the residual accumulates dense updates.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ class MomentumMemory(ResidualMemory):
     With Nesterov momentum, ``u = m (u + g)``, then ``v = v + u + g``. The memory takes 12 bytes per element, or 4
     without momentum. With ``masks_momentum``, ``u`` of a sent element is reset to zero (momentum factor masking).
     Dense parameters are not masked, as in momentum SGD. If a step has several exchanges, only the first accepted
-    exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change`` does not rescale ``u``: SGD's buffer has no rate.
+    exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change`` rescales only the residual.
     """
 
     def __init__(
