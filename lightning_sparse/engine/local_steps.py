@@ -142,7 +142,7 @@ class LocalStepsController(Replicas):
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in gathered]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
-        rests_alike = len({names for *_, names in gathered}) == 1  # Do all ranks omit the same names?
+        rests_alike = len({names for *_, names in gathered}) == 1  # whether ranks agree on the inactive names
         return inactive if rests_alike else frozenset(), any(moved for _, _, moved, _ in gathered)
 
     def _exchange(self, inactive: frozenset[str]) -> None:

@@ -105,7 +105,7 @@ class StepRecord:
     is_logged: bool = False  # whether CompressionMonitor has logged the record
     is_dense: bool = False  # whether gradients were averaged as in DDP; such a record has no times
     is_typical: bool = True  # False in Adam's warm-up, which sends more elements than later steps
-    sent: list[Union[float, Tensor]] = field(default_factory=list)  # counts of sent elements, perhaps on a GPU
+    sent: list[Union[float, Tensor]] = field(default_factory=list)  # numbers of sent elements, perhaps on a GPU
     buckets: list[BucketRecord] = field(default_factory=list)  # records of buckets in the order of exchange
     spans: list[Span] = field(default_factory=list)  # times of stages outside of buckets
     ready: dict[str, Optional[Timestamp]] = field(default_factory=dict)  # ready times by name, in exchange order
@@ -195,7 +195,7 @@ class Totals:
     def __init__(self) -> None:
         self.steps = 0  # optimizer steps, including steps with DDP's dense gradients
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
-        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # waits in the current step
+        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # intervals in which training waited in this step
         self._is_dense = False  # whether an exchange of the current step averaged dense gradients as DDP does
         self._paused: Optional[float] = None  # host time in seconds when pause() was called; None if not paused
         self.forget_times()
@@ -203,7 +203,7 @@ class Totals:
     def forget_times(self) -> None:
         """Reset the sums of times to zero."""
         self._seconds = self._exposed_seconds = 0.0
-        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # waits to add to _exposed_seconds
+        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # waiting intervals to add to _exposed_seconds
         self._border = perf_counter()  # host time in seconds when the current step began
 
     def add(self, record: StepRecord) -> None:

@@ -217,7 +217,7 @@ def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # address of the storage, first byte, stop byte
+def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # returns the storage's address, first and stop byte
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
         return None
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))

@@ -126,8 +126,8 @@ class OwnClips:
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``, of a rank's gradient and the mean
-    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of gradients to clip
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]``: squared norms of rank's gradient and mean
+    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of the gradients that share a norm
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
@@ -513,4 +513,4 @@ def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMomen
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32)  # The default dtype may be narrower.
+    return torch.tensor(numbers, dtype=torch.float32)  # torch's default dtype may be narrower than float32

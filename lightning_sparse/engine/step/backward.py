@@ -114,8 +114,8 @@ class Backward(ABC):
         self._bucket: list[ParamEntry] = []
         self._bucket_numel = 0
         self._missing: list[_Missing] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []  # pairs of a gradient and an exchanged copy
-        self._own_flags: Optional[Tensor] = None  # the sent flags, referenced while a GPU reads
+        self._copied: list[tuple[Tensor, Tensor]] = []  # pairs of a gradient and the copy that is exchanged
+        self._own_flags: Optional[Tensor] = None  # sent flags of use; the reference protects the memory
         self._used_by_any: Optional[Tensor] = None  # flags of use by any rank, in the order of exchange
         self._committed: Optional[threading.Event] = None
 
@@ -250,7 +250,7 @@ class SparseBackward(Backward):
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
-        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and package views with their means
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and package views that receive means
         # Buckets that are not sent yet. With clipping, the norm of all gradients is computed before any bucket is sent.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
         overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients

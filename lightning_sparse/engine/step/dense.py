@@ -60,7 +60,7 @@ class DenseBackward(Backward):
     @override
     def _zeros_for(self, parameter: Tensor) -> Tensor:
         flat = super()._zeros_for(parameter)
-        if parameter.grad is not None:  # a mean of an earlier exchange in this step
+        if parameter.grad is not None:  # The gradient may hold a mean of an earlier exchange of this step.
             self._missing[-1].gradient.copy_(parameter.grad.detach())
         return flat
 

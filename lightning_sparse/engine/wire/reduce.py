@@ -91,7 +91,7 @@ class ReduceFormat(WireFormat):
     @override
     def release(self) -> None:
         if not self._is_in_use:
-            self._workspace.clear()  # The step did not use this format.
+            self._workspace.clear()  # The step did not need the buffers of this format.
         self._is_in_use = False
 
     @override
