@@ -161,7 +161,7 @@ class Communicator(SharedOnCopy):
                 shared.set_timeout(timeout)
         elif shared is None:
             # All ranks of the job create each group. With torch's use_local_synchronization, a new group could get the
-            # name of a destroyed group, and would then read stale addresses from the store.
+            # name of a destroyed group. The new group would then read stale addresses from the store.
             groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
             self.group = next(group for part, group in groups if part == ranks)
         self.device = device

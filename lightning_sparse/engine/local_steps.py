@@ -165,7 +165,7 @@ class LocalStepsController(Replicas):
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         # A save does not end a round. With two extra ends per round, the final loss of a small GPT was 1.6 to 4.5 %
-        # higher, in a measurement with DiLoCo's outer momentum, over 300 steps and three seeds.
+        # higher. The measurement used DiLoCo's outer momentum, 300 steps and three seeds.
         rounds = {
             "has_begun": self.has_begun,
             "has_steps": self._has_steps,

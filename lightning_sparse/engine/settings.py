@@ -283,8 +283,8 @@ class Settings:
 
         Args:
             gradient_dtypes: dtypes of the gradients.
-            world_size: number of ranks. Each rank clips to the clip norm divided by the square root of this number,
-                because the mean of independent gradients is shorter than each gradient by this root.
+            world_size: number of ranks. Each rank clips to the clip norm divided by the square root of this number.
+                The mean of independent gradients is shorter than each gradient by the same factor.
             local_share: with two levels, a function that returns this rank's part of a flat tensor.
             total_of: function that adds numbers over the ranks of a sharded replica.
         """

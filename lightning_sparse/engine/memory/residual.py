@@ -178,7 +178,7 @@ class ResidualMemory(Memory):
 
     The residual takes 4 bytes per element, from a parameter's first gradient on. ``local_clip_norm`` limits the norm of
     this rank's gradient of the whole model. With ``rescale_on_lr_change`` the residual is multiplied by the last
-    learning rate divided by the current rate, so that older gradients act with their original rate. Each rate is first
+    learning rate divided by the current rate. Older gradients then act with their original rate. Each rate is first
     raised to at least a tenth of the largest rate so far. A step with a rate of zero does not change the residual.
     """
 
