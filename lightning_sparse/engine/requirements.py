@@ -63,7 +63,7 @@ CAPABILITIES = {
     "gather": Capability(lambda it: it.compressor.wire_format == "gather", "does not send selections by all-gather"),
     "plan": Capability(lambda it: isinstance(it.schedule, Merged), "this schedule has no bucket plan", False),
     "exchange": Capability(
-        lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` averages dense gradients in some steps", False
+        lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` may change to plain DDP", False
     ),
     "bound": Capability(
         lambda it: not it.compressor.adaptive_density,
@@ -75,7 +75,9 @@ CAPABILITIES = {
         "replicas drift apart between two averages, as with `a2sgd` and `local_steps`",
         False,
     ),
-    "step": Capability(lambda it: it.local_steps is None, "`local_steps` exchange changes, not gradients", False),
+    "step": Capability(
+        lambda it: it.local_steps is None, "with `local_steps`, ranks exchange parameter changes, not gradients", False
+    ),
 }
 _OUT = "remove it"
 _SPARSIFIER = f"{_OUT}, or choose a sparsifier such as `compressor='topk'`"
@@ -121,7 +123,7 @@ FEATURES = {
     ),
     "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),
     "ReplicaSentinel": Feature(("replicas",), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
-    "in a custom loop": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
+    "in a plain loop or Fabric": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
     "in a sharded model": Feature(("one model", "shares"), _BY_ELEMENT),
 }
 

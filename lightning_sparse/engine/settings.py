@@ -307,7 +307,6 @@ class Settings:
 
 
 def _of_values(chosen: Compression, rounds: Optional[LocalSteps]) -> Iterator[str]:
-    """Yield error messages for arguments with invalid values."""
     warmup: Any = chosen["warmup_steps"]
     levels, correction = chosen["levels"], chosen["optimizer_correction"]
     if not (warmup is None or is_whole(warmup, 0) or (isinstance(warmup, Real) and 0 < float(warmup) < 1)):

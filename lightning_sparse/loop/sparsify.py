@@ -96,7 +96,7 @@ def sparsify_gradients(
     """
     optimizers = [unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = pop_settings(sparsify_gradients, compressor, density, given)
-    refuse(missing_capabilities("in a custom loop", settings))
+    refuse(missing_capabilities("in a plain loop or Fabric", settings))
     check_facts(scaler, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model

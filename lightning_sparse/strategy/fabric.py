@@ -72,7 +72,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         bases = (FabricDDPStrategy, DistributedDataParallel)
         settings = pop_settings(SparseFabricStrategy, compressor, density, given, *bases)
         self.settings = settings
-        refuse(missing_capabilities("in a custom loop", settings))
+        refuse(missing_capabilities("in a plain loop or Fabric", settings))
         check_facts(None, total_steps)
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)

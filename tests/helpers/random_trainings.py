@@ -811,10 +811,10 @@ REFUSALS = {
             and (it.subject.wire or it.wire) == "float32"
         )
     ),
-    "MomentumCorrection is not supported: local_steps": lambda it: (
+    "MomentumCorrection is not supported: with local_steps": lambda it: (
         it.local is not None and "MomentumCorrection" in it.callbacks
     ),
-    "AdaptiveDensity is not supported: local_steps": lambda it: (
+    "AdaptiveDensity is not supported: with local_steps": lambda it: (
         it.local is not None and "AdaptiveDensity" in it.callbacks
     ),
     "sends a varying number of elements": lambda it: not takes_wire(it.subject, it.wire),

@@ -140,7 +140,6 @@ class ReduceFormat(WireFormat):
         return message_of([quantized]), dequantize(quantized, self._bits)
 
     def _read(self, received: Tensor, values: Tensor) -> Tensor:
-        """Decode the received values of each rank, in the shape of ``values``."""
         if self._bits is None:
             return received
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)
