@@ -150,7 +150,6 @@ PRIVATE = {  # private names of torch and Lightning -> why no public name is eno
         "_version": "in-place changes of a tensor",
         "_execution_engine": "callback at the end of a backward, as DDP and FSDP2 register one",
         "_post_accumulate_grad_hooks": "order of a parameter's hooks",
-        "_use_python_reducer": "whether compiled code averages gradients in DDP's place",
         "_comm_hooks": "hooks of the user; to register one as a probe changes the user's DDP",
         "_is_profiler_enabled": "`record_function` costs 8 us in each stage, also without a profiler",
         "_get_active_ddp_module": "whether DDP calls a model",

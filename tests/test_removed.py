@@ -33,7 +33,6 @@ ENTRIES = {
 }
 GONE = {
     "plan": (lambda: main(["plan", "--r=3"]), "estimate"),
-    "sparse=True": (lambda: sparsify_gradients(torch.nn.Embedding(4, 2, sparse=True), OPTIMIZER), "sparse=False"),
     "SparseAdam": (lambda: sparsify_gradients(MODEL, torch.optim.SparseAdam(MODEL.parameters())), "SparseAdam.*Adam"),
     "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),
     "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),

@@ -1,6 +1,6 @@
 """Checks of model, optimizers and settings before a training, for the strategies and for plain loops."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.distributed_c10d import ProcessGroup
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer, SparseAdam
@@ -21,7 +21,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.step.reducer import SPARSE_LAYOUT, NoOpReducer
+from lightning_sparse.engine.step.reducer import NoOpReducer
 from lightning_sparse.engine.step.topology import fsdp_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
@@ -34,15 +34,14 @@ _SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # class 
 _WRAPPERS = _SHARDING | {"DistributedDataParallel", "DataParallel"}
 
 
-def check_model(model: Module) -> None:
-    """Raise an error for wrappers that reduce gradients, and for trained parameters with unsupported gradients."""
+def check_model(model: Module, local: Optional[LocalSteps]) -> None:
+    """Raise an error for wrappers that reduce gradients, for unsupported parameters, and for unsupported layers."""
     if wrappers := [name or "itself" for name, each in model.named_modules() if _exchanges(each)]:
         raise ValueError(
             f"model={type(model).__name__} holds wrappers that reduce gradients themselves, {listed(wrappers)}: remove"
             " the wrappers (in a plain loop the model may be a DistributedDataParallel); for shards use"
             " Trainer(strategy='sparse_hsdp') and fully_shard"
         )
-    check_layouts(model.named_modules())
     refused = [
         f"{name} ({parameter.dtype})"
         for name, parameter in model.named_parameters()
@@ -53,14 +52,16 @@ def check_model(model: Module) -> None:
             f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Store a complex"
             " parameter as a real parameter (torch.view_as_real), or freeze the parameter."
         )
-
-
-def check_layouts(modules: Iterable[tuple[str, Module]]) -> None:
-    """Raise an error for layers with sparse-layout gradients, such as ``Embedding(sparse=True)``."""
-    for name, module in modules:
-        weight = getattr(module, "weight", None)
-        if getattr(module, "sparse", False) is True and isinstance(weight, Parameter) and weight.requires_grad:
-            raise ValueError(SPARSE_LAYOUT.format(name=f"{name}.weight".removeprefix(".")))
+    if len({each.device for each in model.parameters()}) > 1:
+        raise ValueError(
+            f"model={type(model).__name__} has parameters on several devices: give each process a model on one device"
+        )
+    if local is not None and _has_sync_batch_norm(model):
+        raise ValueError(
+            f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm communicates in every"
+            " step: omit sync_batchnorm=True or convert_sync_batchnorm (rounds then average BatchNorm's statistics),"
+            " or use local_steps=1"
+        )
 
 
 def _exchanges(module: Module) -> bool:
@@ -71,38 +72,23 @@ def _exchanges(module: Module) -> bool:
     return is_trained or not _SHARDING.isdisjoint(bases)
 
 
-def check_rounds(local: Optional[LocalSteps], model: Module) -> None:
-    """Raise an error for ``SyncBatchNorm`` with local steps, because the layer communicates in every step."""
-    if local is not None and any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm communicates in every"
-            " step: omit sync_batchnorm=True or convert_sync_batchnorm (rounds then average BatchNorm's statistics),"
-            " or use local_steps=1"
-        )
+def _has_sync_batch_norm(model: Module) -> bool:
+    return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
 
 
-def refuse_training(message: str, module: Module, inputs: Any) -> None:
-    """Raise an error in a training forward. ``partial(refuse_training, message)`` is a forward pre-hook."""
-    if module.training and torch.is_grad_enabled():
-        raise RuntimeError(message)
-
-
-def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Settings, Sequence[str]]:
-    """Return settings with which all ranks launch NCCL collectives in the same order, and log lines about the change.
+def in_one_order(settings: Settings, model: Module, backend: str, log: Callable[[str], None]) -> Settings:
+    """Return settings with which all ranks launch NCCL collectives in the same order, and log a change.
 
     FSDP and SyncBatchNorm launch collectives during backward. One rank may launch a collective before an exchange, and
     another rank after the exchange. With NCCL, models of this kind therefore exchange gradients after backward.
     """
-    told = list[str]()
-    if backend != "nccl":
-        return settings, told
-    # FSDP communicates during the whole backward, on a different communicator than the exchange.
-    overlaps = settings.overlaps_backward and not any(fsdp_modules(model))
-    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
-    if settings.overlaps_backward and has_batch_norm:
-        overlaps = False
-        told.append(f"gradients are exchanged after backward: SyncBatchNorm communicates during backward, {_ON_NCCL}.")
-    return replace(settings, overlaps_backward=overlaps), told
+    if backend != "nccl" or not settings.overlaps_backward:
+        return settings
+    if _has_sync_batch_norm(model):
+        log(f"gradients are exchanged after backward: SyncBatchNorm communicates during backward, {_ON_NCCL}.")
+    elif not any(fsdp_modules(model)):  # FSDP communicates during the whole backward, on another communicator
+        return settings
+    return replace(settings, overlaps_backward=False)
 
 
 def of_the_settings(settings: Settings) -> Iterator[str]:
@@ -159,8 +145,7 @@ def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[
 
 
 def check_bare(model: Module) -> None:
-    """Raise an error for a model with shards, lazy parameters, several devices, or no trained parameter."""
-    check_model(model)
+    """Raise an error for a model with shards, lazy parameters, or no trained parameter."""
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
     if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
         raise ValueError(
@@ -169,8 +154,6 @@ def check_bare(model: Module) -> None:
         )
     if any(map(is_lazy, named.values())):
         raise ValueError(f"{given} has lazy parameters without a shape: call the model with a batch first")
-    if len({each.device for each in named.values()}) > 1:
-        raise ValueError(f"{given} has parameters on several devices: give each process a model on one device")
     if not any(each.requires_grad for each in named.values()):
         raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
 
@@ -185,20 +168,12 @@ def check_device(strategy: type, device: torch.device) -> None:
 
 
 def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
-    """Raise an error for a DDP wrapper with a communication hook, several devices, or a smaller process group."""
-    check_model(ddp.module)
-    if getattr(ddp, "_use_python_reducer", False):
-        raise RuntimeError(
-            "torch._dynamo.config.optimize_ddp is 'python_reducer', which averages gradients in compiled code: set"
-            " optimize_ddp to True (the default) or False"
-        )
+    """Raise an error for a DDP wrapper with a communication hook, or with a smaller process group."""
     if ddp._comm_hooks or isinstance(ddp.reducer, NoOpReducer):
         raise RuntimeError(
             "model has a communication hook, or sparsify_gradients has exchanged its gradients before: wrap the"
             " inner module in a new DistributedDataParallel without a hook, or pass the inner module"
         )
-    if ddp.is_multi_device_module:
-        raise ValueError("model has parameters on several devices: give each process a model on one device")
     if (ranks := ddp.process_group.size()) != world:
         raise ValueError(
             f"model has a process group of {ranks} of {world} processes, and all processes exchange gradients: omit"

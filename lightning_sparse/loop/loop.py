@@ -214,9 +214,7 @@ class Training:
         self._given, self._log = given, log
         self._has_warned_of_validations = False
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
-        ordered, told = in_one_order(settings, module, backend_of(self.device, ddp.process_group))
-        for line in told:
-            log(line)
+        ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group), log)
         around = (self._open, lambda: self.view.note_arrived())
         self._trained = TrainedParameters(module, all_optimizer_parameters(optimizers))
         if rest := self._trained.without_optimizer():

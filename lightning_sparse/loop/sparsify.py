@@ -33,8 +33,8 @@ from lightning_sparse.loop.changes import Watch
 from lightning_sparse.loop.checks import (
     check_bare,
     check_facts,
+    check_model,
     check_replicas,
-    check_rounds,
     check_total_steps,
     check_trainers,
     check_wrapped,
@@ -140,8 +140,8 @@ class GradientSparsifier(Loop):
             check_bare(self._model.module)
         self._called = model
         module = self._model.module
+        check_model(module, settings.local_steps)
         check_trainers(module, optimizers, settings)
-        check_rounds(settings.local_steps, module)
         node = own_node() if given.node is None else given.node
         given = given._replace(local_world_size=agreed_ranks_of_node(settings, node, log))
         self._followed = FollowedModel(self._model)

@@ -15,7 +15,7 @@ from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.arguments import ShardArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_model, check_rounds, of_the_model, of_the_settings, refuse_together
+from lightning_sparse.loop.checks import check_model, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoint import Checkpointer
@@ -92,8 +92,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def _start(self, trainer: Trainer) -> None:
         module = self._module
-        check_model(module)
-        check_rounds(self.settings.local_steps, module)
+        check_model(module, self.settings.local_steps)
         if not module.automatic_optimization:
             raise ValueError(
                 "automatic_optimization=False is not supported: shards are exchanged after the last backward of a step,"

@@ -22,7 +22,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.engine.store import post_error
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_bare, check_device, check_rounds, check_total_steps
+from lightning_sparse.loop.checks import check_bare, check_device, check_model, check_total_steps
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Loop, RuntimeOptions, Training
 from lightning_sparse.loop.optimizers import optimizer_parameters
@@ -57,7 +57,6 @@ class SparseBase:
 
     def _bare_model(self, module: Module) -> UnwrappedModule:
         """Broadcast the model from rank 0, and return a replacement for the DDP wrapper."""
-        check_rounds(self.settings.local_steps, module)
         if self._given.get("init_sync", True):
             sync_module_states(module)
         flags = [self._given.get(name) for name in ("broadcast_buffers", "forward_sync_buffers")]
@@ -391,6 +390,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._node_ranks = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
         assert self.model is not None
         check_bare(self.model)
+        check_model(self.model, self.settings.local_steps)
         self._bare = self._bare_model(self.model)
 
     @override
