@@ -2,10 +2,9 @@
 
 from typing import Any, Optional, Union
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, over_ranks
+from lightning_sparse.callbacks.base import StepObserver, log_scalars, over_ranks
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
@@ -50,10 +49,6 @@ class MomentumCorrection(StepObserver):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(map(is_correctable, trainer.optimizers)):
             raise ValueError("MomentumCorrection is for torch.optim.SGD: replace Adam by SGD, or remove the callback")
-        if engine_of(trainer) is None and self._correction != ErrorFeedback(True, FROM_OPTIMIZER, masks_momentum=False):
-            rank_zero_warn(
-                "MomentumCorrection has no effect on 1 process: set momentum in the optimizer and clipping in Trainer"
-            )
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:

@@ -81,8 +81,8 @@ class SparsifyCallback(TrainerCallback):
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Before an evaluation or a save, swap in the shared model. Before an evaluation, also end the round."""
-        if self._handle is not None and self._handle.training is not None and control.should_evaluate:
-            self._handle.training.end_round()
+        if self._handle is not None and control.should_evaluate:
+            self._handle.synchronize()
         if self._handle is not None and (control.should_evaluate or control.should_save):
             self._shown.enter_context(self._handle.shared_model())
 

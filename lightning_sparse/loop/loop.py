@@ -44,14 +44,11 @@ from lightning_sparse.loop.state import collect_state, match_state
 from lightning_sparse.loop.summary import (
     CHANGED,
     RESUMES_ALONE,
-    TAKES_MOMENTUM,
-    UNSAVED_GRADIENTS,
     WITHOUT_OPTIMIZER,
     adam_line,
     describe,
     log_rounds,
     report,
-    warning_of_validations,
 )
 from lightning_sparse.schedule import Auto, Plan
 
@@ -140,9 +137,7 @@ class Loop:
             if is_alone:
                 self._log(RESUMES_ALONE)
             self.training = Training(ddp, optimizers, settings, given, self._log)
-        hooks = warn_of_adaptive(settings, optimizers, warn_user)
-        if self.training is not None:
-            self.training.steps.handles += hooks
+        warn_of_adaptive(settings, optimizers, warn_user)
 
     def reset_residuals(self) -> None:
         """Set residuals and momentum to zero, like :meth:`~lightning_sparse.SparseDDPStrategy.reset_residuals`."""
@@ -208,11 +203,9 @@ class Training:
         self.is_dense = False  # whether steps send dense gradients, as DDP does
         self.backwards = 0  # number of backwards since the last optimizer step
         self._waiting: Sequence[Optimizer] = ()  # optimizers that have not stepped since the last backward
-        self._has_warned_of_gradients = False
         self.before_step: Callable[[], None] = self.begin_steps
         self.after_step: Callable[[], None] = lambda: None
         self._given, self._log = given, log
-        self._has_warned_of_validations = False
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
         ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group), log)
         around = (self._open, lambda: self.view.note_arrived())
@@ -224,8 +217,6 @@ class Training:
         self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
         self._loaded = LoadedParameters(module, optimizers)
-        if self.view.takes_momentum:
-            log(TAKES_MOMENTUM)
 
     def _attend(self) -> None:
         """Create the :class:`OptimizerView`, and register hooks on the steps of all optimizers."""
@@ -299,12 +290,12 @@ class Training:
         self.view.close()
         self.steps.close()
         self._attend()
-        self.steps.handles += warn_of_adaptive(self.settings, optimizers, warn_user)
+        warn_of_adaptive(self.settings, optimizers, warn_user)
         if before is not None and self.view.adam is not None:
             self.view.adam.see_other_states()
             self.view.adam.warm_up.resume_from(before.warm_up)
 
-    def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True, is_trial: bool = False) -> None:
+    def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True) -> None:
         """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up and the rounds."""
         total_steps = None if total_steps is None else int(total_steps)  # converts numpy's integers
         densities = self.engine.densities
@@ -314,7 +305,7 @@ class Training:
             if adam.warm_up.is_dense:
                 self._log(adam_line(self.settings, self.optimizers, total_steps))
         if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
-            log_rounds(local, total_steps, self._log, None if is_trial else warn_user)
+            log_rounds(local, total_steps, self._log, warn_user)
 
     def turn(self) -> None:
         """Select, between two steps, whether the next steps are dense (as in DDP), compressed, or local."""
@@ -358,16 +349,6 @@ class Training:
             self.replicas.reset_shared_model()
         if self.settings.replicas_diverge or self.choice is not None:
             self.steps.see_weights(self.engine.module)
-
-    def end_round(self, is_trial: bool = False) -> None:
-        """End the round before a validation of the shared model. Warn once if validations shorten rounds too much."""
-        if (rounds := self.engine.rounds) is None:
-            return
-        warning = warning_of_validations(rounds.local, rounds.steps_since_ended)
-        rounds.synchronize()
-        if warning and not (is_trial or self._has_warned_of_validations):
-            self._has_warned_of_validations = True
-            warn_user(warning)
 
     def begin(self, is_automatic: bool = False) -> None:
         """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
@@ -473,17 +454,9 @@ class Training:
     def state(self, together: bool = False) -> dict[str, Any]:
         """Return this rank's state, between two steps, without a copy. With ``together`` all ranks must call."""
         if together:
-            self._warn_of_gradients()
             self.engine.worker.drain()
         clips = [] if self.view.adam is None else self.view.adam.clips.state()
         return {**collect_state(self.engine, together), "clips": clips}
-
-    def _warn_of_gradients(self) -> None:
-        """Warn once if a save occurs during gradient accumulation, because checkpoints contain no gradients."""
-        holds = self.backwards and any(each.grad is not None for each in all_optimizer_parameters(self.optimizers))
-        if holds and not self._has_warned_of_gradients:
-            self._has_warned_of_gradients = True
-            warn_user(UNSAVED_GRADIENTS.format(backwards=self.backwards))
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load a state, and return descriptions of the parts that this training cannot use."""

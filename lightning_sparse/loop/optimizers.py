@@ -40,7 +40,6 @@ _NO_OPTIMIZER = Hyperparameters(float("nan"))  # NaN, so that a parameter's firs
 # Rprop's step factors, and the number of gradients that LBFGS stores.
 _SIGNS_OF_LEARNING = frozenset({"betas", "beta2", "alpha", "rho", "eps", "etas", "history_size"})
 _LINEAR = (SGD, ASGD)
-_SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"})
 
 
 class OptimizerView:
@@ -267,35 +266,12 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_LEARNING.isdisjoint(optimizer.defaults)
 
 
-def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> list[Any]:
-    """Warn of adaptive optimizers, which need dense gradients. Return hooks that check the rest after a step."""
-    hooks = []
+def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> None:
+    """Warn of adaptive optimizers, which need dense gradients."""
     for optimizer in optimizers if settings.is_sparse else ():
-        if settings.adam is not None and is_correctable(optimizer):
-            continue
-        if is_adaptive(optimizer):
+        is_corrected = settings.adam is not None and is_correctable(optimizer)
+        if is_adaptive(optimizer) and not is_corrected:
             warn(warning_for(optimizer))
-        elif calls_hooks(inside := chain_of(optimizer)[-1]):
-            hooks.append(_warn_after_step(optimizer, inside, warn))
-    return hooks
-
-
-def _warn_after_step(optimizer: Optimizer, inside: Optimizer, warn: Callable[[str], None]) -> Any:
-    found = list[bool]()  # not empty after the check; a hook cannot remove itself if another hook follows
-
-    def look(*step: Any) -> None:
-        if not found and (keeps := keeps_second_moment(inside)) is not None:
-            found.append(keeps)
-            if keeps:
-                warn(warning_for(optimizer))
-
-    return inside.register_step_post_hook(look)
-
-
-def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:
-    """Return whether the state of an optimizer has a second moment, or ``None`` if the state is still empty."""
-    kept = {key for state in chain_of(optimizer)[-1].state.values() if isinstance(state, dict) for key in state}
-    return None if not kept else not _SECOND_MOMENTS.isdisjoint(kept)
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:

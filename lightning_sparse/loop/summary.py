@@ -13,27 +13,15 @@ from lightning_sparse.engine.wire import EXCHANGES
 from lightning_sparse.schedule import FixedSize
 
 FEW_ROUNDS = 100  # a training with fewer rounds causes a warning
-SHORTEST_PART = 5  # a warning follows if validations shorten rounds to less than a fifth of local_steps
 SAFE_STEPS = 5  # local steps per round: with at most this number, short trainings ended near DDP's loss
 
 RESUMES_ALONE = (
     "one process continues a compressed training: nothing is sent, and compression continues so that the model"
     " receives the residuals. Updates are delayed as before. To end compression, set resume_compression=False."
 )
-TAKES_MOMENTUM = (
-    "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
-    " meanwhile the optimizer steps without momentum, and weight decay is divided by 1 - momentum."
-)
-OWN_MODELS = (
-    "training ended in an exception: each rank holds its own model, and another fit begins with the model of rank 0."
-)
 WITHOUT_OPTIMIZER = (
     "no optimizer holds {names}: gradients of these parameters are not exchanged, and differ between ranks. To train"
     " the parameters, add the parameters to an optimizer."
-)
-UNSAVED_GRADIENTS = (
-    "gradients accumulated since the last optimizer step (backward passes: {backwards}) are not in this checkpoint, as"
-    " with ddp: save after a step to resume exactly"
 )
 CHANGED = (
     "gradients were changed between backward and the optimizer's step, such as by torch.nn.utils.clip_grad_norm_. With"
@@ -122,31 +110,18 @@ def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str
     return "; ".join([*parts, *filter(None, [verdict])]) + "."
 
 
-def log_rounds(
-    local: LocalSteps, steps: int, log: Callable[[str], None], warn: Optional[Callable[[str], None]]
-) -> None:
+def log_rounds(local: LocalSteps, steps: int, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Log how many rounds ``steps`` optimizer steps make. Call ``warn`` if the rounds are few."""
     every = local.every
     count = -(-max(0, steps - local.synchronous_steps) // every)
     rounds = f"{count} round{'s' * (count != 1)} of {every} local steps"
     log(f"up to {steps} optimizer steps, that is {rounds}.")
-    if warn is not None and count < FEW_ROUNDS and every > SAFE_STEPS:
+    if count < FEW_ROUNDS and every > SAFE_STEPS:
         warn(
             f"local_steps={every} makes {rounds}, too few to reach DDP's loss: after 800 steps a small GPT ended 8 to"
             " 48 % above DDP with 27 to 40 rounds of 20 or 30 steps, and 4 % above with 160 rounds of 5. In short"
             f" trainings use local_steps={SAFE_STEPS}, or 'lags' without local steps, which exchanges in every step."
         )
-
-
-def warning_of_validations(local: LocalSteps, steps: int) -> str:
-    """Return a warning if validations every ``steps`` optimizer steps shorten rounds too much, else an empty string."""
-    if not 0 < steps * SHORTEST_PART < (every := local.every):
-        return ""
-    return (
-        f"validations come every {steps} optimizer steps, and each validation ends a round: rounds are shorter than"
-        f" local_steps={every}. Validate less often (val_check_interval=..., check_val_every_n_epoch=...), or use fewer"
-        " local steps."
-    )
 
 
 def in_bytes(count: float) -> str:

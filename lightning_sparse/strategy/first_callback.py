@@ -24,8 +24,8 @@ class FirstCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._training.end_round(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
+        if not trainer.sanity_checking and (rounds := self._training.engine.rounds) is not None:
+            rounds.synchronize()
         self._shown.enter_context(self._training.replicas.shared_model())
 
     def end_validation(self, module: LightningModule) -> None:

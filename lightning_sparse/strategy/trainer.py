@@ -16,7 +16,6 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule
@@ -26,7 +25,7 @@ from lightning_sparse.loop.checks import check_bare, check_device, check_model, 
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Loop, RuntimeOptions, Training
 from lightning_sparse.loop.optimizers import optimizer_parameters
-from lightning_sparse.loop.summary import OWN_MODELS, describe
+from lightning_sparse.loop.summary import describe
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
@@ -154,35 +153,27 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             return
         training.set_inside(False)
         if self.settings.replicas_diverge or self.holds_shards:
-            self._put_first(trainer, FirstCallback(training))
+            self._first = FirstCallback(training)
+            trainer.callbacks.insert(0, self._first)  # type: ignore[attr-defined]
+            self._replaced.callback(remove_callback, trainer, self._first)
+            self._replaced.callback(setattr, self, "_first", None)
         if training.view.adam is not None:
             clip = clip_before(training, self.precision_plugin.clip_gradients)
             self.precision_plugin.clip_gradients = clip  # type: ignore[method-assign]
             self._replaced.callback(vars(self.precision_plugin).pop, "clip_gradients", None)
-
-    @property
-    def rounds(self) -> Optional[LocalStepsController]:
-        """Controller of local steps during a fit, or ``None`` if every step exchanges gradients."""
-        return None if self.engine is None else self.engine.rounds
-
-    def _put_first(self, trainer: Any, callback: FirstCallback) -> None:
-        self._first = callback
-        trainer.callbacks.insert(0, callback)
-        self._replaced.callback(remove_callback, trainer, callback)
-        self._replaced.callback(setattr, self, "_first", None)
 
     def _begin_steps(self) -> None:
         trainer = self._trainer
         training = self._loop.training
         if training is None:
             return
-        makes_rounds = training.replicas.are_apart and trainer.lightning_module.automatic_optimization
+        is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        makes_rounds = training.replicas.are_apart and self._module.automatic_optimization and not is_trial
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # Steps are counted only here, because Lightning then loads the data, which on_fit_start may create.
-            is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+            # Not earlier: the number of steps makes Lightning load the data, which on_fit_start may create.
             total_steps = total_steps_of(trainer)
             check_total_steps(self.settings, total_steps)
-            training.expect_steps(total_steps, makes_rounds, is_trial)
+            training.expect_steps(total_steps, makes_rounds)
         training.engine.recorder.totals.resume()
 
     @override
@@ -294,12 +285,11 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.rounds is not None and not (self.rounds.is_shared or self._has_failed):
-            self.rounds.synchronize()  # needed after a resumed fit without further steps, which has no on_train_end
-            self.rounds.reset_shared_model()
+        rounds = None if self.engine is None else self.engine.rounds
+        if rounds is not None and not (rounds.is_shared or self._has_failed):
+            rounds.synchronize()  # needed after a resumed fit without further steps, which has no on_train_end
+            rounds.reset_shared_model()
         self._replaced.close()
-        if self._has_failed and self.engine is not None and self.settings.replicas_diverge:
-            self._log(OWN_MODELS)
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()
         self._checkpointer.close()

@@ -137,8 +137,6 @@ def fit_alone(rank, directory):
     trainer = make_trainer(rank, SparseDDPStrategy(), callbacks=callbacks, log_every_n_steps=1)
     with pytest.warns(UserWarning, match="OverlapTimeline has recorded nothing"):
         trainer.fit(WithSGD())
-    with pytest.warns(UserWarning, match="MomentumCorrection"):
-        make_trainer(rank, SparseDDPStrategy(), callbacks=[MomentumCorrection(0.9)]).fit(WithSGD(momentum=0.0))
     return [group["momentum"] for group in trainer.optimizers[0].param_groups]
 
 

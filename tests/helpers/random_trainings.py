@@ -50,7 +50,6 @@ _EXPECTED_WARNINGS = (
     ".*gradient_as_bucket_view.*",
     ".*Grad strides do not match bucket view strides.*",
     ".*is not corrected.*|.*makes its updates.*",  # optimizers with corrections off
-    ".*are not in this checkpoint, as with ddp.*",
     ".*exists and is not empty.*",
     ".*OverlapTimeline has recorded nothing.*",  # trainings shorter than an accumulation
     ".*gradients were changed between backward and the optimizer's step.*",  # warning about torch's own clipping

@@ -32,7 +32,6 @@ EXPECTED_WARNINGS = (
     ".*AccumulateGrad node's stream does not match.*",
     ".*GPU available but not used.*",  # tests of the CPU
     ".*too few to reach DDP's loss.*",  # rounds of local steps; see tests/strategy/test_local_steps.py
-    ".*each validation ends a round.*",
     # Adam and Muon; see tests/strategy/test_optimizers.py.
     ".*(learns the magnitude of|computes directions from).* mean gradients.*",
     ".*`srun` command is available.*",  # machines with SLURM
