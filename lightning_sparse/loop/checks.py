@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import SGD, Optimizer, SparseAdam
 
-from lightning_sparse.compressors.base import is_whole
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
@@ -193,7 +193,6 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         given = f"optimizer={type(optimizer).__name__}"
         if trained.isdisjoint(optimizer_parameters(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build the optimizer from model.parameters()")
-        check_optimizers(settings, [optimizer])
         if counts_steps and not calls_hooks(optimizer):
             raise ValueError(
                 f"{given} calls no hooks, and hooks count the steps for local_steps and schedule='auto': call"
@@ -202,7 +201,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
 
 
 def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error for SparseAdam. If replicas diverge, also reject optimizers that communicate in ``step``."""
+    """Raise an error for optimizers that the settings do not support."""
     if any(isinstance(chain_of(optimizer)[-1], SparseAdam) for optimizer in optimizers):
         raise ValueError(
             "optimizer=SparseAdam needs gradients with a sparse layout, and this package exchanges dense layouts only:"
@@ -210,6 +209,28 @@ def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> Non
         )
     if settings.replicas_diverge:
         refuse(chain.from_iterable(map(_of_communication, optimizers)))
+    if settings.feedback.momentum is not None:
+        for optimizer in optimizers:
+            _check_momentum(optimizer, settings.feedback)
+
+
+def _check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
+    name, given = type(optimizer).__name__, f"momentum={feedback.momentum!r}"
+    if not isinstance(optimizer, SGD):
+        raise ValueError(
+            f"{given} accumulates momentum before compression, instead of SGD's momentum, and {name} needs gradients"
+            " instead of velocities: choose torch.optim.SGD; or torch.optim.AdamW for the whole model, with"
+            " optimizer_correction='auto'; or a memory without momentum: no MomentumCorrection callback, and"
+            " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
+        )
+    for group in optimizer.param_groups:
+        if group["dampening"]:
+            raise ValueError(f"{given} supports no dampening={group['dampening']} of {name}: use dampening=0")
+        if feedback.momentum != FROM_OPTIMIZER and group["momentum"]:
+            raise ValueError(
+                f"{given} of the memory conflicts with momentum={group['momentum']} of {name}: use only one momentum,"
+                " or the optimizer's momentum and momentum='optimizer' of the memory"
+            )
 
 
 def _of_communication(optimizer: Optimizer) -> Iterator[str]:

@@ -127,7 +127,6 @@ class Loop:
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
         check_optimizers(settings, optimizers)
         module = named_module(ddp)
-        OptimizerView(dict(module.named_parameters()), optimizers, settings.feedback).close()  # checks the optimizers
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:
             settings.compressor.begin(layout_of(module, 0, 1, next(module.parameters()).device))

@@ -23,12 +23,6 @@ from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
 
-_CURE = (
-    "choose torch.optim.SGD, or disable this momentum: no MomentumCorrection callback, and"
-    " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
-)
-_CORRECTED = "compute Adam's updates before selection (optimizer_correction='auto', and a density below 1), or "
-_MIXED = "train the whole model by Adam and AdamW (without another optimizer, updates come before selection), or "
 _TWO_NORMS = (
     "parameters of {names} cannot be clipped by one norm: .grad holds updates for Adam's parameters, and gradients for"
     " the others. Clip each optimizer separately, such as by clip(norm=1.0, optimizer=optimizer), or set"
@@ -47,8 +41,7 @@ class OptimizerView:
 
     Momentum amplifies weight decay by ``1 / (1 - momentum)``, so an update without momentum uses ``weight_decay /
     (1 - momentum)``. Momentum and weight decay change only during the update, after the closure. Hooks and closures
-    read the user's values. The constructor raises an error for optimizers that ``feedback`` does not support. If Adam
-    is corrected, ``adam`` applies updates in place of the optimizers.
+    read the user's values. If Adam is corrected, ``adam`` applies updates in place of the optimizers.
     """
 
     def __init__(
@@ -56,8 +49,8 @@ class OptimizerView:
         parameters: Mapping[str, Parameter],
         optimizers: Sequence[Optimizer],
         feedback: ErrorFeedback,
-        target_of: Callable[[str], float] = lambda name: 1.0,
-        memory: Optional[Memory] = None,
+        target_of: Callable[[str], float],
+        memory: Memory,
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
@@ -69,10 +62,6 @@ class OptimizerView:
         # Each entry: a parameter group, the user's values, and the values during the update.
         self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._handles: list[Any] = []
-        if feedback.momentum is not None:
-            cure = _CORRECTED if all(map(is_correctable, optimizers)) else _MIXED
-            for optimizer in optimizers:
-                _check(optimizer, feedback, parameters.values(), cure)
         if self.takes_momentum:
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(after_closure(self._take)))
@@ -345,29 +334,3 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
 def all_optimizer_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Return the parameters of all optimizers."""
     return list(chain.from_iterable(map(optimizer_parameters, optimizers)))
-
-
-def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor], of_adam: str) -> None:
-    name = type(optimizer).__name__
-    # Lightning adds an optimizer without parameters of the model if configure_optimizers returns none.
-    if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(optimizer_parameters(optimizer)):
-        raise ValueError(
-            f"momentum={feedback.momentum!r} accumulates momentum before compression, instead of SGD's momentum, and"
-            f" no optimizer trains this model: return an optimizer from configure_optimizers, and {_CURE}"
-        )
-    if not isinstance(optimizer, SGD):
-        corrects = feedback.momentum == FROM_OPTIMIZER and is_correctable(optimizer)
-        raise ValueError(
-            f"momentum={feedback.momentum!r} accumulates momentum before compression, instead of SGD's momentum, and"
-            f" {name} needs gradients instead of velocities: {of_adam * corrects}{_CURE}"
-        )
-    for group in optimizer.param_groups:
-        if group["dampening"]:
-            raise ValueError(
-                f"momentum={feedback.momentum!r} supports no dampening={group['dampening']} of {name}: use dampening=0"
-            )
-        if feedback.momentum != FROM_OPTIMIZER and group["momentum"]:
-            raise ValueError(
-                f"momentum={feedback.momentum} is set, but {name} already has momentum={group['momentum']}: use"
-                " only one momentum, or the optimizer's momentum and momentum='optimizer'"
-            )

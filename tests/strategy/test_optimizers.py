@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
-from lightning_sparse.loop.optimizers import OptimizerView
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.checks import check_optimizers
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
@@ -207,16 +208,8 @@ def test_adam_is_corrected_wherever_a_density_is_below_1(pair):
     assert_same(named.batches, of_all.batches)
 
 
-def test_momentum_without_an_optimizer_is_refused_by_what_is_missing():
-    # Lightning's placeholder for a missing optimizer has no parameters of the model.
-    stand_in = torch.optim.Adam([torch.zeros(1)])
-    with pytest.raises(ValueError, match="configure_optimizers"):
-        OptimizerView({"weight": nn.Parameter(torch.zeros(2))}, [stand_in], DGC().feedback)
-
-
 def test_adam_beside_sgd_is_refused_with_what_would_help():
     matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
     optimizers = [torch.optim.AdamW([matrix]), torch.optim.SGD([vector], 0.1)]
-    with pytest.raises(ValueError, match=r"AdamW needs gradients.*train the whole model") as refusal:
-        OptimizerView({"matrix": matrix, "vector": vector}, optimizers, DGC().feedback)
-    assert "optimizer_correction" not in str(refusal.value)  # 'auto' is the default
+    with pytest.raises(ValueError, match=r"AdamW needs gradients.*for the whole model"):
+        check_optimizers(Settings.of(DGC()), optimizers)
