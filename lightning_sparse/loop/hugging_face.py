@@ -156,13 +156,20 @@ def save_with(accelerator: Any, handle: GradientSparsifier) -> None:
     """Include the compression state of each process in Accelerate's ``save_state`` and ``load_state``.
 
     Accelerate's ``register_for_checkpointing`` saves the state of one process only. For several models, call this
-    function once per model. A resumed training must make these calls in the same order. With local steps, save inside
-    :meth:`~lightning_sparse.GradientSparsifier.shared_model`.
+    function once per model. A resumed training must make these calls in the same order.
 
     Args:
         accelerator: the ``Accelerator`` of the training.
         handle: handle of a model.
+
+    Raises:
+        ValueError: for local steps, because Accelerate loads the model after other states.
     """
+    if handle.settings.local_steps is not None:
+        raise ValueError(
+            "save_with does not support local_steps: call handle.save_state(folder) beside accelerator.save_state, and"
+            " handle.load_state(folder) after accelerator.load_state"
+        )
     number = _REGISTERED.get(accelerator, 0)
     _REGISTERED[accelerator] = number + 1
     name = f"{_NAME}-{number}" if number else _NAME

@@ -26,7 +26,6 @@ from lightning_sparse.engine.step.topology import ShardedModel, named_module, re
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_optimizers, in_one_order
-from lightning_sparse.loop.levels import Node
 from lightning_sparse.loop.optimizer_states import load_states, states_of
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
@@ -92,7 +91,6 @@ class RuntimeOptions(NamedTuple):
     scaler: Any = None  # gradient scaler, or ``None``
     clipping: Clipping = NOT_CLIPPED  # clipping that the Trainer applies in every step
     local_world_size: int = 1  # number of ranks that average gradients before the exchange (two levels, or FSDP)
-    node: Optional[Node] = None  # node of this rank, from which a GradientSparsifier finds ``local_world_size``
 
 
 class Loop:

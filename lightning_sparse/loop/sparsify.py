@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional, Union
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
+from lightning_sparse.engine import Engine
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import Compression, Settings
@@ -38,16 +39,10 @@ from lightning_sparse.loop.checks import (
     check_total_steps,
     check_trainers,
     check_wrapped,
-    refuse_training,
 )
 from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
 from lightning_sparse.loop.loop import CLOSED, Loop, RuntimeOptions, Training
-from lightning_sparse.loop.optimizers import (
-    all_optimizer_parameters,
-    before_step_of_training,
-    optimizer_parameters,
-    unwrapped,
-)
+from lightning_sparse.loop.optimizers import all_optimizer_parameters, optimizer_parameters, unwrapped
 from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
 from lightning_sparse.removed import refuse_removed
 
@@ -100,7 +95,9 @@ def sparsify_gradients(
     check_facts(scaler, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
-    return GradientSparsifier(model, optimizers, settings, RuntimeOptions(timeout, scaler), total_steps, _log)
+    ranks_of_node = agreed_ranks_of_node(settings, own_node(), _log)
+    options = RuntimeOptions(timeout, scaler, local_world_size=ranks_of_node)
+    return GradientSparsifier(model, optimizers, settings, options, total_steps, _log)
 
 
 def _log(line: str) -> None:
@@ -129,6 +126,7 @@ class GradientSparsifier(Loop):
     ) -> None:
         super().__init__(settings, log)
         check_total_steps(settings, total_steps)
+        self._called = model  # the module or wrapper that the user calls
         self._model: Wrapper
         _check_unattended(model)
         if isinstance(model, DistributedDataParallel):
@@ -138,46 +136,43 @@ class GradientSparsifier(Loop):
         else:
             self._model = model if isinstance(model, UnwrappedModule) else UnwrappedModule(model)
             check_bare(self._model.module)
-        self._called = model
-        module = self._model.module
-        check_model(module, settings.local_steps)
-        check_trainers(module, optimizers, settings)
-        node = own_node() if given.node is None else given.node
-        given = given._replace(local_world_size=agreed_ranks_of_node(settings, node, log))
-        self._followed = FollowedModel(self._model)
-        self._parts = _trained_parts(module)
-        self._handles: list[Any] = []
+        check_model(self.module, settings.local_steps)
+        check_trainers(self.module, optimizers, settings)
+        self._parts = _trained_parts(self.module)
+        self._hooks: list[Any] = []
+        self._is_closed = False
+        self._is_shown = False  # whether shared_model() is active
         if model is not self._model:
-            sync_module_states(module)
+            sync_module_states(self.module)
         try:
             self.start(self._model, optimizers, given)
-            self._attend(model, given.scaler, total_steps)
-        except BaseException:  # the user's warning filters may raise errors
+            if self.training is not None:
+                self.training.expect_steps(total_steps)
+                self._register_hooks(self.training, given.scaler)
+        except BaseException:  # user settings may turn warnings into errors
             self._leave(has_failed=True)
             raise
-        _OPEN[self] = None
+        _OPEN.add(self)
 
-    def _attend(self, model: Module, scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
-        _ATTENDED.update(self._parts)
-        for each in self._model.module.modules():
-            if (refusal := _REFUSALS.pop(each, None)) is not None:
-                refusal.remove()
-        if (training := self.training) is None:
-            return
-        training.expect_steps(total_steps)
-        self._handles += self._followed.follow(training, model)
-        if training.engine.rounds is None:
-            return
-        if scaler is not None:
-            training.steps.count_skipped(scaler)
-        training.turn()
+    def _register_hooks(self, training: Training, scaler: Optional[GradScaler]) -> None:
+        model, module, rounds = self._called, self.module, training.engine.rounds
+        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.reducer)))
+        self._hooks.append(model.register_forward_hook(listen))
+        for called in {model} if rounds is None else {model, module}:  # the user may evaluate the inner module of DDP
+            forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
+            self._hooks.append(called.register_forward_pre_hook(forward, prepend=True))
+        if rounds is not None:
+            self._hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
+            training.before_step = partial(self._begin_rounds, training)
+            training.after_step = partial(self._end_step, training)
+            if scaler is not None:
+                training.steps.count_skipped(scaler)
+            training.turn()
 
     def _leave(self, has_failed: bool) -> None:
-        _OPEN.pop(self, None)
-        _ATTENDED.difference_update(self._parts)
-        for handle in self._handles:
-            handle.remove()
-        self._followed.training = None
+        _OPEN.discard(self)
+        for hook in self._hooks:
+            hook.remove()
         self.end(has_failed)
 
     def __enter__(self) -> Self:
@@ -210,29 +205,15 @@ class GradientSparsifier(Loop):
         Raises:
             ValueError: if one norm would clip parameters of a corrected Adam and of another optimizer.
         """
-        parameters = [*self._model.module.parameters()] if optimizer is None else optimizer_parameters(optimizer)
+        parameters = [*self.module.parameters()] if optimizer is None else optimizer_parameters(optimizer)
         if norm is not None and self.training is not None:
             self.training.view.check_one_norm(parameters)
-        with self.clipped_before(Clipping(norm=norm, value=value), parameters):
+        with clipped_before(Clipping(norm=norm, value=value), parameters):
             trained = [each for each in parameters if each.grad is not None]
             if value is not None and trained:
                 torch.nn.utils.clip_grad_value_(trained, value)
             if norm is not None and trained:
                 torch.nn.utils.clip_grad_norm_(trained, norm)
-
-    @contextmanager
-    def clipped_before(self, clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Request clipping for Adam's next updates. In the context, ``.grad`` of corrected parameters is ``None``.
-
-        The request applies to each model that has any of the parameters, because an optimizer may train several models.
-        """
-        clipped = set(parameters)
-        with ExitStack() as hidden:
-            for each in list(_OPEN):
-                is_clipped = each is self or not clipped.isdisjoint(each.module.parameters())
-                if is_clipped and each.training is not None:
-                    hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
-            yield
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that disables the exchange of gradients, like DDP's ``no_sync()``.
@@ -249,8 +230,18 @@ class GradientSparsifier(Loop):
 
         Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes this time.
         """
-        with self._followed.shown():
-            yield
+        before, engine = self._is_shown, self.engine
+        recorder = None if engine is None or before else engine.recorder
+        if recorder is not None:
+            recorder.totals.pause()
+        with self.replicas.shared_model():
+            self._is_shown = True
+            try:
+                yield
+            finally:
+                self._is_shown = before
+                if recorder is not None:
+                    recorder.totals.resume()  # not a stored object, because a load inside the context replaces totals
 
     def check_replicas(self) -> None:
         """Check between two steps that all ranks hold the same parameters. All ranks must call.
@@ -264,7 +255,6 @@ class GradientSparsifier(Loop):
 
     def synchronize(self) -> None:
         """End the round of local steps early, and continue from the shared model. All ranks must call."""
-        self._followed.take_up()
         self.replicas.synchronize()
 
     def reset_shared_model(self) -> None:
@@ -272,7 +262,6 @@ class GradientSparsifier(Loop):
 
         With local steps, other changes of weights between two batches count as changes by training.
         """
-        self._followed.take_up()
         self.replicas.reset_shared_model()
 
     def save_state(self, folder: Union[str, Path]) -> None:
@@ -281,12 +270,11 @@ class GradientSparsifier(Loop):
         Save model and optimizers as usual, on one rank. Use a new folder for each save. One process writes nothing.
         """
         self._check_open()
-        self._followed.take_up()
         if (state := self.state()) is not None:
-            save_state({**state, "shared model": self._followed.prints()}, str(folder))
+            save_state({**state, "shared model": self._prints()}, str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:
-        """Load a folder of :meth:`save_state`. All ranks must call, before or after the load of model and optimizers.
+        """Load a folder of :meth:`save_state`. All ranks must call. With local steps, load model and optimizers before.
 
         The same number of ranks resumes bitwise identically. With another number, ranks resume from the mean residual.
 
@@ -300,20 +288,35 @@ class GradientSparsifier(Loop):
                 raise ValueError(f"one process has no use for {folder}: start several, or skip load_state")
             return
         state = load_state(str(folder), training.engine)
-        _, unused = act_together(partial(match_state, state, training.engine), f"{folder} does not fit")
+        act_together(partial(self._check_state, state, training.engine, folder), f"{folder} does not fit")
+        self.load(state)
+
+    def _check_state(self, state: Mapping[str, Any], engine: Engine, folder: Union[str, Path]) -> None:
+        _, unused = match_state(state, engine)
         if unused:
             raise ValueError(
                 f"{folder} has unused parts ({'; '.join(unused)}): build the same model, optimizers and compressor, or"
                 " skip load_state to start with empty residuals"
             )
-        self._followed.waiting = state
-        if training.engine.rounds is None:
-            self._followed.take_up()
-        else:
-            training.engine.rounds.leave()
+        if engine.rounds is not None:
+            engine.rounds.leave()
+        if state["shared model"] != self._prints():
+            raise ValueError(
+                f"{folder} belongs to another model than the present one: before load_state, load the model that was"
+                " saved with the state, during training inside `with handle.shared_model():`"
+            )
+
+    def _prints(self) -> Optional[list[int]]:
+        """Return fingerprints of the shared model's trained parameters, or ``None`` without local steps."""
+        if self.training is None or self.settings.local_steps is None:
+            return None
+        # Parameters without an optimizer, such as a moving average, may differ between ranks.
+        trained = set(all_optimizer_parameters(self.training.optimizers))
+        with self.replicas.shared_model():
+            return [int(fingerprint(each)) for each in self.module.parameters() if each in trained and each.numel()]
 
     def _check_open(self) -> None:
-        if self._followed.is_closed:
+        if self._is_closed:
             raise RuntimeError(CLOSED)
 
     def __getattr__(self, name: str) -> Any:
@@ -322,7 +325,15 @@ class GradientSparsifier(Loop):
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load a state, and return descriptions of the parts that this training cannot use."""
-        return self._followed.load(state)
+        assert self.training is not None
+        training, engine = self.training, self.training.engine
+        if engine.rounds is not None:  # valid inside shared_model(), too
+            engine.rounds.leave()
+        unused = training.load(state)
+        if engine.rounds is not None:
+            training.is_dense = engine.rounds.is_synchronous
+            engine.send_dense(training.is_dense)
+        return unused
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and release the optimizers. Later training forwards raise an error. Safe to call twice.
@@ -331,7 +342,7 @@ class GradientSparsifier(Loop):
         ``has_failed``, so that the call does not wait for other ranks. To continue training, pass the model to
         :func:`sparsify_gradients` or ``DistributedDataParallel``. The earlier DDP wrapper cannot be used again.
         """
-        engine, self._followed.is_closed = self.engine, True
+        engine, self._is_closed = self.engine, True
         try:
             if engine is not None and not has_failed and engine.worker.error is None:
                 self.synchronize()
@@ -340,102 +351,22 @@ class GradientSparsifier(Loop):
             raise
         finally:
             if engine is not None:
-                _refuse_training_of(self._called)
+                check = torch.compiler.disable(partial(_refuse_training, self._called, self._parts))
+                self._called.register_forward_pre_hook(Watch(self._called, check))
             self._leave(has_failed)
-
-
-class FollowedModel:
-    """Hooks that detect batches, evaluations and saves of a model in a loop without a Trainer."""
-
-    def __init__(self, model: Wrapper) -> None:
-        self.training: Optional[Training] = None  # the running training
-        self.waiting: Optional[dict[str, Any]] = None  # loaded state, applied after the user has loaded the model
-        self.is_closed = False
-        self._model = model
-        self._is_shown = False  # whether shared_model() is active
-        self._broadcasts = True  # whether the hooks broadcast buffers, because no DDP wrapper does
-
-    def follow(self, training: Training, model: Module) -> list[Any]:
-        """Register hooks on ``model``, the module or DDP wrapper that the user calls, and return the hooks' handles."""
-        self.training, rounds, module = training, training.engine.rounds, self._model.module
-        self._broadcasts = model is not self._model  # a DDP wrapper broadcasts buffers when called
-        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.reducer)))
-        hooks: list[Any] = [model.register_forward_hook(listen)]
-        for called in {model} if rounds is None else {model, module}:  # the user may evaluate the inner module of DDP
-            forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
-            hooks.append(called.register_forward_pre_hook(forward, prepend=True))
-        if rounds is not None:
-            hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
-            training.before_step = partial(self._begin_rounds, training)
-            training.after_step = partial(self._end_step, training)
-            # A loaded state is applied before the step, because LBFGS reads optimizer state before a closure's forward.
-            look = before_step_of_training(lambda *step: self.take_up())
-            hooks += [each.register_step_pre_hook(look) for each in training.optimizers]
-        return hooks
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Swap in the shared model inside the context."""
-        self.take_up()
-        before, training = self._is_shown, self.training
-        recorder = None if training is None or before else training.engine.recorder
-        if recorder is not None:
-            recorder.totals.pause()
-        with nullcontext() if training is None else training.replicas.shared_model():
-            self._is_shown = True
-            try:
-                yield
-            finally:
-                self._is_shown = before
-                if recorder is not None:
-                    recorder.totals.resume()  # read again, because a load inside the context replaces ``totals``
-
-    def take_up(self) -> None:
-        """Apply the loaded state in ``waiting``. Raise an error if the present model was not saved with the state."""
-        state, self.waiting = self.waiting, None
-        if state is None or self.training is None:
-            return
-        if state["shared model"] != self.prints():
-            raise ValueError(
-                "the loaded state belongs to another model than the present one: before the first step, load the model"
-                " that was saved with the state, inside `with handle.shared_model():`"
-            )
-        self.load(state)
-
-    def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Load a state now, and return descriptions of the parts that this training cannot use."""
-        assert self.training is not None
-        engine = self.training.engine
-        if engine.rounds is not None:  # leave() is also valid inside shared_model()
-            engine.rounds.leave()
-        unused = self.training.load(state)
-        if engine.rounds is not None:
-            self.training.is_dense = engine.rounds.is_synchronous
-            engine.send_dense(self.training.is_dense)
-        return unused
-
-    def prints(self) -> Optional[list[int]]:
-        """Return fingerprints of the shared model's trained parameters, or ``None`` without local steps."""
-        if self.training is None or self.training.settings.local_steps is None:
-            return None
-        # Parameters without an optimizer, such as a moving average, may differ between ranks.
-        trained = set(all_optimizer_parameters(self.training.optimizers))
-        with self.training.replicas.shared_model():
-            held = (each for each in self._model.module.parameters() if each in trained)
-            return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _before_forward(self, training: Training, inputs: Any) -> None:
         """Before a training forward, begin a batch. Before an evaluation, check that the model is the shared model."""
-        is_training, has_grad = self._model.module.training, torch.is_grad_enabled()
-        if has_grad and (is_training or self.waiting is not None) and not is_in_backward():  # recomputation is no batch
+        is_training, has_grad = self.module.training, torch.is_grad_enabled()
+        if has_grad and is_training and not is_in_backward():  # recomputation is no batch
             if training.engine.rounds is None:
                 training.restart_if_changed()
             else:
-                self._begin_training()
+                self._check_not_shown()
                 training.engine.worker.raise_error()
                 training.begin_batch()
-            if is_training and self._broadcasts and isinstance(self._model, UnwrappedModule):
-                self._model.begin_forward()
+            if isinstance(self._model, UnwrappedModule) and self._called is not self._model:
+                self._model.begin_forward()  # a wrapper that the user calls does this itself
         elif not (has_grad or is_training):  # evaluation needs the shared model
             self._check_shared()
 
@@ -443,25 +374,23 @@ class FollowedModel:
         """Register hooks on the outputs. The hooks run at the start of a backward, before any gradient is added."""
 
         def on_backward_start(gradient: Tensor) -> None:
-            if self.is_closed:
-                raise RuntimeError(CLOSED)
+            self._check_open()
             reducer.on_backward_start()
 
-        is_training = self._model.module.training
+        is_training = self.module.training
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad and (is_training or reducer.allow_implicit_backward):
                 each.register_hook(on_backward_start)
                 # Until the first training-mode forward, users may train in evaluation mode, or call submodules only.
                 reducer.allow_implicit_backward &= not is_training
 
-    def _begin_training(self) -> None:
+    def _check_not_shown(self) -> None:
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: exit the context before")
-        self.take_up()
 
     def _begin_rounds(self, training: Training) -> None:
         """Begin rounds of local steps, before the first local step changes the model."""
-        self._begin_training()
+        self._check_not_shown()
         if training.backwards:  # needed if the user has called submodules only, because then no forward hook ran
             training.turn()
         training.begin_steps()
@@ -472,7 +401,7 @@ class FollowedModel:
             training.turn()
 
     def _check_shared(self, *save: Any) -> None:
-        rounds = None if self.training is None else self.training.engine.rounds
+        rounds = None if self.engine is None else self.engine.rounds
         if not (self._is_shown or rounds is None or rounds.is_shared):
             raise RuntimeError(
                 f"this model belongs to rank {dist.get_rank()} alone during a round of local steps: evaluate and save"
@@ -488,23 +417,29 @@ def _refuse_join(**settings: Any) -> Any:
     )
 
 
-_ATTENDED: WeakSet[Module] = WeakSet()  # modules with exchanged parameters
-_OPEN: WeakKeyDictionary["GradientSparsifier", None] = WeakKeyDictionary()  # open handles, in order of construction
-_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # by model, hooks that raise errors after close()
+_OPEN: WeakSet[GradientSparsifier] = WeakSet()  # open handles
 
 
-def _refuse_training_of(model: Module) -> None:
-    """Register a hook that raises an error in later training forwards of a model or of the model's wrapper."""
-    if isinstance(model, (DistributedDataParallel, UnwrappedModule)):
-        model.register_forward_pre_hook(partial(refuse_training, CLOSED))
-    else:
-        hook = Watch(model, torch.compiler.disable(partial(_refuse_alone, model)))
-        _REFUSALS[model] = model.register_forward_pre_hook(hook)
+@contextmanager
+def clipped_before(clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Request clipping of the gradients for Adam's next updates. Inside the context, hide the present updates.
+
+    The request applies to each model that has any of the parameters, because an optimizer may train several models.
+    """
+    clipped = set(parameters)
+    with ExitStack() as hidden:
+        for each in list(_OPEN):
+            if each.training is not None and not clipped.isdisjoint(each.module.parameters()):
+                hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
+        yield
 
 
-def _refuse_alone(module: Module, inputs: Any) -> None:
-    if DistributedDataParallel._get_active_ddp_module() is None:
-        refuse_training(CLOSED, module, None)
+def _refuse_training(called: Module, parts: set[Module], inputs: Any) -> None:
+    """After ``close``, raise an error in a training forward, unless another handle or DDP wrapper trains the model."""
+    is_bare = not isinstance(called, (DistributedDataParallel, UnwrappedModule))
+    has_other = _are_attended(parts) or DistributedDataParallel._get_active_ddp_module() is not None
+    if called.training and torch.is_grad_enabled() and not (is_bare and has_other):
+        raise RuntimeError(CLOSED)
 
 
 def _trained_parts(module: Module) -> set[Module]:
@@ -512,12 +447,16 @@ def _trained_parts(module: Module) -> set[Module]:
     return {each for each in module.modules() if any(one.requires_grad for one in each.parameters(recurse=False))}
 
 
+def _are_attended(parts: set[Module]) -> bool:
+    return any(not parts.isdisjoint(each._parts) for each in _OPEN)
+
+
 def _check_unattended(model: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(
             f"model={type(model).__name__} must be a torch.nn.Module, with or without DistributedDataParallel"
         )
-    if not _ATTENDED.isdisjoint(_trained_parts(model)):
+    if _are_attended(_trained_parts(model)):
         raise RuntimeError(
             f"model={type(model).__name__} has gradients that are already exchanged: give all optimizers in one call of"
             " sparsify_gradients. To begin again, call close() of the earlier handle or of fabric.strategy"

@@ -22,9 +22,10 @@ from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_device, check_facts
+from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import RuntimeOptions
 from lightning_sparse.loop.optimizers import optimizer_parameters
-from lightning_sparse.loop.sparsify import GradientSparsifier
+from lightning_sparse.loop.sparsify import GradientSparsifier, clipped_before
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike
 from lightning_sparse.strategy.lightning import FabricDDPStrategy
@@ -80,7 +81,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._waiting: dict[Module, Any] = {}  # forward pre-hook of each model that has no handle yet
         self._handles: dict[Module, GradientSparsifier] = {}
         self._are_closed = False  # whether the exchanges in _handles have ended
-        self._told: set[str] = set()  # actions ("saved", "restored") that a log line has reported
         self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
         self._backward_sync_control = self  # type: ignore[assignment]
@@ -214,10 +214,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
                 " If the model is not trained, use model.eval() or torch.no_grad()"
             )
-        facts = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None), node=self.node_rank)
-        handle = GradientSparsifier(
-            model, optimizers, copy.deepcopy(self.settings), facts, self._total_steps, self._log
-        )
+        ranks_of_node = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
+        scaler = getattr(self.precision, "scaler", None)
+        options = RuntimeOptions(self._timeout, scaler, local_world_size=ranks_of_node)
+        settings = copy.deepcopy(self.settings)
+        handle = GradientSparsifier(model, optimizers, settings, options, self._total_steps, self._log)
         self._waiting.pop(model).remove()
         self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
         self._are_closed = False
@@ -227,11 +228,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def _optimizers_of(self, model: Module) -> list[Optimizer]:
         parameters = set(model.parameters())
         return [each for each in self._optimizers if not parameters.isdisjoint(optimizer_parameters(each))]
-
-    def _clipping(self, module: Module, optimizer: Optimizer) -> Optional[GradientSparsifier]:
-        """Return the handle of ``module``, or else the handle of another model that ``optimizer`` trains."""
-        others = (each for each in self._handles.values() if any(one is optimizer for one in each.optimizers))
-        return self._handles.get(module) or next(others, None)
 
     @override
     def clip_gradients_norm(
@@ -243,8 +239,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         clip = partial(super().clip_gradients_norm, module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        handle = self._clipping(module, optimizer)
-        if handle is None or handle.training is None or handle.training.view.adam is None:
+        trainings = [each.training for each in self._handles.values() if _is_in(optimizer, each.optimizers)]
+        if all(each is None or each.view.adam is None for each in trainings):
             return clip()
         if norm_type != 2:
             raise ValueError(
@@ -253,15 +249,14 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             )
         gradients = [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-        with handle.clipped_before(Clipping(norm=float(max_norm)), optimizer_parameters(optimizer)):
+        with clipped_before(Clipping(norm=float(max_norm)), optimizer_parameters(optimizer)):
             clip()
         return norm
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
-        handle = self._clipping(module, optimizer)
-        clipping, trained = Clipping(value=float(clip_val)), optimizer_parameters(optimizer)
-        with nullcontext() if handle is None else handle.clipped_before(clipping, trained):
+        trained = optimizer_parameters(optimizer)
+        with clipped_before(Clipping(value=float(clip_val)), trained):
             if any(each.grad is not None for each in trained):  # torch's clipping requires a gradient
                 super().clip_gradients_value(module, optimizer, clip_val)
 
@@ -282,7 +277,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         with self.shared_model():
             states = {key: of for key, handle in handles.items() if (of := handle.state()) is not None}
             self._checkpointer.save(states, state, path, write_file)
-        self._tell_of_others(handles, state, "saved")
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
         """Return the handle of each model in ``state``, by key, if ``state`` also holds an optimizer of the model."""
@@ -290,12 +284,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         for model in models.values():
             if model in self._waiting and self._optimizers_of(model):
                 self._start(model)
-        given = [each for each in state.values() if isinstance(each, Optimizer)]
         handles = {key: self._handles[model] for key, model in models.items() if model in self._handles}
         return {
             key: handle
             for key, handle in handles.items()
-            if any(one is other for one in handle.optimizers for other in given)
+            if any(_is_in(each, handle.optimizers) for each in state.values())
         }
 
     @override
@@ -304,8 +297,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     ) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, strict, weights_only)
         handles = self._trained_in(state) if isinstance(state, dict) else {}
-        if isinstance(state, dict) and KEY in rest:
-            self._tell_of_others(handles, state, "restored")
         if handles:
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
@@ -316,12 +307,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                     self._checkpointer.restore(key, handle.engine, handle.load)
         return rest
 
-    def _tell_of_others(self, handles: Mapping[str, GradientSparsifier], state: Mapping[str, Any], done: str) -> None:
-        models = {key: each for key, each in state.items() if isinstance(each, Module) and key not in handles}
-        others = [key for key, each in models.items() if each in self._handles]
-        if others and done not in self._told:
-            self._told.add(done)
-            self._log(
-                f"the compression state of {', '.join(map(repr, others))} is not {done}, because the top level of the"
-                " saved state holds no optimizer of the model: to resume exactly, put the optimizer beside the model."
-            )
+
+def _is_in(one: Any, others: Sequence[Any]) -> bool:
+    return any(one is other for other in others)

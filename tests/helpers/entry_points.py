@@ -147,6 +147,7 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wra
     with sparsify_gradients(model, optimizer, **settings, total_steps=STEPS) as handle:
         parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
         if resumes:
+            handle_first &= "local_steps" not in settings
             if handle_first:
                 handle.load_state(folder / "state")
             saved = torch.load(folder / "model.pt", weights_only=True)
