@@ -22,7 +22,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job, translate_backend_errors
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
 from lightning_sparse.engine.step.topology import ShardedModel
-from lightning_sparse.functional.elements import flatten_as, local_tensor, local_tensors
+from lightning_sparse.functional.elements import local_tensor, local_tensors
 
 VERSION = 8  # format version of states and checkpoints
 HINT = (
@@ -295,7 +295,7 @@ def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
 
 
 def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Convert saved residuals to the parameters' dtype, device and layout. Also return names that the model lacks."""
+    """Convert saved residuals to the parameters' dtype and device. Also return names that the model lacks."""
     parameters, layouts, is_whole = local_tensors(engine.module), _layouts_of(engine.module), "is_whole" in state
     matched: dict[str, dict[str, Tensor]] = {kind: {} for kind in state["memory"]}
     gone = set()
@@ -311,26 +311,16 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
                 f" {parameter.numel()}: resume with a model of the same shapes"
             )
         if kind not in NUMBERS:
-            is_share = numel < parameter.numel()
-            tensor = _laid_as_now(tensor, name, state["layouts"][name], layouts[name], is_share)
+            if (before := state["layouts"][name]) != (now := layouts[name]):
+                raise ValueError(
+                    f"the parameter {name!r} was saved with the shape and strides {before}, and has {now}: resume with"
+                    " the same memory_format"
+                )
             tensor = engine.levels.local_share(tensor) if is_whole else tensor
         matched[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
     if not engine.pipeline.compressor.feedback.rescale_on_lr_change:
         matched.pop(RATES, None)
     return matched, sorted(gone)
-
-
-def _laid_as_now(tensor: Tensor, name: str, before: Any, now: list[list[int]], is_share: bool) -> Tensor:
-    """Reorder a flat tensor from the saved memory layout of a parameter to the current layout."""
-    if before == now:
-        return tensor
-    if is_share or before[0] != now[0]:
-        reason = ", and each rank of a node has a share: resume with the same memory_format, or with levels=1"
-        raise ValueError(
-            f"the parameter {name!r} was saved with the shape and strides {before}, and has {now}" + reason * is_share
-        )
-    earlier = tensor.as_strided(now[0], before[1])
-    return flatten_as(torch.empty_strided(now[0], now[1], dtype=tensor.dtype).copy_(earlier))
 
 
 def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:

@@ -200,34 +200,3 @@ def test_strategies_may_change_and_say_what_they_do_not_use(pair, tmp_path, firs
     said = [line for line in answers[0].said if "ckpt" in line]
     assert len(said) == (message is not None)
     assert message is None or re.search(message, said[0])
-
-
-class Convolving(Numbered):
-    def __init__(self, *arguments, is_other=False):
-        super().__init__(*arguments)
-        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
-        matrix = torch.randn(16, 8)
-        self.matrix = nn.Parameter(matrix if is_other else matrix.t().contiguous().t())
-        if is_other:
-            self.convolution = self.convolution.to(memory_format=torch.channels_last)
-        self.notes = []
-
-    def training_step(self, batch, batch_index):
-        rows = self.rows(batch_index)
-        outputs = self.convolution(rows.view(4, 2, 4, 4)), rows.view(16, 8) @ self.matrix.t(), self.network(rows)
-        return torch.stack([output.square().mean() for output in outputs]).sum()
-
-    def on_train_batch_start(self, batch, batch_idx):
-        kept = self.trainer.strategy.engine.memory.state_dict()["residual"]
-        likes = dict(self.named_parameters())
-        self.notes.append(
-            {name: kept[name].as_strided(likes[name].shape, likes[name].stride()).clone() for name in kept}
-        )
-
-
-def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(pair, tmp_path):
-    path = str(tmp_path / "mid.ckpt")
-    saved = fits(pair, partial(Convolving, 4, path), TOPK)
-    for one, other in zip(saved, fits(pair, partial(Convolving, is_other=True), TOPK, path)):
-        assert one.notes[4]["convolution.weight"].any()
-        assert differences(one.notes[4], other.notes[0]) == []

@@ -6,7 +6,7 @@ import torch
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.compressors import DGC
-from tests.helpers.fits import assert_goes_on, fits, refusals
+from tests.helpers.fits import assert_goes_on, fits
 from tests.helpers.resuming import Numbered, Starting
 
 TOPK = {"compressor": "topk", "density": 0.05}
@@ -86,24 +86,3 @@ def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, settings
         source, before = path, stage
         expected = owed([each.kept["memory"] for each in answers], stage.shared_by)
         assert any(tensor.any() for tensor in expected.values())
-
-
-class Laid(Numbered):
-    def __init__(self, memory_format, *saving):
-        super().__init__(*saving)
-        self.convolution = torch.nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
-
-    def training_step(self, batch, batch_index):
-        images = self.rows(batch_index)[:, :27].reshape(-1, 3, 3, 3)
-        return super().training_step(batch, batch_index) + self.convolution(images).square().mean()
-
-
-def test_in_another_order_of_memory_one_level_goes_on(pools, tmp_path):
-    path, limits = str(tmp_path / "two.ckpt"), {"local_world_size": 2, "max_epochs": 1}
-    fits(pools[4], partial(Laid, torch.contiguous_format, 4, path), TOPK, **limits)
-    relaid = partial(Laid, torch.channels_last)
-    for refusal in refusals(pools[4], relaid, TOPK, path, **limits):
-        assert "CheckpointError" in refusal
-        assert "memory_format" in refusal
-        assert "levels=1" in refusal
-    assert all(len(each.batches) == 2 for each in fits(pools[4], relaid, {**TOPK, "levels": 1}, path, **limits))
