@@ -25,11 +25,8 @@ from lightning_sparse.testing.subjects import (
     SCHEDULE_NAMES,
     WIRES,
     Subject,
-    agrees,
     density_for,
-    is_bucketing_free,
     is_exact,
-    keeps,
     settings_of,
     subject_of,
 )
@@ -152,7 +149,7 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
     return book
 
 
-@_invariant(_WAYS, keeps)
+@_invariant(_WAYS, lambda compressor: compressor.feedback.keeps_residual)
 def mass_is_conserved(pool: Pool, compressor: Subject, **way: str) -> None:
     """Residual before a step + gradient = sent values + residual after the step, as means over ranks."""
     assert_mass_is_conserved(pool.run(balance, settings_of(compressor, **way), 4))
@@ -200,7 +197,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
 def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str) -> None:
     """A parameter that any rank uses has a gradient on all ranks. Other parameters have none. No residual is lost."""
     books = pool.run(train_branches, settings_of(compressor, **way))
-    if keeps(subject_of(compressor)):
+    if subject_of(compressor).feedback.keeps_residual:
         assert_mass_is_conserved(books)
     later = {"shared": True, "never": False}
     for book in books:
@@ -209,8 +206,8 @@ def unused_parameters_are_left_alone(pool: Pool, compressor: Subject, **way: str
                 gradient = entry["applied"][name]
                 assert bool(gradient.any()) is is_written, f"{name}: {gradient}"
     one, *others = (book[1]["applied"]["sometimes"] for book in books)
-    assert one.any(), "a parameter that rank 0 used has no gradient on rank 0"
-    if agrees(subject_of(compressor)):
+    assert one.any(), "a parameter used on rank 0 has no gradient there"
+    if not subject_of(compressor).replicas_diverge:
         assert all(one.equal(other) for other in others), "the gradient of a parameter differs between ranks"
 
 
@@ -287,12 +284,12 @@ def train_with_delays(rank: int, settings: dict[str, Any], steps: int, is_observ
 def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> None:
     """Replicas are bitwise identical after every step despite delays, and no schedule changes the parameters."""
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
-    bucketing_free = is_bucketing_free(subject_of(compressor))
-    if not bucketing_free:
-        schedules *= 2  # the selection depends on the buckets, so only runs with equal schedules agree
-    one_model = agrees(subject_of(compressor))
-    outcomes = outcomes_of(pool, settings_of(compressor, wire=wire), schedules, one_model=one_model)
-    for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if bucketing_free else outcomes[4:]):
+    subject = subject_of(compressor)
+    if subject.selects_across_bucket:
+        schedules *= 2  # other buckets change this selection, so only runs with equal schedules agree
+    settings = settings_of(compressor, wire=wire)
+    outcomes = outcomes_of(pool, settings, schedules, one_model=not subject.replicas_diverge)
+    for outcome, expected in zip(outcomes, outcomes[4:] or outcomes[:1] * len(outcomes)):
         assert_same(outcome, expected)
 
 
@@ -405,7 +402,7 @@ def assert_applied_and_kept(
             assert applied.dtype == gradient.dtype, f"{edge}: dtype is {applied.dtype}"
             assert applied.isfinite().all(), f"{edge}: not finite, {applied}"
             assert not applied[gradient == 0].any(), f"{edge}: a zero has become non-zero, {applied}"
-        if keeps(subject_of(compressor)):
+        if subject_of(compressor).feedback.keeps_residual:
             mass = answers[0][0].double() + sum(residual.double() for _, residual in answers) / len(answers)
             rtol = max(torch.finfo(gradient.dtype).eps, 1e-6)
             torch.testing.assert_close(

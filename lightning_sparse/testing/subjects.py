@@ -34,21 +34,6 @@ def settings_of(compressor: Subject, **others: Any) -> dict[str, Any]:
     return {"compressor": compressor, "density": density_for(compressor), **others}
 
 
-def keeps(compressor: Compressor) -> bool:
-    """Return whether a compressor stores unsent values in a residual."""
-    return compressor.feedback.keeps_residual
-
-
 def is_exact(compressor: Compressor) -> bool:
     """Return whether a compressor can equal DDP: at density 1, or because all elements are sent in the user's wire."""
     return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
-
-
-def agrees(compressor: Compressor) -> bool:
-    """Return whether all ranks train bitwise identical replicas with a compressor."""
-    return not compressor.replicas_diverge
-
-
-def is_bucketing_free(compressor: Compressor) -> bool:
-    """Return whether a compressor selects the same elements with all divisions into buckets."""
-    return not compressor.selects_across_bucket

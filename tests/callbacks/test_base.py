@@ -16,7 +16,7 @@ from lightning_sparse.callbacks import (
     ReplicaSentinel,
     Warmup,
 )
-from lightning_sparse.testing.subjects import agrees, subject_of
+from lightning_sparse.testing.subjects import subject_of
 from tests.helpers.fits import refusals
 from tests.helpers.sparse_ddp import DENSITY
 from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, weights
@@ -105,7 +105,7 @@ def onlookers(compressor, directory):
     subject = subject_of(compressor)
     timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json", pictures=False)
     callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True)]
-    return callbacks + ([ReplicaSentinel(1)] if agrees(subject) else [])
+    return callbacks + ([ReplicaSentinel(1)] if not subject.replicas_diverge else [])
 
 
 def fit_watched(rank, compressor, directory, watched):

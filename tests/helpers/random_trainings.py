@@ -38,7 +38,7 @@ from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.testing.invariants import Sluggish
-from lightning_sparse.testing.subjects import agrees, is_bucketing_free, is_exact, keeps
+from lightning_sparse.testing.subjects import is_exact
 from tests.compatibility.running import changing_hands
 from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer
 
@@ -118,7 +118,7 @@ class Training:
 
     @property
     def drifts(self):
-        return self.local is not None or not agrees(self.subject)
+        return self.local is not None or self.subject.replicas_diverge
 
     @property
     def has_adam(self):
@@ -791,7 +791,7 @@ def go_on(rank, training, folder, first, saved):
 
 
 def keeps_nothing(compressor):
-    return compressor.is_lossless or not keeps(compressor)
+    return compressor.is_lossless or not compressor.feedback.keeps_residual
 
 
 # Documented limits: part of the message, and the condition.
@@ -799,7 +799,7 @@ REFUSALS = {
     "local_steps=": (
         lambda it: (
             it.local is not None
-            and (not agrees(it.subject) or it.subject.feedback.momentum is not None or it.strategy in MEASURED)
+            and (it.subject.replicas_diverge or it.subject.feedback.momentum is not None or it.strategy in MEASURED)
         )
     ),
     "residual_decay=": (
@@ -822,7 +822,7 @@ REFUSALS = {
     "AdamCorrection": (
         lambda it: (
             isinstance(it.correction, AdamCorrection)
-            and (it.local is not None or not it.has_adam or keeps_nothing(it.subject) or not agrees(it.subject))
+            and (it.local is not None or not it.has_adam or keeps_nothing(it.subject) or it.subject.replicas_diverge)
         )
     ),
     "choose torch.optim.SGD": (
@@ -1024,7 +1024,7 @@ def _can(training, name):
     if not training.but(may_not_matter=(name,)).is_possible:
         return False
     if name in ("layerwise", "single", "merged"):
-        return training.strategy not in MEASURED and is_bucketing_free(training.subject)
+        return training.strategy not in MEASURED and not training.subject.selects_across_bucket
     if name == "gradients of their own":
         # DDP, which also runs synchronous and dense steps, rounds differently if it reduces a gradient several times.
         return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)
@@ -1035,5 +1035,5 @@ def _can(training, name):
     if name == "ReplicaSentinel":
         return not training.drifts
     if name == "average at validation":
-        return training.validates is not None and agrees(training.subject)
+        return training.validates is not None and not training.subject.replicas_diverge
     return True

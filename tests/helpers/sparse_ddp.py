@@ -4,11 +4,8 @@ from lightning_sparse.testing.subjects import (
     COMPRESSOR_NAMES,
     SCHEDULE_NAMES,
     WIRES,
-    agrees,
     density_for,
-    is_bucketing_free,
     is_exact,
-    keeps,
     subject_of,
 )
 from lightning_sparse.testing.wrapping import (
@@ -29,7 +26,7 @@ def declaring(promise):
 # LAGS selects as top-k, MiCRO as ExDyna, and QSGD is dense with a wire of four bits.
 DIFFERENT_NAMES = [name for name in COMPRESSOR_NAMES if name not in ("lags", "micro", "qsgd")]
 DENSITY = {name: density_for(name) for name in COMPRESSOR_NAMES}
-KEEPING_NAMES = declaring(keeps)
+KEEPING_NAMES = declaring(lambda each: each.feedback.keeps_residual)
 EXACT_NAMES = declaring(is_exact)
-AGREEING_NAMES = declaring(agrees)
-GROUPING_FREE_NAMES = declaring(is_bucketing_free)
+AGREEING_NAMES = declaring(lambda each: not each.replicas_diverge)
+GROUPING_FREE_NAMES = declaring(lambda each: not each.selects_across_bucket)
