@@ -18,8 +18,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import all_gather_object
-from lightning_sparse.engine.requirements import missing_capabilities, refuse
+from lightning_sparse.engine.requirements import refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.reducer import NoOpReducer
 from lightning_sparse.engine.step.topology import fsdp_modules
@@ -89,22 +88,6 @@ def in_one_order(settings: Settings, model: Module, backend: str, log: Callable[
     elif not any(fsdp_modules(model)):  # FSDP communicates during the whole backward, on another communicator
         return settings
     return replace(settings, overlaps_backward=False)
-
-
-def of_the_settings(settings: Settings) -> Iterator[str]:
-    """Yield an error message for each setting that sharded models do not support."""
-    yield from missing_capabilities("in a sharded model", settings)
-    local = settings.local_steps or LocalSteps()
-    if local.synchronous_steps:
-        yield (
-            f"synchronous_steps={local.synchronous_steps} need DDP: use synchronous_steps=0, or SparseDDPStrategy if"
-            " the model fits on one device"
-        )
-
-
-def refuse_together(reasons: Iterator[str]) -> None:
-    """Raise an error on all ranks if any rank has a reason: the first reason of the first rank with a reason."""
-    refuse(filter(None, all_gather_object(next(reasons, ""))))
 
 
 def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Iterator[str]:

@@ -3,19 +3,19 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.collectives import broadcast_tensors
-from lightning_sparse.engine.requirements import refuse
+from lightning_sparse.engine.collectives import all_gather_object, broadcast_tensors
+from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.arguments import ShardArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_model, of_the_model, of_the_settings, refuse_together
+from lightning_sparse.loop.checks import check_model, of_the_model
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoint import Checkpointer
@@ -70,9 +70,9 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         data_parallel_size: Union[str, int] = AUTO,
         **given: Unpack[ShardArguments],
     ) -> None:
-        self._sizes = _Sizes(replicas, data_parallel_size)
+        self._sizes = replicas, data_parallel_size
         settings = pop_settings(SparseModelParallelStrategy, compressor, density, given, ModelParallelStrategy)
-        refuse(_of_shards(settings, given, self._sizes))
+        refuse(_of_shards(settings, given, *self._sizes))
         self._loop = Loop(replace(settings, schedule=FixedSize()), self._log)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._replaced = ExitStack()
@@ -81,7 +81,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()
-        self._whole_mesh = self._sizes.set_up(self)
+        self._whole_mesh = _set_up_mesh(self, *self._sizes)
         self._module._device_mesh = self._device_mesh
 
     @property
@@ -98,7 +98,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
                 "automatic_optimization=False is not supported: shards are exchanged after the last backward of a step,"
                 " which is unknown in manual optimization. Use automatic optimization, or SparseDDPStrategy."
             )
-        refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
+        reasons = of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device)
+        refuse(filter(None, all_gather_object(next(reasons, ""))))  # all ranks raise the error of the lowest rank
         same_shards = self._whole_mesh.get_group(_MESH[0])
         broadcast_tensors([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
         self._bare = ShardedModel(module, same_shards)
@@ -120,36 +121,35 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 _ONE_REPLICA = "the model has one replica, so nothing is exchanged: the training equals ModelParallelStrategy."
 
 
-class _Sizes(NamedTuple):
-    """The user's arguments ``replicas`` and ``data_parallel_size``."""
-
-    replicas: Union[str, int]
-    data_parallel_size: Union[str, int]
-
-    def set_up(self, strategy: Any) -> DeviceMesh:
-        """Start the process group, set the strategy's mesh to one replica, and return the mesh of all replicas."""
-        strategy._setup_distributed()
-        replicas = strategy.num_nodes if self.replicas == NODES else int(self.replicas)
-        world, shards = strategy.world_size, self.data_parallel_size
-        shards = world // replicas if shards == AUTO else int(shards)
-        if replicas * shards != world:
-            raise ValueError(
-                f"replicas={replicas} and data_parallel_size={shards} multiplied must be the number of ranks, {world}"
-            )
-        mesh = init_device_mesh(strategy.root_device.type, (replicas, shards, 1), mesh_dim_names=_MESH)
-        strategy._device_mesh = mesh[_MESH[1:]]
-        return mesh
+def _set_up_mesh(strategy: Any, replicas: Union[str, int], shards: Union[str, int]) -> DeviceMesh:
+    """Start the process group, set the strategy's mesh to one replica, and return the mesh of all replicas."""
+    strategy._setup_distributed()
+    world = strategy.world_size
+    replicas = strategy.num_nodes if replicas == NODES else int(replicas)
+    shards = world // replicas if shards == AUTO else int(shards)
+    if replicas * shards != world:
+        raise ValueError(
+            f"replicas={replicas} and data_parallel_size={shards} multiplied must be the number of ranks, {world}"
+        )
+    mesh = init_device_mesh(strategy.root_device.type, (replicas, shards, 1), mesh_dim_names=_MESH)
+    strategy._device_mesh = mesh[_MESH[1:]]
+    return mesh
 
 
-def _of_shards(settings: Settings, given: Mapping[str, Any], sizes: _Sizes) -> Iterator[str]:
-    yield from of_the_settings(settings)
+def _of_shards(settings: Settings, given: Mapping[str, Any], replicas: Any, shards: Any) -> Iterator[str]:
+    yield from missing_capabilities("in a sharded model", settings)
+    if settings.local_steps is not None and settings.local_steps.synchronous_steps:
+        yield (
+            f"synchronous_steps={settings.local_steps.synchronous_steps} need DDP: use synchronous_steps=0, or"
+            " SparseDDPStrategy if the model fits on one device"
+        )
     layers = given.get("tensor_parallel_size", 1)
     if layers not in (1, AUTO):  # a command line passes "auto" by default
         yield (
             f"tensor_parallel_size={layers!r} is not supported: some parameters would be replicated on several ranks,"
             " and would count several times in the norms of shards. Use data_parallel_size to shard over these ranks."
         )
-    for (name, size), word in zip(sizes._asdict().items(), (NODES, AUTO)):
+    for name, size, word in (("replicas", replicas, NODES), ("data_parallel_size", shards, AUTO)):
         is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
         if not is_number and size != word:
             yield f"{name}={size!r} must be {word!r}, or an integer of at least 1"
