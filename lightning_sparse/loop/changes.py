@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import SharedOnCopy
 from lightning_sparse.engine.memory.residual import Renaming
+from lightning_sparse.engine.step.topology import reshard
 from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
@@ -63,6 +64,12 @@ class TrainedParameters:
 
     def have_changed(self, optimizer_parameters: Sequence[Tensor]) -> bool:
         """Return whether the parameters to exchange have changed (ten microseconds for a few hundred parameters)."""
+        if not self._differ_from(optimizer_parameters):
+            return False
+        reshard(self._module)  # FSDP's unsharded parameters of an evaluation would look like replaced parameters
+        return self._differ_from(optimizer_parameters)
+
+    def _differ_from(self, optimizer_parameters: Sequence[Tensor]) -> bool:
         present = list(map(id, optimizer_parameters))
         if present != self._handled:
             if self.has_others():

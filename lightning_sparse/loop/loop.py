@@ -22,7 +22,7 @@ from lightning_sparse.engine.collectives import backend_of, ddp_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import Wrapper, after_closure
-from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
+from lightning_sparse.engine.step.topology import ShardedModel, named_module
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_optimizers, in_one_order
@@ -237,10 +237,9 @@ class Training:
         """
         optimizers = self.optimizers if optimizers is None else optimizers
         has_others = len(optimizers) != len(self.optimizers) or not all(map(is_, optimizers, self.optimizers))
-        if not (self._trains_others(optimizers) or has_others):
+        before, held = self._trained, all_optimizer_parameters(optimizers)
+        if not (before.have_changed(held) or has_others):
             return
-        before = self._trained
-        held = all_optimizer_parameters(optimizers)
         present = TrainedParameters(self.engine.module, held, before.parameters.values())
         if before.has_others() and isinstance(self.engine.wrapper, ShardedModel):
             raise RuntimeError(_NEW)
@@ -264,16 +263,6 @@ class Training:
         self._trained = present
         self.view.know(ddp_parameters(module))
         self.engine.restart(present.parameters, before.renaming_to(present))
-        return True
-
-    def _trains_others(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether the trained parameters have changed. Reshard FSDP's parameters before the final check."""
-        trained = all_optimizer_parameters(optimizers)
-        if not self._trained.have_changed(trained):
-            return False
-        if isinstance(self.engine.wrapper, ShardedModel):
-            reshard(self.engine.module)  # unsharded parameters of an evaluation would look like replaced parameters
-            return self._trained.have_changed(trained)
         return True
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
