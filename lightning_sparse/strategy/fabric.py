@@ -1,8 +1,6 @@
 """Fabric's strategy: a :class:`GradientSparsifier` for each model that Fabric sets up with an optimizer."""
 
-import atexit
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -163,24 +161,15 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
         With local steps all ranks must call, because ``close`` ends the rounds. The exit of a process ends no round.
         """
-        self._close(has_failed=False)
+        for handle in self._handles.values():
+            handle.close()
+        self._are_closed = True
+        self._checkpointer.close()
 
     @override
     def teardown(self) -> None:
         self.close()
         super().teardown()
-
-    def _close(self, has_failed: bool) -> None:
-        atexit.unregister(self._exit)
-        for handle in self._handles.values():
-            handle.close(has_failed)
-        self._are_closed = True
-        self._checkpointer.close()
-
-    def _exit(self) -> None:
-        # No round ends here, because a round could wait forever for other ranks. Saved files hold the shared model.
-        are_apart = self.settings.local_steps is not None
-        self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 
     def _expect(self, model: Module) -> None:
         def begin(*forward: Any) -> None:
@@ -222,8 +211,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._waiting.pop(model).remove()
         self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
         self._are_closed = False
-        atexit.unregister(self._exit)
-        atexit.register(self._exit)
 
     def _optimizers_of(self, model: Module) -> list[Optimizer]:
         parameters = set(model.parameters())
