@@ -73,7 +73,8 @@ class TrainedParameters:
         present = list(map(id, optimizer_parameters))
         if present != self._handled:
             if self.has_others():
-                return not self._are_replaced
+                # torch.func.functional_call replaces parameters by plain tensors for a forward.
+                return all(isinstance(each, Parameter) for each in self._module.parameters())
             self._set_held(optimizer_parameters)
             if any(map(gt, self._are_exchanged, self._are_held)):
                 return True
@@ -83,11 +84,6 @@ class TrainedParameters:
     def has_others(self) -> bool:
         """Return whether parameters were added to the model, removed, or replaced."""
         return set(map(id, self._module.parameters())) != set(map(id, self.names))
-
-    @property
-    def _are_replaced(self) -> bool:
-        """Whether ``torch.func.functional_call`` has replaced parameters by plain tensors for a forward."""
-        return not all(isinstance(each, Parameter) for each in self._module.parameters())
 
     def known_in(self, present: "TrainedParameters") -> set[str]:
         """Return names of tensors that are not new in ``present``: parameters in both, and all buffers of ``self``."""

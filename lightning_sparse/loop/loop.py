@@ -199,7 +199,7 @@ class Training:
         self.view: OptimizerView
         self.is_dense = False  # whether steps send dense gradients, as DDP does
         self.backwards = 0  # number of backwards since the last optimizer step
-        self._waiting: Sequence[Optimizer] = ()  # optimizers that have not stepped since the last backward
+        self.waiting: Sequence[Optimizer] = ()  # optimizers that have not stepped since the last backward
         self.before_step: Callable[[], None] = self.begin_steps
         self.after_step: Callable[[], None] = lambda: None
         self._given, self._log = given, log
@@ -226,7 +226,7 @@ class Training:
         if self.view.adam is not None:
             self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
             self.view.adam.clips.ask(self._given.clipping, parameters.values())
-        self.steps = CountedSteps(optimizers, self._begin_step, self._end_step, warn_user)
+        self.steps = CountedSteps(optimizers, self._end_step, warn_user)
         self.steps.handles += hooks
 
     def restart_if_changed(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
@@ -345,12 +345,7 @@ class Training:
         reducer.prepare_for_backward()
 
     def _add_backward(self) -> None:
-        self.backwards, self._waiting = self.backwards + 1, self.optimizers
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether all optimizers have stepped since the last backward."""
-        return not self._waiting
+        self.backwards, self.waiting = self.backwards + 1, self.optimizers
 
     def set_inside(self, is_inside: bool) -> None:
         """Set whether a backward that Lightning does not announce (manual optimization) may exchange gradients."""
@@ -374,8 +369,9 @@ class Training:
         if self.settings.local_steps is None:
             self._reset_loaded()
             context = self.view.next_step(self.is_dense, continued, self.engine.reducer.reduced.begun)
-            scale = _scale_of(self._given.scaler, self.device)
-            self.engine.begin_backward(context._replace(loss_scale=scale))
+            if (scaler := self._given.scaler) is not None:  # not `get_scale`, which synchronizes with the device
+                context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
+            self.engine.begin_backward(context)
 
     def reset_residuals(self) -> None:
         """Set residuals and momentum to zero. With local steps, the current weights become the shared model."""
@@ -403,11 +399,9 @@ class Training:
         self.view.note_arrived()
         self.engine.worker.raise_error()
 
-    def _begin_step(self) -> None:
+    def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
         if self.engine.reducer.is_open:
             raise RuntimeError(_BROKEN)
-
-    def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
         has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
         # If no gradient exists yet, a closure computes gradients inside the step, possibly at changed weights (SAM).
         if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
@@ -425,7 +419,7 @@ class Training:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.before_step()  # needed if a scaler has skipped the first step, because then no pre-hook ran
-        self.backwards, self._waiting = 0, [each for each in self._waiting if each is not optimizer]
+        self.backwards, self.waiting = 0, [each for each in self.waiting if each is not optimizer]
         if self.view.adam is not None:
             self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
@@ -472,11 +466,6 @@ class Training:
         is_whole = self.engine.close(has_failed)
         self.view.close()
         return is_whole
-
-
-def _scale_of(scaler: Any, device: torch.device) -> Optional[Tensor]:
-    """Return the loss scale as a tensor. ``get_scale`` would synchronize with the device, so a 1 is scaled instead."""
-    return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
 def _unscaling_changes(scaler: Any, device: torch.device) -> int:

@@ -159,17 +159,12 @@ class OptimizerView:
 class CountedSteps:
     """Count optimizer steps, also steps through a wrapper. Warn if weights change without a step.
 
-    Hooks call ``begin`` before every step, and ``end(optimizer)`` after every counted step of one of ``optimizers``.
+    Hooks call ``end(optimizer)`` after every counted step of one of ``optimizers``.
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        begin: Callable[[], None],
-        end: Callable[[Optimizer], None],
-        warn: Callable[[str], None],
+        self, optimizers: Sequence[Optimizer], end: Callable[[Optimizer], None], warn: Callable[[str], None]
     ) -> None:
-        self._begin = begin
         self._end = end
         self._warn = warn
         self._stepping: Any = None  # optimizer of the step in progress, or ``self`` inside :meth:`step_of`
@@ -193,7 +188,6 @@ class CountedSteps:
         self._end_step(optimizer)
 
     def _before(self, optimizer: Optimizer, *step: Any) -> None:
-        self._begin()
         self._stepping = self._stepping or optimizer
 
     def _after(self, own: Optimizer, stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

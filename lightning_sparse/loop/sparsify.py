@@ -397,7 +397,7 @@ class GradientSparsifier(Loop):
 
     def _end_step(self, training: Training) -> None:
         """When all optimizers have stepped since the last backward, begin rounds if synchronous steps are complete."""
-        if training.has_stepped:
+        if not training.waiting:
             training.turn()
 
     def _check_shared(self, *save: Any) -> None:
