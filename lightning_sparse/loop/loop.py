@@ -441,11 +441,16 @@ class Training:
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load a state, and return descriptions of the parts that this training cannot use."""
         usable, unused = match_state(state, self.engine)
+        if self.engine.rounds is not None:  # the load may run inside shared_model()
+            self.engine.rounds.leave()
         exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
         held = all_optimizer_parameters(self.optimizers)
         self._restart(TrainedParameters(self.engine.module, held, [*self._trained.parameters.values(), *frozen]))
         self.engine.load_state_dict(usable)
+        if self.engine.rounds is not None:
+            self.is_dense = self.engine.rounds.is_synchronous
+            self.engine.send_dense(self.is_dense)
         self.engine.reducer.restore_order(usable.get("order", ()))
         if self.view.adam is not None:
             self.view.adam.clips.load(state["clips"])

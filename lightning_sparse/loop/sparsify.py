@@ -289,7 +289,7 @@ class GradientSparsifier(Loop):
             return
         state = load_state(str(folder), training.engine)
         act_together(partial(self._check_state, state, training.engine, folder), f"{folder} does not fit")
-        self.load(state)
+        training.load(state)
 
     def _check_state(self, state: Mapping[str, Any], engine: Engine, folder: Union[str, Path]) -> None:
         _, unused = match_state(state, engine)
@@ -322,18 +322,6 @@ class GradientSparsifier(Loop):
     def __getattr__(self, name: str) -> Any:
         refuse_removed(f"{type(self).__name__}.{name}", f"GradientSparsifier.{name}", AttributeError)
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-
-    def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Load a state, and return descriptions of the parts that this training cannot use."""
-        assert self.training is not None
-        training, engine = self.training, self.training.engine
-        if engine.rounds is not None:  # valid inside shared_model(), too
-            engine.rounds.leave()
-        unused = training.load(state)
-        if engine.rounds is not None:
-            training.is_dense = engine.rounds.is_synchronous
-            engine.send_dense(training.is_dense)
-        return unused
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and release the optimizers. Later training forwards raise an error. Safe to call twice.

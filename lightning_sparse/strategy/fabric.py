@@ -91,7 +91,12 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     @override
     def setup_module(self, module: Module) -> UnwrappedModule:  # type: ignore[override]
         model = self._bare_model(module)
-        self._expect(model)
+
+        def begin(*forward: Any) -> None:
+            if model.training and torch.is_grad_enabled():
+                self._start(model)
+
+        self._waiting[model] = model.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
         return model
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
@@ -170,13 +175,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def teardown(self) -> None:
         self.close()
         super().teardown()
-
-    def _expect(self, model: Module) -> None:
-        def begin(*forward: Any) -> None:
-            if model.training and torch.is_grad_enabled():
-                self._start(model)
-
-        self._waiting[model] = model.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -288,10 +286,10 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
             for key, handle in handles.items():
-                if handle.engine is None:
+                if handle.training is None:
                     self._log(f"the compression state of {key!r} is not used, because one process exchanges nothing.")
                 else:
-                    self._checkpointer.restore(key, handle.engine, handle.load)
+                    self._checkpointer.restore(key, handle.training.engine, handle.training.load)
         return rest
 
 

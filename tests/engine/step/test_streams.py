@@ -163,7 +163,7 @@ def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(way):
             if step == STEPS:
                 with handle.shared_model():
                     state, weights = handle.state(), deepcopy(handle.module.state_dict())
-                handle.load(state)
+                handle.training.load(state)
                 handle.module.load_state_dict(weights)
                 del state, weights
             handle.module.last.requires_grad_(step != STEPS + 2)
