@@ -41,12 +41,17 @@ from lightning_sparse.loop.checks import (
     check_wrapped,
 )
 from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
-from lightning_sparse.loop.loop import CLOSED, Loop, RuntimeOptions, Training
+from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import all_optimizer_parameters, optimizer_parameters, unwrapped
 from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
+from lightning_sparse.loop.training import RuntimeOptions, Training
 from lightning_sparse.removed import refuse_removed
 
 _LOGGER = logging.getLogger(__name__)
+_CLOSED = (
+    "the handle is closed. To continue training, call sparsify_gradients on the model again, in a new"
+    " DistributedDataParallel if the model was in one, or train a copy of the model alone"
+)
 
 
 @with_settings_signature()
@@ -317,7 +322,7 @@ class GradientSparsifier(Loop):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError(CLOSED)
+            raise RuntimeError(_CLOSED)
 
     def __getattr__(self, name: str) -> Any:
         refuse_removed(f"{type(self).__name__}.{name}", f"GradientSparsifier.{name}", AttributeError)
@@ -427,7 +432,7 @@ def _refuse_training(called: Module, parts: set[Module], inputs: Any) -> None:
     is_bare = not isinstance(called, (DistributedDataParallel, UnwrappedModule))
     has_other = _are_attended(parts) or DistributedDataParallel._get_active_ddp_module() is not None
     if called.training and torch.is_grad_enabled() and not (is_bare and has_other):
-        raise RuntimeError(CLOSED)
+        raise RuntimeError(_CLOSED)
 
 
 def _trained_parts(module: Module) -> set[Module]:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing_extensions import override
 
 from lightning_sparse.engine.step.topology import reshard
-from lightning_sparse.loop.loop import Training
+from lightning_sparse.loop.training import Training
 from lightning_sparse.strategy.lightning import (
     Callback,
     LightningModule,

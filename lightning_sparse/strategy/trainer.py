@@ -23,9 +23,10 @@ from lightning_sparse.engine.store import post_error
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_bare, check_device, check_model, check_total_steps
 from lightning_sparse.loop.levels import agreed_ranks_of_node
-from lightning_sparse.loop.loop import Loop, RuntimeOptions, Training
+from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.loop.summary import describe
+from lightning_sparse.loop.training import RuntimeOptions, Training
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart

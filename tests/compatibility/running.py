@@ -138,7 +138,7 @@ class TakingTurns:
 @contextmanager
 def changing_hands():
     """Let ``sparse_auto`` change the backend now and then, independent of times."""
-    with patch("lightning_sparse.loop.loop.AutoBackend", TakingTurns):
+    with patch("lightning_sparse.loop.training.AutoBackend", TakingTurns):
         yield
 
 

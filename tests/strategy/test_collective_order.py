@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_sparse.loop.loop as loop_module
+import lightning_sparse.loop.training as training_module
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD
 from lightning_sparse.engine.settings import Settings
@@ -132,7 +132,7 @@ def fit(rank, module, settings, arguments, seconds, backend):
         dawdle(model, seconds)
     # The handle raises an error for a SyncBatchNorm on the CPU.
     check = mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle")
-    claim = mock.patch.object(loop_module, "backend_of", return_value=backend) if backend else nullcontext()
+    claim = mock.patch.object(training_module, "backend_of", return_value=backend) if backend else nullcontext()
     more = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, **arguments}
     with check, claim, listening() as said, recording(seconds if rank == SLOW_WORKER else 0) as issued:
         fit_numbered(rank, strategy, model, **more)

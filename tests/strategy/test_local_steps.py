@@ -516,7 +516,7 @@ def test_a_parameter_that_gets_another_name_in_a_round_is_exchanged(pair, kind, 
 def told(rank, local_steps, module, arguments):
     lines = []
     strategy = SparseDDPStrategy("dense", local_steps=local_steps)
-    warn = "lightning_sparse.loop.loop.warn_user"
+    warn = "lightning_sparse.loop.training.warn_user"
     with mock.patch(warn, lines.append), mock.patch.object(strategy._loop, "_log", lines.append):
         run_fit(rank, strategy, module(), **arguments)
     return [line for line in lines if "round" in line]

@@ -1,0 +1,380 @@
+"""One training: batches, backwards, steps and changes, between the start and the end of an exchange."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.collectives import backend_of, ddp_parameters
+from lightning_sparse.engine.replicas import Replicas, sync_module_states
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.reducer import Wrapper, after_closure
+from lightning_sparse.engine.step.topology import ShardedModel, named_module
+from lightning_sparse.loop.backend_choice import AutoBackend
+from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
+from lightning_sparse.loop.checks import check_optimizers, in_one_order
+from lightning_sparse.loop.optimizer_states import load_states
+from lightning_sparse.loop.optimizers import (
+    CountedSteps,
+    OptimizerView,
+    all_optimizer_parameters,
+    before_step_of_training,
+    calls_hooks,
+    can_correct,
+    chain_of,
+    listed,
+    optimizer_parameters,
+    warn_of_adaptive,
+)
+from lightning_sparse.loop.state import collect_state, match_state
+from lightning_sparse.loop.summary import CHANGED, WITHOUT_OPTIMIZER, adam_line, log_rounds, report
+from lightning_sparse.schedule import Auto
+
+_NEW = (
+    "the model has other parameters to train, or other shards, than at the start of the last forward. Add, replace and"
+    " unfreeze layers between two batches, such as in on_train_batch_start, before a call of the whole model. Change a"
+    " sharded model's layers before training"
+)
+_BROKEN = (
+    "an optimizer steps before gradients are exchanged: the last backward failed on this rank, or the step runs inside"
+    " backward. After a failed backward, end training on all ranks, or call sparsify_gradients on the model again"
+)
+_OWN = (
+    "an optimizer steps with local gradients of this rank, so replicas would diverge. Run the last backward of a step"
+    " outside of no_sync(), because only that backward exchanges the sum. Under automatic optimization run no backward"
+    " after Lightning's, such as in on_after_backward. Under manual optimization call backward in training_step, or"
+    " manual_backward. In a plain loop compute the loss from outputs of the whole model in training mode"
+)
+_OTHER_OPTIMIZERS = (
+    "an optimizer was replaced inside a step: assign trainer.optimizers = [...] between two batches, such as in"
+    " on_train_batch_start, after a step of every optimizer"
+)
+
+ONE_REPLICA = Replicas()
+_NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
+Log = Callable[[str], None]
+
+
+class RuntimeOptions(NamedTuple):
+    """Runtime options of a training that are not part of the settings."""
+
+    timeout: Optional[timedelta] = None  # maximum time that an exchange waits for other ranks
+    scaler: Any = None  # gradient scaler, or ``None``
+    clipping: Clipping = NOT_CLIPPED  # clipping that the Trainer applies in every step
+    local_world_size: int = 1  # number of ranks that average gradients before the exchange (two levels, or FSDP)
+
+
+class Training:
+    """One training of a wrapped model, until :meth:`close`. Ranks exchange gradients, or changes of local steps."""
+
+    def __init__(
+        self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
+    ) -> None:
+        self.settings = settings
+        self.optimizers = optimizers
+        self.view: OptimizerView
+        self.is_dense = False  # whether steps send dense gradients, as DDP does
+        self.backwards = 0  # number of backwards since the last optimizer step
+        self.waiting: Sequence[Optimizer] = ()  # optimizers that have not stepped since the last backward
+        self.before_step: Callable[[], None] = self.begin_steps
+        self.after_step: Callable[[], None] = lambda: None
+        self._given, self._log = given, log
+        module, self.device = named_module(ddp), next(ddp.module.parameters()).device
+        ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group), log)
+        around = (self._open, lambda: self.view.note_arrived())
+        self._trained = TrainedParameters(module, all_optimizer_parameters(optimizers))
+        if rest := self._trained.without_optimizer():
+            log(WITHOUT_OPTIMIZER.format(names=listed(rest)))
+        parts = (ordered, given.timeout, log, given.local_world_size, *around, self._trained.parameters)
+        self.engine = engine = Engine(ddp, *parts)
+        self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
+        self._attend()
+        self._loaded = LoadedParameters(module, optimizers)
+
+    def _attend(self) -> None:
+        """Create the :class:`OptimizerView`, and register hooks on the steps of all optimizers."""
+        parameters, engine = ddp_parameters(self.engine.module), self.engine
+        feedback, optimizers = self.settings.feedback, self.optimizers
+        look = before_step_of_training(self._before_step)
+        stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
+        hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
+        self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
+        if self.view.adam is not None:
+            self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
+            self.view.adam.clips.ask(self._given.clipping, parameters.values())
+        self.steps = CountedSteps(optimizers, self._end_step, warn_user)
+        self.steps.handles += hooks
+
+    def restart_if_changed(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
+        """Continue with the present trained parameters and optimizers if these have changed since the last batch.
+
+        All ranks must make the same change. A parameter's residual stays with the parameter if the name changes.
+        Parameters that were exchanged and then frozen count as unused.
+        """
+        optimizers = self.optimizers if optimizers is None else optimizers
+        has_others = len(optimizers) != len(self.optimizers) or not all(map(is_, optimizers, self.optimizers))
+        before, held = self._trained, all_optimizer_parameters(optimizers)
+        if not (before.have_changed(held) or has_others):
+            return
+        present = TrainedParameters(self.engine.module, held, before.parameters.values())
+        if before.has_others() and isinstance(self.engine.wrapper, ShardedModel):
+            raise RuntimeError(_NEW)
+        changes = before.changes_to(present), "other optimizers" * has_others
+        check_alike("; ".join(filter(None, changes)), dist.get_rank(), self._given.timeout)
+        if has_others:
+            self._take_optimizers(optimizers)
+        has_restarted = self._restart(present)
+        self._loaded.watch(self.engine.module, optimizers)
+        if has_restarted:
+            self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
+
+    def _restart(self, present: TrainedParameters) -> bool:
+        """Exchange the ``present`` parameters, and broadcast new layers. Return ``False`` if nothing has changed."""
+        before, module = self._trained, self.engine.module
+        has_others = before.has_others()
+        if not (has_others or before.changes_to(present)):
+            return False
+        if has_others:
+            sync_module_states(module, before.known_in(present))
+        self._trained = present
+        self.view.know(ddp_parameters(module))
+        self.engine.restart(present.parameters, before.renaming_to(present))
+        return True
+
+    def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Replace the optimizers of this training, between two steps."""
+        if self.backwards:
+            raise RuntimeError(_OTHER_OPTIMIZERS)
+        before = self.view.adam
+        check_optimizers(self.settings, optimizers)
+        can_correct(self.settings, optimizers)  # raises an error if AdamCorrection(...) cannot apply
+        self.optimizers = optimizers
+        self.view.close()
+        self.steps.close()
+        self._attend()
+        warn_of_adaptive(self.settings, optimizers, warn_user)
+        if before is not None and self.view.adam is not None:
+            self.view.adam.see_other_states()
+            self.view.adam.warm_up.resume_from(before.warm_up)
+
+    def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True) -> None:
+        """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up and the rounds."""
+        total_steps = None if total_steps is None else int(total_steps)  # converts numpy's integers
+        densities = self.engine.densities
+        densities.expect_steps(total_steps)
+        if (adam := self.view.adam) is not None:
+            adam.warm_up.total_steps = total_steps
+            if adam.warm_up.is_dense:
+                self._log(adam_line(self.settings, self.optimizers, total_steps))
+        if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
+            log_rounds(local, total_steps, self._log, warn_user)
+
+    def turn(self) -> None:
+        """Select, between two steps, whether the next steps are dense (as in DDP), compressed, or local."""
+        rounds, adam = self.engine.rounds, self.view.adam
+        if rounds is not None:
+            is_dense = rounds.is_synchronous
+            if self.is_dense and not is_dense:  # local steps have to start from equal models
+                sync_module_states(self.engine.module)
+        else:
+            is_dense = self.choice is not None and self.choice.wants_dense
+            if adam is not None:
+                is_dense = adam.warm_up.is_dense or is_dense
+        if is_dense != self.is_dense:
+            self.is_dense = is_dense
+            self.engine.send_dense(is_dense)
+
+    @property
+    def replicas(self) -> Replicas:
+        """Replica manager of the engine, or a no-op manager during the first ``synchronous_steps``."""
+        is_one = self.is_dense and self.settings.local_steps is not None
+        return ONE_REPLICA if is_one else self.engine.replicas
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether the next step is a local step, so that ranks exchange only at the end of a round."""
+        return self.settings.local_steps is not None and not self.is_dense
+
+    def begin_steps(self) -> None:
+        """Begin local steps, if the next step is a local step. All ranks must call before an update."""
+        if (rounds := self.engine.rounds) is not None and not self.is_dense:
+            rounds.begin_steps()
+
+    def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
+        """Prepare for the next batch: changed parameters, loaded weights, and the kind of step. Runs before forward."""
+        self.restart_if_changed(optimizers)
+        self.turn()
+        has_loaded = self.is_in_round and self._reset_loaded()
+        if self.replicas.are_apart:
+            self.replicas.begin_round()
+        if has_loaded:
+            self.replicas.reset_shared_model()
+        if self.settings.replicas_diverge or self.choice is not None:
+            self.steps.see_weights(self.engine.module)
+
+    def begin(self, is_automatic: bool = False) -> None:
+        """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
+        self._add_backward()
+        reducer = self.engine.reducer
+        # Users' hooks may run backwards of their own. The last backward of a step exchanges all gradients together.
+        reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
+        reducer.prepare_for_backward()
+
+    def _add_backward(self) -> None:
+        self.backwards, self.waiting = self.backwards + 1, self.optimizers
+
+    def set_inside(self, is_inside: bool) -> None:
+        """Set whether a backward that Lightning does not announce may exchange, such as in manual optimization."""
+        self.engine.reducer.allow_implicit_backward = is_inside
+
+    def _open(self, is_explicit: bool) -> None:
+        """Begin the exchange of a backward, before the first gradient is ready."""
+        if not is_explicit:
+            self.engine.worker.raise_error()
+            if self.engine.rounds is None:  # with rounds, turn() may broadcast models, and runs only between batches
+                self.turn()
+            self._add_backward()
+            if self.view.adam is not None or self.settings.feedback.momentum is not None:
+                self.steps.see_weights(self.engine.module)
+        continued = self.engine.reducer.reduced.continued
+        if not (continued or self.is_dense):
+            self.engine.recorder.begun_steps += 1
+        if self.is_dense:
+            adam = self.view.adam
+            self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
+        if self.settings.local_steps is None:
+            self._reset_loaded()
+            context = self.view.next_step(self.is_dense, continued, self.engine.reducer.reduced.begun)
+            if (scaler := self._given.scaler) is not None:  # not `get_scale`, which synchronizes with the device
+                context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
+            self.engine.begin_backward(context)
+
+    def reset_residuals(self) -> None:
+        """Set residuals and momentum to zero. With local steps, the current weights become the shared model."""
+        self._reset(set(self.engine.module.parameters()))
+        if self.is_in_round:
+            self.replicas.reset_shared_model()
+
+    def _reset(self, parameters: AbstractSet[Tensor]) -> None:
+        names = [name for name, each in ddp_parameters(self.engine.module).items() if each in parameters]
+        self.engine.worker.run(lambda: self.engine.memory.reset(names))
+        self._log(ROLLED_BACK.format(count=len(names)))
+
+    def _reset_loaded(self) -> bool:
+        """If parameters were loaded between two exchanges, reset the residuals of these parameters, and return True."""
+        loaded = self._loaded.take()
+        has_trained = self.engine.recorder.last is not None
+        if loaded and has_trained:
+            self._reset(loaded)
+        return bool(loaded) and has_trained
+
+    def end_backward(self, is_inside: bool) -> None:
+        """Finish the exchange of a backward. Raise an error if the exchange has failed."""
+        self.engine.reducer.finalize_backward()
+        self.set_inside(is_inside)
+        self.view.note_arrived()
+        self.engine.worker.raise_error()
+
+    def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
+        if self.engine.reducer.is_open:
+            raise RuntimeError(_BROKEN)
+        has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
+        # Without gradients, a closure computes gradients inside the step, possibly at changed weights (SAM).
+        if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
+            self.before_step()
+        return after_closure(self._before_update)(optimizer, *step)
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        if self.engine.reducer.holds_own(optimizer_parameters(optimizer)):
+            raise RuntimeError(_OWN)
+        if self._trained.have_changed(all_optimizer_parameters(self.optimizers)) and self._trained.lacks_any(
+            optimizer_parameters(optimizer)
+        ):
+            raise RuntimeError(_NEW)
+        self.before_step()
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        self.before_step()  # needed if a scaler has skipped the first step, because then no pre-hook ran
+        self.backwards, self.waiting = 0, [each for each in self.waiting if each is not optimizer]
+        if self.view.adam is not None:
+            self.view.adam.clips.end_step(optimizer)
+        if self.choice is not None:
+            self.choice.end_step()
+        self.engine.reducer.reduced.forget(optimizer_parameters(optimizer))
+        number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
+        if number is None:
+            raise RuntimeError(_OTHER_OPTIMIZERS)
+        self.engine.end_step(number)
+        self.after_step()
+
+    def state(self, together: bool = False) -> dict[str, Any]:
+        """Return this rank's state, between two steps, without a copy. With ``together`` all ranks must call."""
+        if together:
+            self.engine.worker.drain()
+        clips = [] if self.view.adam is None else self.view.adam.clips.state()
+        return {**collect_state(self.engine, together), "clips": clips}
+
+    def load(self, state: Mapping[str, Any]) -> list[str]:
+        """Load a state, and return descriptions of the parts that this training cannot use."""
+        usable, unused = match_state(state, self.engine)
+        if self.engine.rounds is not None:  # the load may run inside shared_model()
+            self.engine.rounds.leave()
+        exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
+        frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
+        held = all_optimizer_parameters(self.optimizers)
+        self._restart(TrainedParameters(self.engine.module, held, [*self._trained.parameters.values(), *frozen]))
+        self.engine.load_state_dict(usable)
+        if self.engine.rounds is not None:
+            self.is_dense = self.engine.rounds.is_synchronous
+            self.engine.send_dense(self.is_dense)
+        self.engine.reducer.restore_order(usable.get("order", ()))
+        if self.view.adam is not None:
+            self.view.adam.clips.load(state["clips"])
+        if self.settings.replicas_diverge:
+            load_states(self.optimizers, state.get("optimizers", ()))
+            if self._given.scaler is not None and "scaler" in state:
+                self._given.scaler.load_state_dict(state["scaler"])
+        self._loaded.clear()
+        return unused
+
+    def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
+        """End the exchange, and remove all hooks. Return whether the state is the state after a complete step."""
+        if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
+            dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
+            self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
+        self.steps.close()
+        self._loaded.close()
+        is_whole = self.engine.close(has_failed)
+        self.view.close()
+        return is_whole
+
+
+def _unscaling_changes(scaler: Any, device: torch.device) -> int:
+    """Return by how much ``unscale_`` increases a gradient's version counter. The increase depends on the device."""
+    if scaler is None or not scaler.is_enabled():
+        return 0
+    # The unscale kernel supports float32 only, independent of the default dtype.
+    gradient, factor, found = (torch.full((1,), each, dtype=torch.float32, device=device) for each in (1.0, 1.0, 0.0))
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
+    return gradient._version
+
+
+def warn_user(message: str) -> None:
+    """Warn on rank 0. The warning points to the line of user code that led to this call."""
+    if dist.get_rank() != 0:
+        return
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
