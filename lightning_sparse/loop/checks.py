@@ -29,13 +29,13 @@ from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 _ON_NCCL = "and NCCL may deadlock if ranks launch on two communicators in different orders"
-_SHARDING = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})  # class names, to avoid imports
-_WRAPPERS = _SHARDING | {"DistributedDataParallel", "DataParallel"}
+# Names, because the classes need imports.
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 
 
 def check_model(model: Module, local: Optional[LocalSteps]) -> None:
     """Raise an error for wrappers that reduce gradients, for unsupported parameters, and for unsupported layers."""
-    if wrappers := [name or "itself" for name, each in model.named_modules() if _exchanges(each)]:
+    if wrappers := [name or "itself" for name, each in model.named_modules() if _is_wrapper(each)]:
         raise ValueError(
             f"model={type(model).__name__} holds wrappers that reduce gradients themselves, {listed(wrappers)}: remove"
             " the wrappers (in a plain loop the model may be a DistributedDataParallel); for shards use"
@@ -63,12 +63,8 @@ def check_model(model: Module, local: Optional[LocalSteps]) -> None:
         )
 
 
-def _exchanges(module: Module) -> bool:
-    bases = {base.__name__ for base in type(module).__mro__}
-    if _WRAPPERS.isdisjoint(bases):  # checked first, because a call of parameters() for every submodule is slow
-        return False
-    is_trained = any(each.requires_grad for each in module.parameters())  # allowed if frozen
-    return is_trained or not _SHARDING.isdisjoint(bases)
+def _is_wrapper(module: Module) -> bool:
+    return not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__)
 
 
 def _has_sync_batch_norm(model: Module) -> bool:
