@@ -3,6 +3,7 @@
 :mod:`~lightning_sparse.loop.sparsify` is the entry point of plain loops. The strategies are built on these modules.
 """
 
-from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradients
+from lightning_sparse.loop.handle import GradientSparsifier
+from lightning_sparse.loop.sparsify import sparsify_gradients
 
 __all__ = ["GradientSparsifier", "sparsify_gradients"]

@@ -14,7 +14,8 @@ from transformers import Trainer, TrainerCallback
 from typing_extensions import Unpack, override
 
 from lightning_sparse.loop.arguments import LoopArguments
-from lightning_sparse.loop.sparsify import GradientSparsifier, sparsify_gradients
+from lightning_sparse.loop.handle import GradientSparsifier
+from lightning_sparse.loop.sparsify import sparsify_gradients
 
 
 class SparsifyCallback(TrainerCallback):

@@ -20,9 +20,9 @@ from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_device, check_facts
+from lightning_sparse.loop.handle import GradientSparsifier, clipped_before
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.optimizers import optimizer_parameters
-from lightning_sparse.loop.sparsify import GradientSparsifier, clipped_before
 from lightning_sparse.loop.training import RuntimeOptions
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike

@@ -125,10 +125,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    @property
-    def _trainer(self) -> Trainer:
-        return self._module.trainer
-
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -164,8 +160,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             self._replaced.callback(vars(self.precision_plugin).pop, "clip_gradients", None)
 
     def _begin_steps(self) -> None:
-        trainer = self._trainer
-        training = self._loop.training
+        trainer, training = self._module.trainer, self._loop.training
         if training is None:
             return
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]

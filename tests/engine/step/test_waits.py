@@ -73,7 +73,7 @@ def waits_of(way, steps=STEPS):
     with played() as device:
         for _ in train(way, steps):
             # Clipping is torch's, and reads the device of gradients as the host.
-            seen.append(Counter(wait.where for wait in device.waits if wait.where not in ("", "loop/sparsify.py:clip")))
+            seen.append(Counter(wait.where for wait in device.waits if wait.where not in ("", "loop/handle.py:clip")))
             device.waits.clear()
     return seen[SETTLED:]
 

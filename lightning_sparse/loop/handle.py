@@ -1,0 +1,393 @@
+"""The handle of a model in a loop without a Trainer: hooks on the model, and the methods for users."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Optional, Union
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import Self
+
+from lightning_sparse.compressors.base import Clipping
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.replicas import sync_module_states
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_backward
+from lightning_sparse.engine.step.topology import UnwrappedModule
+from lightning_sparse.functional.reductions import fingerprint
+from lightning_sparse.loop.changes import Watch
+from lightning_sparse.loop.checks import (
+    check_bare,
+    check_model,
+    check_replicas,
+    check_total_steps,
+    check_trainers,
+    check_wrapped,
+)
+from lightning_sparse.loop.loop import Loop
+from lightning_sparse.loop.optimizers import all_optimizer_parameters, optimizer_parameters
+from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
+from lightning_sparse.loop.training import RuntimeOptions, Training
+from lightning_sparse.removed import refuse_removed
+
+_CLOSED = (
+    "the handle is closed. To continue training, call sparsify_gradients on the model again, in a new"
+    " DistributedDataParallel if the model was in one, or train a copy of the model alone"
+)
+
+
+class GradientSparsifier(Loop):
+    """Handle of :func:`~lightning_sparse.sparsify_gradients`: exchanges the gradients of one model until :meth:`close`.
+
+    At the end of a ``with`` statement the handle is closed. ``settings`` apply to this model only.
+
+    Attributes:
+        engine: the engine that exchanges gradients, or ``None`` on one process and after :meth:`close`.
+        optimizers: the optimizers of the model.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        given: RuntimeOptions,
+        total_steps: Optional[int],
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(settings, log)
+        check_total_steps(settings, total_steps)
+        self._called = model  # the module or wrapper that the user calls
+        self._model: Wrapper
+        _check_unattended(model)
+        if isinstance(model, DistributedDataParallel):
+            check_wrapped(model, dist.get_world_size())
+            model.join_hook = _refuse_join  # type: ignore[method-assign]
+            self._model = model
+        else:
+            self._model = model if isinstance(model, UnwrappedModule) else UnwrappedModule(model)
+            check_bare(self._model.module)
+        check_model(self.module, settings.local_steps)
+        check_trainers(self.module, optimizers, settings)
+        self._parts = _trained_parts(self.module)
+        self._hooks: list[Any] = []
+        self._is_closed = False
+        self._is_shown = False  # whether shared_model() is active
+        if model is not self._model:
+            sync_module_states(self.module)
+        try:
+            self.start(self._model, optimizers, given)
+            if self.training is not None:
+                self.training.expect_steps(total_steps)
+                self._register_hooks(self.training, given.scaler)
+        except BaseException:  # user settings may turn warnings into errors
+            self._leave(has_failed=True)
+            raise
+        _OPEN.add(self)
+
+    def _register_hooks(self, training: Training, scaler: Optional[GradScaler]) -> None:
+        model, module, rounds = self._called, self.module, training.engine.rounds
+        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.reducer)))
+        self._hooks.append(model.register_forward_hook(listen))
+        for called in {model} if rounds is None else {model, module}:  # the user may evaluate the inner module of DDP
+            forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
+            self._hooks.append(called.register_forward_pre_hook(forward, prepend=True))
+        if rounds is not None:
+            self._hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
+            training.before_step = partial(self._begin_rounds, training)
+            training.after_step = partial(self._end_step, training)
+            if scaler is not None:
+                training.steps.count_skipped(scaler)
+            training.turn()
+
+    def _leave(self, has_failed: bool) -> None:
+        _OPEN.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        self.end(has_failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self.close(has_failed=error is not None)
+
+    @property
+    def module(self) -> Module:
+        """The model without a wrapper."""
+        return self._model.module
+
+    def clip(
+        self, norm: Optional[float] = None, value: Optional[float] = None, optimizer: Optional[Optimizer] = None
+    ) -> None:
+        """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
+
+        With corrected Adam, ``.grad`` holds updates after backward, and updates must not be clipped. Instead this call
+        clips the gradients of the next step, before updates are made. With a gradient scaler call ``unscale_`` first.
+
+        Args:
+            norm: maximum norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
+            value: maximum magnitude of an element; ``None`` for no limit.
+            optimizer: optimizer with the gradients to clip; ``None`` for all gradients of the model. If a corrected
+                Adam trains several models, each model has a separate norm.
+
+        Raises:
+            ValueError: if one norm would clip parameters of a corrected Adam and of another optimizer.
+        """
+        parameters = [*self.module.parameters()] if optimizer is None else optimizer_parameters(optimizer)
+        if norm is not None and self.training is not None:
+            self.training.view.check_one_norm(parameters)
+        with clipped_before(Clipping(norm=norm, value=value), parameters):
+            trained = [each for each in parameters if each.grad is not None]
+            if value is not None and trained:
+                torch.nn.utils.clip_grad_value_(trained, value)
+            if norm is not None and trained:
+                torch.nn.utils.clip_grad_norm_(trained, norm)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context that disables the exchange of gradients, like DDP's ``no_sync()``.
+
+        Use the context for forward and backward of all batches of a step except the last batch. The backward of the
+        last batch exchanges the sum of the gradients.
+        """
+        no_sync: AbstractContextManager[None] = self._model.no_sync()
+        return no_sync
+
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Swap in the shared model of all ranks inside the context, for an evaluation or a save.
+
+        Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes the time inside.
+        """
+        before, engine = self._is_shown, self.engine
+        recorder = None if engine is None or before else engine.recorder
+        if recorder is not None:
+            recorder.totals.pause()
+        with self.replicas.shared_model():
+            self._is_shown = True
+            try:
+                yield
+            finally:
+                self._is_shown = before
+                if recorder is not None:
+                    recorder.totals.resume()  # not a stored object, because a load inside the context replaces totals
+
+    def check_replicas(self) -> None:
+        """Check between two steps that all ranks hold the same parameters. All ranks must call.
+
+        Raises:
+            ReplicaError: on all ranks, if any bit of a parameter differs.
+        """
+        if self.engine is not None:
+            with self.shared_model():
+                check_replicas(self.engine, "here")
+
+    def synchronize(self) -> None:
+        """End the round of local steps early, and continue from the shared model. All ranks must call."""
+        self.replicas.synchronize()
+
+    def reset_shared_model(self) -> None:
+        """Make the present model the shared model, such as after a load during training. All ranks must call.
+
+        With local steps, other changes of weights between two batches count as changes by training.
+        """
+        self.replicas.reset_shared_model()
+
+    def save_state(self, folder: Union[str, Path]) -> None:
+        """Write the compression state of each rank into a folder, between two optimizer steps. All ranks must call.
+
+        Save model and optimizers as usual, on one rank. Use a new folder for each save. One process writes nothing.
+        """
+        self._check_open()
+        if (state := self.state()) is not None:
+            save_state({**state, "shared model": self._prints()}, str(folder))
+
+    def load_state(self, folder: Union[str, Path]) -> None:
+        """Load a folder of :meth:`save_state`. All ranks must call. With local steps, load model and optimizers before.
+
+        The same number of ranks resumes bitwise identically. With another number, ranks resume from the mean residual.
+
+        Raises:
+            CheckpointError: for files that are missing, damaged, or of another format.
+            ValueError: for a state of another compressor or another model, or on one process.
+        """
+        self._check_open()
+        if (training := self.training) is None:
+            if exists(str(folder)):
+                raise ValueError(f"one process has no residuals, but {folder} has: start several, or skip load_state")
+            return
+        state = load_state(str(folder), training.engine)
+        act_together(partial(self._check_state, state, training.engine, folder), f"{folder} does not fit")
+        training.load(state)
+
+    def _check_state(self, state: Mapping[str, Any], engine: Engine, folder: Union[str, Path]) -> None:
+        _, unused = match_state(state, engine)
+        if unused:
+            raise ValueError(
+                f"{folder} has unused parts ({'; '.join(unused)}): build the same model, optimizers and compressor, or"
+                " skip load_state to start with empty residuals"
+            )
+        if engine.rounds is not None:
+            engine.rounds.leave()
+        if state["shared model"] != self._prints():
+            raise ValueError(
+                f"{folder} belongs to another model than the present one: before load_state, load the model that was"
+                " saved with the state, during training inside `with handle.shared_model():`"
+            )
+
+    def _prints(self) -> Optional[list[int]]:
+        """Return fingerprints of the shared model's trained parameters, or ``None`` without local steps."""
+        if self.training is None or self.settings.local_steps is None:
+            return None
+        # Parameters without an optimizer, such as a moving average, may differ between ranks.
+        trained = set(all_optimizer_parameters(self.training.optimizers))
+        with self.replicas.shared_model():
+            return [int(fingerprint(each)) for each in self.module.parameters() if each in trained and each.numel()]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(_CLOSED)
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_removed(f"{type(self).__name__}.{name}", f"GradientSparsifier.{name}", AttributeError)
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def close(self, has_failed: bool = False) -> None:
+        """End the exchange, and release the optimizers. Later training forwards raise an error. Safe to call twice.
+
+        With local steps all ranks must call, because ``close`` ends the round. After an error on this rank, set
+        ``has_failed``, so that the call does not wait for other ranks. To continue training, pass the model to
+        :func:`~lightning_sparse.sparsify_gradients` or ``DistributedDataParallel``. The earlier DDP wrapper cannot be
+        used again.
+        """
+        engine, self._is_closed = self.engine, True
+        try:
+            if engine is not None and not has_failed and engine.worker.error is None:
+                self.synchronize()
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if engine is not None:
+                check = torch.compiler.disable(partial(_refuse_training, self._called, self._parts))
+                self._called.register_forward_pre_hook(Watch(self._called, check))
+            self._leave(has_failed)
+
+    def _before_forward(self, training: Training, inputs: Any) -> None:
+        """Before a training forward, begin a batch. Before an evaluation, check that the model is the shared model."""
+        is_training, has_grad = self.module.training, torch.is_grad_enabled()
+        if has_grad and is_training and not is_in_backward():  # recomputation is no batch
+            if training.engine.rounds is None:
+                training.restart_if_changed()
+            else:
+                self._check_not_shown()
+                training.engine.worker.raise_error()
+                training.begin_batch()
+            if isinstance(self._model, UnwrappedModule) and self._called is not self._model:
+                self._model.begin_forward()  # a wrapper that the user calls does this itself
+        elif not (has_grad or is_training):  # evaluation needs the shared model
+            self._check_shared()
+
+    def _listen(self, reducer: SparseReducer, inputs: Any, output: Any) -> None:
+        """Register hooks on the outputs. The hooks run at the start of a backward, before any gradient is added."""
+
+        def on_backward_start(gradient: Tensor) -> None:
+            self._check_open()
+            reducer.on_backward_start()
+
+        is_training = self.module.training
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad and (is_training or reducer.allow_implicit_backward):
+                each.register_hook(on_backward_start)
+                # Until the first training-mode forward, users may train in evaluation mode, or call submodules only.
+                reducer.allow_implicit_backward &= not is_training
+
+    def _check_not_shown(self) -> None:
+        if self._is_shown:
+            raise RuntimeError("training inside shared_model() would be lost: exit the context before")
+
+    def _begin_rounds(self, training: Training) -> None:
+        """Begin rounds of local steps, before the first local step changes the model."""
+        self._check_not_shown()
+        if training.backwards:  # needed if the user has called submodules only, because then no forward hook ran
+            training.turn()
+        training.begin_steps()
+
+    def _end_step(self, training: Training) -> None:
+        """When all optimizers have stepped since the last backward, begin rounds if synchronous steps are complete."""
+        if not training.waiting:
+            training.turn()
+
+    def _check_shared(self, *save: Any) -> None:
+        rounds = None if self.engine is None else self.engine.rounds
+        if not (self._is_shown or rounds is None or rounds.is_shared):
+            raise RuntimeError(
+                f"this model belongs to rank {dist.get_rank()} alone during a round of local steps: evaluate and save"
+                " inside `with handle.shared_model():` (with Fabric: fabric.strategy.shared_model()), or call"
+                " synchronize() on all ranks before"
+            )
+
+
+def _refuse_join(**settings: Any) -> Any:
+    raise RuntimeError(
+        "torch's Join and ddp_model.join() are not supported, because they repeat DDP's collectives on ranks without a"
+        " batch: give all ranks equally many batches (DistributedSampler, or the number of the shortest rank)"
+    )
+
+
+_OPEN: WeakSet[GradientSparsifier] = WeakSet()  # open handles
+
+
+@contextmanager
+def clipped_before(clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Request clipping of the gradients for Adam's next updates. Inside the context, hide the present updates.
+
+    The request applies to each model that has any of the parameters, because an optimizer may train several models.
+    """
+    clipped = set(parameters)
+    with ExitStack() as hidden:
+        for each in list(_OPEN):
+            if each.training is not None and not clipped.isdisjoint(each.module.parameters()):
+                hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
+        yield
+
+
+def _refuse_training(called: Module, parts: set[Module], inputs: Any) -> None:
+    """After ``close``, raise an error in a training forward, unless another handle or DDP wrapper trains the model."""
+    is_bare = not isinstance(called, (DistributedDataParallel, UnwrappedModule))
+    has_other = _are_attended(parts) or DistributedDataParallel._get_active_ddp_module() is not None
+    if called.training and torch.is_grad_enabled() and not (is_bare and has_other):
+        raise RuntimeError(_CLOSED)
+
+
+def _trained_parts(module: Module) -> set[Module]:
+    """Return the modules that directly hold trained parameters."""
+    return {each for each in module.modules() if any(one.requires_grad for one in each.parameters(recurse=False))}
+
+
+def _are_attended(parts: set[Module]) -> bool:
+    return any(not parts.isdisjoint(each._parts) for each in _OPEN)
+
+
+def _check_unattended(model: Any) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(
+            f"model={type(model).__name__} must be a torch.nn.Module, with or without DistributedDataParallel"
+        )
+    if _are_attended(_trained_parts(model)):
+        raise RuntimeError(
+            f"model={type(model).__name__} has gradients that are already exchanged: give all optimizers in one call of"
+            " sparsify_gradients. To begin again, call close() of the earlier handle or of fabric.strategy"
+        )
