@@ -8,7 +8,7 @@ the old or the new checkpoint loads.
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object
 from lightning_sparse.loop.state import (
     HINT,
@@ -31,6 +30,7 @@ from lightning_sparse.loop.state import (
     load_state,
     save_state,
 )
+from lightning_sparse.loop.training import Training
 from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricDDPStrategy, ParallelStrategy
 
 PathLike = Union[str, Path]
@@ -122,14 +122,8 @@ class Checkpointer:
         """Whether the recorded checkpoint has states that :meth:`restore` would load."""
         return self.loaded is not None and self.loaded[1] is not None
 
-    def restore(self, model: str, engine: Engine, load: Callable[[dict[str, Any]], Sequence[str]]) -> None:
-        """Load a model's state from the recorded checkpoint. All ranks must call. If one rank fails, all ranks fail.
-
-        Args:
-            model: name of the model in the checkpoint.
-            engine: engine of the running training.
-            load: function that loads a state, and returns descriptions of unused parts.
-        """
+    def restore(self, model: str, training: Training) -> None:
+        """Load the state of the named model from the recorded checkpoint. All ranks must call."""
         if self.loaded is None:
             return
         path, header = self.loaded
@@ -145,12 +139,13 @@ class Checkpointer:
                 " continue exactly, put the folder there."
             )
             return
-        state = load_state(folder, engine)
-        act_together(lambda: self._load(state, engine, path, load), f"{path} was not loaded")
+        state = load_state(folder, training.engine)
+        act_together(lambda: self._load(state, training, path), f"{path} was not loaded")
 
-    def _load(self, state: dict[str, Any], engine: Engine, path: str, load: Callable[..., Sequence[str]]) -> None:
+    def _load(self, state: dict[str, Any], training: Training, path: str) -> None:
+        engine = training.engine
         try:
-            unused = load(state)
+            unused = training.load(state)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             name = type(engine.pipeline.compressor).__name__
             raise CheckpointError(f"{path} does not fit this model and {name}: {error!r}. {HINT}") from error

@@ -289,7 +289,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 if handle.training is None:
                     self._log(f"the compression state of {key!r} is not used, because one process exchanges nothing.")
                 else:
-                    self._checkpointer.restore(key, handle.training.engine, handle.training.load)
+                    self._checkpointer.restore(key, handle.training)
         return rest
 
 

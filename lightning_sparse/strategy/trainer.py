@@ -265,7 +265,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _restore(self) -> None:
         if (training := self._loop.training) is not None:
-            self._checkpointer.restore(_MODEL, training.engine, training.load)
+            self._checkpointer.restore(_MODEL, training)
         self._checkpointer.loaded = None
 
     @override
