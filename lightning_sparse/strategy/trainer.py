@@ -353,10 +353,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
         Raises:
             ValueError: if the compressor or the schedule does not support the correction.
-            RuntimeError: if training has started.
         """
-        if correction is not None and self.engine is not None:
-            raise RuntimeError("momentum correction must be set before training: call correct_momentum in setup")
         self._loop.settings = self.settings.correcting_momentum(correction)
 
     @override
