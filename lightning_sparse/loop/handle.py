@@ -169,7 +169,7 @@ class GradientSparsifier(Loop):
     def shared_model(self) -> Iterator[None]:
         """Swap in the shared model of all ranks inside the context, for an evaluation or a save.
 
-        Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes the time inside.
+        Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes this time.
         """
         before, engine = self._is_shown, self.engine
         recorder = None if engine is None or before else engine.recorder
@@ -226,7 +226,7 @@ class GradientSparsifier(Loop):
         self._check_open()
         if (training := self.training) is None:
             if exists(str(folder)):
-                raise ValueError(f"one process has no residuals, but {folder} has: start several, or skip load_state")
+                raise ValueError(f"one process has no use for {folder}: start several, or skip load_state")
             return
         state = load_state(str(folder), training.engine)
         act_together(partial(self._check_state, state, training.engine, folder), f"{folder} does not fit")

@@ -76,7 +76,7 @@ class RuntimeOptions(NamedTuple):
 
 
 class Training:
-    """One training of a wrapped model, until :meth:`close`. Ranks exchange gradients, or changes of local steps."""
+    """One training of a wrapped model, until :meth:`close`. Ranks exchange gradients or changes by local steps."""
 
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
@@ -140,7 +140,7 @@ class Training:
             self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
     def _restart(self, present: TrainedParameters) -> bool:
-        """Exchange the ``present`` parameters, and broadcast new layers. Return ``False`` if nothing has changed."""
+        """Exchange ``present`` from now on, and broadcast new layers. Return ``False`` if no parameter has changed."""
         before, module = self._trained, self.engine.module
         has_others = before.has_others()
         if not (has_others or before.changes_to(present)):
@@ -212,7 +212,7 @@ class Training:
             rounds.begin_steps()
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Prepare for the next batch: changed parameters, loaded weights, and the kind of step. Runs before forward."""
+        """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
         self.restart_if_changed(optimizers)
         self.turn()
         has_loaded = self.is_in_round and self._reset_loaded()
@@ -227,7 +227,7 @@ class Training:
         """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
         self._add_backward()
         reducer = self.engine.reducer
-        # Users' hooks may run backwards of their own. The last backward of a step exchanges all gradients together.
+        # Users' hooks may run further backwards. The last backward of a step exchanges all gradients together.
         reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
 
@@ -235,7 +235,7 @@ class Training:
         self.backwards, self.waiting = self.backwards + 1, self.optimizers
 
     def set_inside(self, is_inside: bool) -> None:
-        """Set whether a backward that Lightning does not announce may exchange, such as in manual optimization."""
+        """Set whether a backward that Lightning does not announce (manual optimization) may exchange gradients."""
         self.engine.reducer.allow_implicit_backward = is_inside
 
     def _open(self, is_explicit: bool) -> None:
@@ -290,7 +290,7 @@ class Training:
         if self.engine.reducer.is_open:
             raise RuntimeError(_BROKEN)
         has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
-        # Without gradients, a closure computes gradients inside the step, possibly at changed weights (SAM).
+        # If no gradient exists yet, a closure computes gradients inside the step, possibly at changed weights (SAM).
         if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
             self.before_step()
         return after_closure(self._before_update)(optimizer, *step)
@@ -349,7 +349,7 @@ class Training:
         return unused
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
-        """End the exchange, and remove all hooks. Return whether the state is the state after a complete step."""
+        """End the exchange, and remove all hooks. Return whether the worker has ended without an error."""
         if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
