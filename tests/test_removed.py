@@ -14,8 +14,6 @@ from lightning_sparse import (
     sparsify_gradients,
 )
 from lightning_sparse.cli import main
-from lightning_sparse.engine.settings import Settings
-from lightning_sparse.loop.checks import check_optimizers
 from lightning_sparse.removed import REMOVED
 
 MODEL = torch.nn.Linear(2, 2)
@@ -35,10 +33,7 @@ ENTRIES = {
 }
 GONE = {
     "plan": (lambda: main(["plan", "--r=3"]), "estimate"),
-    "SparseAdam": (
-        lambda: check_optimizers(Settings.of("topk"), [torch.optim.SparseAdam(MODEL.parameters())]),
-        "SparseAdam.*Adam",
-    ),
+    "SparseAdam": (lambda: sparsify_gradients(MODEL, torch.optim.SparseAdam(MODEL.parameters())), "SparseAdam.*Adam"),
     "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),
     "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),
     "sparse_hsdp": (lambda: Fabric(strategy="sparse_hsdp", accelerator="cpu"), "sparse_hsdp"),

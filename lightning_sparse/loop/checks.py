@@ -172,6 +172,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         given = f"optimizer={type(optimizer).__name__}"
         if trained.isdisjoint(optimizer_parameters(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build the optimizer from model.parameters()")
+        check_optimizers(settings, [optimizer])
         if counts_steps and not calls_hooks(optimizer):
             raise ValueError(
                 f"{given} calls no hooks, and hooks count the steps for local_steps and schedule='auto': call"
@@ -180,7 +181,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
 
 
 def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error for optimizers that the settings do not support."""
+    """Raise an error for SparseAdam. If replicas diverge, also reject optimizers that communicate in ``step``."""
     if any(isinstance(chain_of(optimizer)[-1], SparseAdam) for optimizer in optimizers):
         raise ValueError(
             "optimizer=SparseAdam needs gradients with a sparse layout, and this package exchanges dense layouts only:"
@@ -188,12 +189,12 @@ def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> Non
         )
     if settings.replicas_diverge:
         refuse(chain.from_iterable(map(_of_communication, optimizers)))
-    if settings.feedback.momentum is not None:
-        for optimizer in optimizers:
-            _check_momentum(optimizer, settings.feedback)
 
 
-def _check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
+def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
+    """Raise an error if momentum is applied before compression, and the optimizer does not support this."""
+    if feedback.momentum is None:
+        return
     name, given = type(optimizer).__name__, f"momentum={feedback.momentum!r}"
     if not isinstance(optimizer, SGD):
         raise ValueError(

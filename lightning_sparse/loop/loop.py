@@ -15,7 +15,7 @@ from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import Wrapper
 from lightning_sparse.engine.step.topology import named_module
-from lightning_sparse.loop.checks import check_optimizers
+from lightning_sparse.loop.checks import check_momentum, check_optimizers
 from lightning_sparse.loop.optimizer_states import states_of
 from lightning_sparse.loop.optimizers import can_correct, warn_of_adaptive
 from lightning_sparse.loop.summary import RESUMES_ALONE, describe
@@ -54,6 +54,8 @@ class Loop:
         settings = replace(self.settings, adam=None)
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
         check_optimizers(settings, optimizers)
+        for optimizer in optimizers:
+            check_momentum(optimizer, settings.feedback)
         module = named_module(ddp)
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:

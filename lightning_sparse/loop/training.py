@@ -23,7 +23,7 @@ from lightning_sparse.engine.step.reducer import Wrapper, after_closure
 from lightning_sparse.engine.step.topology import ShardedModel, named_module
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
-from lightning_sparse.loop.checks import check_optimizers, in_one_order
+from lightning_sparse.loop.checks import check_momentum, check_optimizers, in_one_order
 from lightning_sparse.loop.optimizer_states import load_states
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
@@ -158,6 +158,8 @@ class Training:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
         check_optimizers(self.settings, optimizers)
+        for optimizer in optimizers:
+            check_momentum(optimizer, self.settings.feedback)
         can_correct(self.settings, optimizers)  # raises an error if AdamCorrection(...) cannot apply
         self.optimizers = optimizers
         self.view.close()

@@ -8,8 +8,7 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
-from lightning_sparse.engine.settings import Settings
-from lightning_sparse.loop.checks import check_optimizers
+from lightning_sparse.loop.checks import check_momentum
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
@@ -211,5 +210,6 @@ def test_adam_is_corrected_wherever_a_density_is_below_1(pair):
 def test_adam_beside_sgd_is_refused_with_what_would_help():
     matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
     optimizers = [torch.optim.AdamW([matrix]), torch.optim.SGD([vector], 0.1)]
+    check_momentum(optimizers[1], DGC().feedback)
     with pytest.raises(ValueError, match=r"AdamW needs gradients.*for the whole model"):
-        check_optimizers(Settings.of(DGC()), optimizers)
+        check_momentum(optimizers[0], DGC().feedback)
