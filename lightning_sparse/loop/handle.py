@@ -34,6 +34,7 @@ from lightning_sparse.loop.checks import (
     check_trainers,
     check_wrapped,
 )
+from lightning_sparse.loop.levels import Node, agreed_ranks_of_node
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import all_optimizer_parameters, optimizer_parameters
 from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
@@ -62,6 +63,7 @@ class GradientSparsifier(Loop):
         optimizers: Sequence[Optimizer],
         settings: Settings,
         given: RuntimeOptions,
+        node: Node,
         total_steps: Optional[int],
         log: Callable[[str], None],
     ) -> None:
@@ -79,6 +81,7 @@ class GradientSparsifier(Loop):
             check_bare(self._model.module)
         check_model(self.module, settings.local_steps)
         check_trainers(self.module, optimizers, settings)
+        given = given._replace(local_world_size=agreed_ranks_of_node(settings, node, log))
         self._parts = _trained_parts(self.module)
         self._hooks: list[Any] = []
         self._is_closed = False

@@ -18,7 +18,7 @@ from lightning_sparse.engine.settings import Compression
 from lightning_sparse.loop.arguments import pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_facts
 from lightning_sparse.loop.handle import GradientSparsifier
-from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
+from lightning_sparse.loop.levels import own_node
 from lightning_sparse.loop.optimizers import unwrapped
 from lightning_sparse.loop.training import RuntimeOptions
 
@@ -71,9 +71,8 @@ def sparsify_gradients(
     check_facts(scaler, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
-    ranks_of_node = agreed_ranks_of_node(settings, own_node(), _log)
-    options = RuntimeOptions(timeout, scaler, local_world_size=ranks_of_node)
-    return GradientSparsifier(model, optimizers, settings, options, total_steps, _log)
+    options = RuntimeOptions(timeout, scaler)
+    return GradientSparsifier(model, optimizers, settings, options, own_node(), total_steps, _log)
 
 
 def _log(line: str) -> None:

@@ -21,7 +21,6 @@ from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_device, check_facts
 from lightning_sparse.loop.handle import GradientSparsifier, clipped_before
-from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.loop.training import RuntimeOptions
 from lightning_sparse.schedule import Plan
@@ -201,11 +200,9 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
                 " If the model is not trained, use model.eval() or torch.no_grad()"
             )
-        ranks_of_node = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
-        scaler = getattr(self.precision, "scaler", None)
-        options = RuntimeOptions(self._timeout, scaler, local_world_size=ranks_of_node)
-        settings = copy.deepcopy(self.settings)
-        handle = GradientSparsifier(model, optimizers, settings, options, self._total_steps, self._log)
+        options = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None))
+        parts = (copy.deepcopy(self.settings), options, self.node_rank, self._total_steps, self._log)
+        handle = GradientSparsifier(model, optimizers, *parts)
         self._waiting.pop(model).remove()
         self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
         self._are_closed = False
