@@ -1,28 +1,24 @@
 """Adam's arithmetic on flat tensors, with a shortcut for mean gradients that have few non-zero elements.
 
-On a CPU, each tensor is processed alone, in pieces that fit in the cache, so that no result depends on other tensors.
-On a GPU, a kernel launch processes many tensors. Temporary memory is bounded.
+The result for a tensor does not depend on other tensors (see :func:`~lightning_sparse.functional.elements.in_batches`).
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
-from threading import local
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-Tensors = Sequence[Tensor]  # flat tensors
+from lightning_sparse.functional.elements import in_batches
+
+Tensors = Sequence[Tensor]  # flat
 
 # Weight of the squared gradient in the divisor of a gradient; 1 is the weight in Adam. For the GPT of the benchmarks at
 # density 0.01, the loss was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. With a weight of 0, some
 # trainings did not recover from outliers.
 _OUTLIERS = 4.0
-_CACHED_ELEMENTS = 1 << 16  # elements per piece; pieces of four tensors take 1 MiB, a core's share of the cache
-_BATCH_ELEMENTS = 1 << 26  # elements per batch on a GPU, with 256 MiB of temporary memory
-_LARGE = 1 << 20  # elements; a tensor of this size or larger justifies a separate kernel launch
 _FEW = 12  # elements per non-zero element; above this ratio, only non-zero elements are processed
 
 
@@ -37,38 +33,6 @@ class AdamScalars(NamedTuple):
     def root_weight(self) -> float:
         """The divisor that corrects the bias of the second moment's square root."""
         return math.sqrt(self.weight)
-
-
-class _Held(local):
-    """One buffer of ``_CACHED_ELEMENTS`` elements per thread and dtype. A reused buffer is already in the cache."""
-
-    def __init__(self) -> None:
-        self.by_type: dict[torch.dtype, Tensor] = {}
-
-
-_held = _Held()
-
-
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of flat tensors of equal size, cast to the first tensor's dtype, and an uninitialized buffer."""
-    dtype = tensors[0].dtype
-    if dtype not in _held.by_type:
-        _held.by_type[dtype] = torch.empty(_CACHED_ELEMENTS, dtype=dtype)
-    memory = _held.by_type[dtype]
-    for pieces in zip(*(tensor.to(dtype).split(_CACHED_ELEMENTS) for tensor in tensors)):
-        yield (*pieces, memory[: pieces[0].numel()])
-
-
-def _batches(tensors: Tensors, *others: Sequence[Any]) -> Iterator[tuple[list[Any], ...]]:
-    """Split tensors into batches of one kernel launch each, and split the lists ``others`` at the same positions."""
-    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
-    members = zip(starts, zip(tensors, *others))
-    for _, batch in groupby(members, key=lambda member: member[0] // _BATCH_ELEMENTS):
-        yield tuple(map(list, zip(*(each for _, each in batch))))
-
-
-def _is_on_cpu(tensors: Tensors) -> bool:
-    return tensors[0].device.type == "cpu"
 
 
 def accumulate_updates(
@@ -90,24 +54,13 @@ def accumulate_updates(
     squares = [_OUTLIERS * (1 - each.beta2) * each.weight / world_size for each in scalars]
     eps = [each.eps * each.root_weight for each in scalars]
     weights = [each.root_weight for each in scalars]
-    if _is_on_cpu(gradients):
-        for number, tensors in enumerate(zip(gradients, waiting, seconds)):
-            for gradient, rest, second, root in _pieces(*tensors):
-                torch.addcmul(second, gradient, gradient, value=squares[number], out=root)
-                root.sqrt_().add_(eps[number])
-                torch.addcdiv(rest, gradient, root, value=weights[number], out=gradient)
-        return
-    for some, rests, olds, factors, added, divisors in _batches(gradients, waiting, seconds, squares, eps, weights):
-        roots = list(torch._foreach_addcmul(_typed(olds, some), some, some, factors))
+    for some, rests, olds, factors, added, divisors in in_batches(gradients, waiting, seconds, squares, eps, weights):
+        roots = torch._foreach_addcmul(_typed(olds, some), some, some, factors)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, added)
-        small = [number for number, gradient in enumerate(some) if gradient.numel() < _LARGE]
-        for number in set(range(len(some))) - set(small):  # separate calls avoid temporaries of the model's size
-            gradient = some[number]
-            torch.addcdiv(rests[number], gradient, roots[number], value=divisors[number], out=gradient)
-        if small:
-            rests, quotients, roots, divisors = _at(small, rests, some, roots, divisors)
-            torch._foreach_copy_(quotients, torch._foreach_addcdiv(rests, quotients, roots, divisors))
+        torch._foreach_mul_(some, divisors)
+        torch._foreach_div_(some, roots)
+        torch._foreach_add_(some, rests)
 
 
 class LookedUp(NamedTuple):
@@ -148,14 +101,8 @@ def few_to_gradients(updates: Tensors, found: Mapping[int, LookedUp]) -> None:
 
 
 def to_gradients(updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> None:
-    """Convert Adam updates to gradients, in place: multiply all elements by Adam's divisor."""
-    if updates and _is_on_cpu(updates):
-        for update, second, one in zip(updates, seconds, scalars):
-            for values, squares, root in _pieces(update, second):
-                torch.sqrt(squares, out=root)
-                values.mul_(root.mul_(1 / one.root_weight).add_(one.eps))
-        return
-    for several, olds, known in _batches(updates, seconds, scalars):
+    """Multiply updates by Adam's divisor, in place."""
+    for several, olds, known in in_batches(updates, seconds, scalars):
         roots = torch._foreach_sqrt(_typed(olds, several))
         torch._foreach_mul_(roots, [1 / each.root_weight for each in known])
         torch._foreach_add_(roots, [each.eps for each in known])
@@ -201,15 +148,7 @@ def apply_updates(
         weights.addcdiv_(_read(gradients, places), roots, value=-rate * one.root_weight)
         _write(parameters, places, weights)
     rest = [number for number in range(len(parameters)) if number not in found]
-    if _is_on_cpu(parameters):
-        for number in rest:
-            one = scalars[number]
-            for weight, values, squares, root in _pieces(parameters[number], gradients[number], seconds[number]):
-                _shrink([weight], shrinkage)
-                torch.sqrt(squares, out=root).add_(one.eps * one.root_weight)
-                weight.addcdiv_(values, root, value=-rate * one.root_weight)
-        return
-    for several, means, olds, known in _batches(*_at(rest, parameters, gradients, seconds, scalars)):
+    for several, means, olds, known in in_batches(*_at(rest, parameters, gradients, seconds, scalars)):
         _shrink(several, shrinkage)
         divisors = torch._foreach_sqrt(_typed(olds, several))
         torch._foreach_add_(divisors, [each.eps * each.root_weight for each in known])

@@ -9,7 +9,7 @@ adjacent in memory, because kernel launches cost more than the elements of small
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from threading import local
 from typing import Any, NamedTuple, Optional
 
@@ -21,8 +21,10 @@ Counts = tuple[int, ...]  # number of elements of each tensor
 # For at most _FEW elements, put_ adds in order and needs one call; index_add_ needs three. With about 30 000 elements,
 # put_ adds in several threads, in any order.
 _FEW = 1 << 12
-_FEW_ROWS = 16  # rows; up to 16 rows, one index_add_ per row is faster than one index_put_, which sorts
-_ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of 16
+_FEW_ROWS = 16  # rows; up to here one call per row is faster than one call that sorts
+_CPU_BATCH = 1 << 16  # elements; pieces of four tensors take 1 MiB, a core's share of the cache
+_DEVICE_BATCH = 1 << 26  # elements; temporaries take 256 MiB
+_ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of this
 
 
 def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
@@ -253,6 +255,26 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
             stop += 1
         yield first, stop, head if stop == first + 1 else head.as_strided(((end - start) // head.itemsize,), (1,))
         first = stop
+
+
+def in_batches(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[tuple[list[Any], ...]]:
+    """Yield batches of pieces of flat tensors, for ``torch._foreach`` calls with small temporaries.
+
+    Args:
+        tensors: flat tensors.
+        others: lists of tensors of the same sizes, or of other objects, which are repeated for each piece.
+    """
+    limit = _CPU_BATCH if tensors and tensors[0].device.type == "cpu" else _DEVICE_BATCH
+    batch, numel = list[tuple[Any, ...]](), 0
+    for row in zip(tensors, *others):
+        for pieces in zip(*(each.split(limit) if isinstance(each, Tensor) else repeat(each) for each in row)):
+            if batch and numel + pieces[0].numel() > limit:
+                yield tuple(map(list, zip(*batch)))
+                batch, numel = [], 0
+            batch.append(pieces)
+            numel += pieces[0].numel()
+    if batch:
+        yield tuple(map(list, zip(*batch)))
 
 
 class _Known(local):

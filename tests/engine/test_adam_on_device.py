@@ -10,7 +10,7 @@ from lightning_sparse.compressors.selection import FlatSelection
 from lightning_sparse.engine.adam import memory as memory_module
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
-from lightning_sparse.functional import adam
+from lightning_sparse.functional import elements
 from tests.helpers.racing import CPU, CUDA, Skipping, played
 
 NUMELS = (5, 3000, 17, 70_000, 900)
@@ -20,8 +20,7 @@ RATE, STEPS = 0.1, 3
 @contextmanager
 def pretended_device():
     """Let the CPU take the device's code path."""
-    branches = {"_is_on_cpu": lambda tensors: False, "_LARGE": 800, "_BATCH_ELEMENTS": 4000}
-    with mock.patch.multiple(adam, **branches), mock.patch.object(memory_module, "look_up", return_value={}):
+    with mock.patch.object(elements, "_CPU_BATCH", 4000), mock.patch.object(memory_module, "look_up", return_value={}):
         yield
 
 
@@ -107,7 +106,7 @@ def trained_on(device):
 
 
 def test_a_gradient_of_the_step_before_that_no_rank_has_replaced_is_applied_everywhere():
-    with played(), mock.patch.object(adam, "_LARGE", 1):
+    with played():
         (stale, found), (expected_stale, expected) = trained_on(CUDA), trained_on(CPU)
     assert stale.any()
     for one, other in zip([stale, *found], [expected_stale, *expected], strict=True):

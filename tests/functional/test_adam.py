@@ -13,7 +13,7 @@ from lightning_sparse.functional.adam import (
 from tests.helpers.devices import DEVICE
 
 SCALARS = AdamScalars(beta2=0.95, weight=0.4, eps=1e-8)
-NUMELS = [5, 100_003, 1 << 20]  # more than a piece, and the size that a device computes alone
+NUMELS = [5, 100_003, 1 << 20]  # less than a piece, and several pieces
 
 
 def normal(numel, seed, dtype=torch.float32):

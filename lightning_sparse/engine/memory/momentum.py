@@ -5,8 +5,8 @@ element sent after many steps would lack the momentum of these steps. Here the r
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from lightning_sparse.engine.memory.residual import (
     laid_clones,
     overwrite_accepted,
 )
-
-_BLOCK = 1 << 17  # number of elements of a block; the blocks of four fp32 tensors take 2 MiB
+from lightning_sparse.functional.elements import in_batches
 
 
 class MomentumMemory(ResidualMemory):
@@ -76,13 +75,12 @@ class MomentumMemory(ResidualMemory):
             else:
                 self._decayed.pop(name, None)
         residuals = self._waiting(names, gradients, hyperparameters)
-        rows: defaultdict[bool, list[_Row]] = defaultdict(list)
+        rows: defaultdict[bool, list[tuple[Any, ...]]] = defaultdict(list)
         for place, momentum, velocity in zip(moving, momenta, in_flight):
             own = settings[names[place]]
-            rows[own.nesterov].append(_Row(momentum, velocity, gradients[place], residuals[place], own.momentum))
-        accumulate = _accumulate_alone if moved[0].device.type == "cpu" else _accumulate_together
+            rows[own.nesterov].append((momentum, velocity, gradients[place], residuals[place], own.momentum))
         for is_nesterov, alike in rows.items():
-            accumulate(alike, is_nesterov)
+            _add_momentum(alike, is_nesterov)
         if rest := set(range(len(names))).difference(moving):
             torch._foreach_add_([gradients[place] for place in rest], [residuals[place] for place in rest])
         for velocity, before in decayed:
@@ -142,47 +140,19 @@ class MomentumMemory(ResidualMemory):
         self._decayed, self._in_flight = {}, {}  # Loaded momenta may have other shapes.
 
 
-class _Row(NamedTuple):
-    momentum: Tensor
-    velocity: Tensor  # output: the momentum buffer after this step
-    gradient: Tensor  # input: the gradient; output: the gradient plus residual and momentum
-    residual: Tensor
-    factor: float  # the momentum ``m``
-
-    def blocks(self) -> Iterator["_Row"]:
-        """Yield rows of at most ``_BLOCK`` elements, which fit in the CPU cache."""
-        if self.gradient.numel() <= _BLOCK:
-            yield self
-            return
-        for momentum, velocity, gradient, residual in zip(*(each.split(_BLOCK) for each in self[:-1])):
-            yield _Row(momentum, velocity, gradient, residual, self.factor)
-
-
-def _accumulate_alone(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Apply momentum on a CPU block by block, so that each element is read from memory once."""
-    for row in rows:
-        for momentum, velocity, gradient, residual, factor in row.blocks():
-            if is_nesterov:
-                torch.add(momentum, gradient, out=velocity).mul_(factor)
-                gradient.add_(velocity).add_(residual)
-            else:
-                torch.mul(momentum, factor, out=velocity).add_(gradient)
-                torch.add(velocity, residual, out=gradient)
-
-
-def _accumulate_together(rows: Sequence[_Row], is_nesterov: bool) -> None:
-    """Apply momentum on a GPU to all tensors in each call, so that few kernels are launched."""
-    momenta, velocities, gradients, residuals, factors = map(list, zip(*rows))
-    torch._foreach_copy_(velocities, momenta)
-    if is_nesterov:
-        torch._foreach_add_(velocities, gradients)
-        torch._foreach_mul_(velocities, factors)
-        torch._foreach_add_(gradients, velocities)
-    else:
-        torch._foreach_mul_(velocities, factors)
-        torch._foreach_add_(velocities, gradients)
-        torch._foreach_copy_(gradients, velocities)
-    torch._foreach_add_(gradients, residuals)
+def _add_momentum(rows: Sequence[Sequence[Any]], is_nesterov: bool) -> None:
+    """Write new momenta to ``velocities``, and gradients plus residuals and momenta to ``gradients``."""
+    for momenta, velocities, gradients, residuals, factors in in_batches(*zip(*rows)):
+        torch._foreach_copy_(velocities, momenta)
+        if is_nesterov:
+            torch._foreach_add_(velocities, gradients)
+            torch._foreach_mul_(velocities, factors)
+            torch._foreach_add_(gradients, velocities)
+        else:
+            torch._foreach_mul_(velocities, factors)
+            torch._foreach_add_(velocities, gradients)
+            torch._foreach_copy_(gradients, velocities)
+        torch._foreach_add_(gradients, residuals)
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
