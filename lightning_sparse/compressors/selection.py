@@ -109,12 +109,6 @@ class FlatSelection(Sequence[Selection]):
         pieces = zip(self.values.split(self.counts, -1), indices.split(self.counts, -1), self.numels, filled)
         return [Selection(*piece) for piece in pieces]
 
-    def places(self) -> list[Tensor]:
-        """Return each tensor's selected indices, relative to the tensor: int64 ``[rows * count]``, for all rows."""
-        within = self.indices - _origins(self.numels, self.counts, self.indices.device)
-        rows = within if within.dim() > 1 else within.unsqueeze(0)
-        return list(rows.t().reshape(-1).split([len(rows) * count for count in self.counts]))
-
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each run of tensors adjacent in memory as a flat tensor, with the run's selected indices and values."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import FlatSelection, Selection, scatter
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.memory.residual import (
     Averages,
@@ -27,15 +27,7 @@ from lightning_sparse.engine.memory.residual import (
     rename_in,
     widened,
 )
-from lightning_sparse.functional.adam import (
-    AdamScalars,
-    LookedUp,
-    accumulate_updates,
-    denominator,
-    few_to_gradients,
-    look_up,
-    to_gradients,
-)
+from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, denominator, to_gradients
 
 _GROWTH = 0.1  # interval between two updates per step made: after 2000 steps, an interval of 200 steps
 _GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
@@ -86,7 +78,6 @@ class AdamState:
     moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
     second_step: int  # step number of the last update of the second moment
     is_update: bool = False  # whether the residual holds updates, not gradients
-    arrived: Optional[LookedUp] = None  # positions of the mean's non-zero elements; ``None`` if there are many
     is_continued: bool = False  # whether the gradient holds a mean of an earlier backward of this step
     update_norm: Optional[Tensor] = None  # norm of this step's update, if ``is_watched``
 
@@ -367,33 +358,18 @@ class AdamMemory(ResidualMemory):
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        known = [(number, self.states[name]) for number, name in enumerate(names) if name in self.states]
-        corrected = {number: state for number, state in known if state.moments is not None}
-        if not corrected:
-            super().write_means(names, gradients, means)
-            return
-        states, own = list(corrected.values()), [gradients[number] for number in corrected]
-        seconds, scalars = self._preconditioners(states), [state.scalars for state in states]
-        found: dict[int, LookedUp] = {}
-        if isinstance(means, FlatSelection) and gradients[0].device.type == "cpu":
-            places = means.places()
-            found = look_up([places[number] for number in corrected], own, seconds, scalars)
-        scatter(gradients, means)
-        few_to_gradients(own, found)
-        rest = [each for each in range(len(own)) if each not in found]
-        to_gradients([own[each] for each in rest], [seconds[each] for each in rest], [scalars[each] for each in rest])
-        for each, state in enumerate(states):
-            # If ranks of a node divide a gradient, each rank has different non-zero elements.
-            is_all = state.is_continued or self._share_of is not None
-            state.arrived = None if is_all else found.get(each)
+        super().write_means(names, gradients, means)
+        known = [(gradient, self.states[name]) for gradient, name in zip(gradients, names) if name in self.states]
+        corrected = [(gradient, state) for gradient, state in known if state.moments is not None]
+        states = [state for _, state in corrected]
+        scalars = [state.scalars for state in states]
+        to_gradients([gradient for gradient, _ in corrected], self._preconditioners(states), scalars)
 
     @override
     def on_unused(self, names: Iterable[str]) -> None:
         for name in names:
-            if name in self.states:
-                self.states[name].arrived = None
-                if not self.states[name].is_continued:
-                    self.refreshes.gradients.pop(name, None)  # The next step requests a gradient again.
+            if name in self.states and not self.states[name].is_continued:
+                self.refreshes.gradients.pop(name, None)  # the update is due again in the next step
 
     @override
     def on_finite(self, finite: Tensor) -> None:

@@ -292,17 +292,14 @@ class AdamSteps:
             self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
 
     def _look_for_changes(self, optimizer: Optimizer) -> None:
-        """Find mean gradients that were changed since their exchange. Discard their stored positions, and warn once."""
+        """Warn once if other code has changed a mean gradient since the exchange."""
         own = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
-        changed = {
-            self.counts.names.get(each, "")
+        is_changed = any(
+            each.grad is not gradient or gradient._version > version + self._unscaling_changes
             for each, (gradient, version) in arrived.items()
-            if each.grad is not gradient or gradient._version > version + self._unscaling_changes
-        }
-        for name in changed & self._memory.states.keys():
-            self._memory.states[name].arrived = None
-        if changed and self._tell is not None:
+        )
+        if is_changed and self._tell is not None:
             self._tell()
             self._tell = None
 
@@ -365,14 +362,12 @@ class AdamSteps:
         apply_updates(
             wide,
             in_widened([flatten_as(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
-            [state.arrived for state in states],
             [self._present[parameter].tensors.preconditioner for parameter in held],
             [state.scalars for state in states],
             -rate if group["maximize"] else rate,
             1 - rate * decay,
         )
-        for state, weight, result in zip(states, weights, wide):
-            state.arrived = None  # The positions are valid only for this gradient.
+        for weight, result in zip(weights, wide):
             if result is not weight:
                 weight.copy_(result)
 
