@@ -296,8 +296,8 @@ def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
         names = ", ".join(type(each).__name__ for each in refused)
         raise ValueError(
             f"optimizer_correction=AdamCorrection(...) does not support {names}: use torch.optim.AdamW or"
-            " torch.optim.Adam (not differentiable, and with torch's step), or optimizer_correction='auto', which warns"
-            " of adaptive optimizers with sparse gradients"
+            " torch.optim.Adam (with torch's step, without amsgrad, differentiable and maximize), or"
+            " optimizer_correction='auto', which warns of adaptive optimizers with sparse gradients"
         )
 
 

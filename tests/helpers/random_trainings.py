@@ -122,7 +122,7 @@ class Training:
 
     @property
     def has_adam(self):
-        return self.optimizer in ("adamw", "amsgrad")
+        return self.optimizer == "adamw"
 
     @property
     def has_sgd(self):
@@ -286,7 +286,6 @@ OPTIMIZERS = {
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
     # The betas let the second moment adapt in few steps. The large eps dampens rounding differences.
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3),
-    "amsgrad": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3, amsgrad=True),
     "rmsprop": lambda parameters: RMSprop(parameters, lr=0.01, eps=1e-2),
 }
 SCHEDULES = {
@@ -934,7 +933,7 @@ def drawn_freely(seed):
 
     strategy = pick([*STRATEGIES, "topk", "topk", "lags", "dense"])
     is_local = seldom(0.35)
-    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "amsgrad", "rmsprop"])
+    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "adamw", "rmsprop"])
     local = _local(chance, strategy) if is_local else None
     optimizers = pick([1, 1, 2, 2, 3])
     by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
@@ -948,7 +947,7 @@ def drawn_freely(seed):
     points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
     nodes = pick([1, 2] if is_local else [1, 1, 1, 2])
     correction = "auto"
-    if optimizer in ("adamw", "amsgrad"):
+    if optimizer == "adamw":
         corrected = AdamCorrection(2, pick([0, 2]), pick([1, 2, 3]))
         correction = pick(["auto", None] if is_local and seldom(0.8) else ["auto", None, *[corrected] * 4])
     falls = pick(list(SCHEDULES)) if seldom(0.3) else ""

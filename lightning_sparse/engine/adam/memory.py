@@ -43,22 +43,15 @@ class AdamSettings(NamedTuple):
     beta1: float
     beta2: float
     eps: float
-    decay: float  # coupled weight decay, negative with ``maximize``; 0 if decoupled
-    maximizes: bool = False
+    decay: float  # coupled weight decay; 0 if decoupled
 
 
 class AdamTensors(NamedTuple):
     """Adam's tensors of a parameter: flat views of the optimizer's tensors, with the layout of the gradient."""
 
-    first: Tensor  # first moment, zero during correction; contains negative gradients with ``maximize``
+    first: Tensor  # first moment, zero during correction
     second: Tensor  # second moment of the mean gradient, equal on all ranks
-    largest: Optional[Tensor]  # maximum of the second moment over steps, with ``amsgrad``
     parameter: Tensor
-
-    @property
-    def preconditioner(self) -> Tensor:
-        """The second moment by which Adam's update is divided. With ``amsgrad`` this is the maximum."""
-        return self.second if self.largest is None else self.largest
 
 
 class AdamMoments(NamedTuple):
@@ -297,7 +290,6 @@ class AdamMemory(ResidualMemory):
         # ``owed`` is the sum of all later updates that the first moment alone would make. All ranks have the same sum.
         beta1, first = moments.settings.beta1, moments.tensors.first
         owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
-        owed = -owed if moments.settings.maximizes else owed
         first.zero_()
         if name in self._residuals:
             owed.add_(self._residuals[name])
@@ -330,7 +322,7 @@ class AdamMemory(ResidualMemory):
             self.refreshes.gradients.pop(name, None)
 
     def _denominator(self, state: AdamState) -> Tensor:
-        return denominator(in_widened(self._preconditioners([state]))[0], state.scalars)
+        return denominator(in_widened(self._seconds([state]))[0], state.scalars)
 
     def _shared(self, flat: Tensor) -> Tensor:
         return flat if self._share_of is None else self._share_of(flat)
@@ -348,13 +340,13 @@ class AdamMemory(ResidualMemory):
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
         scalars = [one.scalars for one in each]
-        accumulate_updates(gradients, waiting, self._preconditioners(each), scalars, self._world_size)
+        accumulate_updates(gradients, waiting, self._seconds(each), scalars, self._world_size)
         if self.is_watched:
             for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
                 state.update_norm = norm
 
-    def _preconditioners(self, states: Sequence[AdamState]) -> list[Tensor]:
-        return [self._shared(state.known.tensors.preconditioner) for state in states]
+    def _seconds(self, states: Sequence[AdamState]) -> list[Tensor]:
+        return [self._shared(state.known.tensors.second) for state in states]
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -363,7 +355,7 @@ class AdamMemory(ResidualMemory):
         corrected = [(gradient, state) for gradient, state in known if state.moments is not None]
         states = [state for _, state in corrected]
         scalars = [state.scalars for state in states]
-        to_gradients([gradient for gradient, _ in corrected], self._preconditioners(states), scalars)
+        to_gradients([gradient for gradient, _ in corrected], self._seconds(states), scalars)
 
     @override
     def on_unused(self, names: Iterable[str]) -> None:
@@ -404,7 +396,7 @@ class AdamMemory(ResidualMemory):
         for name, mean in zip(seconds, flat.split(numels)):
             alike[self.states[name].second_step, next_step[name].step - 1, next_step[name].settings.beta2][name] = mean
         for (known, step, beta2), some in alike.items():
-            _teach([next_step[name].tensors for name in some], list(some.values()), is_finite, beta2, known, step)
+            _teach([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
             for name in some:
                 self.states[name].second_step = step
 
@@ -460,7 +452,7 @@ class AdamMemory(ResidualMemory):
 
 
 def _teach(
-    tensors: Sequence[AdamTensors], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
+    seconds: Sequence[Tensor], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
     """Update second moments from step ``known`` to ``step``. If the means are not finite, only the bias changes."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
@@ -470,12 +462,8 @@ def _teach(
         torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
         for each in (share * new / old, new / old)
     )
-    seconds = [each.second for each in tensors]
     torch._foreach_mul_(seconds, torch.where(is_finite, taught, kept))
     torch._foreach_addcmul_(seconds, list(means), list(means), value=(1 - share) * new)
-    for each in tensors:
-        if each.largest is not None:
-            torch.maximum(each.largest, each.second, out=each.largest)
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:

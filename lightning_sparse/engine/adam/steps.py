@@ -23,13 +23,14 @@ from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
 from lightning_sparse.functional.elements import flatten_as, local_tensor
 
-_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_KINDS = ("exp_avg", "exp_avg_sq")
+_UNSUPPORTED = ("amsgrad", "differentiable", "maximize")
 
 
 class _Flat(NamedTuple):
     """Flat views of Adam's tensors of a parameter, and the original tensors to detect a replacement."""
 
-    kept: list[Optional[Tensor]]  # the optimizer's tensors, in the order of ``_KINDS``
+    kept: list[Tensor]  # the optimizer's tensors, in the order of ``_KINDS``
     address: int  # the parameter's data pointer
     tensors: AdamTensors
 
@@ -42,10 +43,10 @@ class _Asked(NamedTuple):
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer runs the ``step`` of torch's Adam or AdamW, without ``differentiable=True``."""
+    """Return whether an optimizer has the ``step`` of ``torch.optim.Adam`` or ``AdamW``, without rare options."""
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
-    return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
+    return is_theirs and not any(group[name] for group in optimizer.param_groups for name in _UNSUPPORTED)
 
 
 class AskedClips:
@@ -266,8 +267,6 @@ class AdamSteps:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                if not group["amsgrad"]:  # the state may have maxima of an earlier ``amsgrad``
-                    tensors = tensors._replace(largest=None)
                 moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
@@ -316,14 +315,10 @@ class AdamSteps:
         known = self._flats.get(parameter)
         if known is None or known.address != weight.data_ptr() or not all(map(is_, known.kept, map(state.get, _KINDS))):
             for kind in _KINDS:
-                tensor = state.get(kind)
-                if tensor is not None and tensor.stride() != parameter.stride():
-                    state[kind] = torch.empty_like(parameter).copy_(tensor)
-            kept = [state.get(kind) for kind in _KINDS]
-            first, second, largest = (None if tensor is None else flatten_as(local_tensor(tensor)) for tensor in kept)
-            assert first is not None
-            assert second is not None
-            tensors = AdamTensors(first, second, largest, flatten_as(local_tensor(parameter)))
+                if state[kind].stride() != parameter.stride():
+                    state[kind] = torch.empty_like(parameter).copy_(state[kind])
+            kept = [state[kind] for kind in _KINDS]
+            tensors = AdamTensors(*(flatten_as(local_tensor(each)) for each in (*kept, parameter)))
             known = self._flats[parameter] = _Flat(kept, weight.data_ptr(), tensors)
         return known.tensors
 
@@ -362,9 +357,9 @@ class AdamSteps:
         apply_updates(
             wide,
             in_widened([flatten_as(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
-            [self._present[parameter].tensors.preconditioner for parameter in held],
+            [self._present[parameter].tensors.second for parameter in held],
             [state.scalars for state in states],
-            -rate if group["maximize"] else rate,
+            rate,
             1 - rate * decay,
         )
         for weight, result in zip(weights, wide):
@@ -413,8 +408,7 @@ def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> AdamSettings:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     decay = 0.0 if _is_decoupled(optimizer, group) else group["weight_decay"]
-    maximizes = bool(group["maximize"])
-    return AdamSettings(beta1, beta2, group["eps"], -decay if maximizes else decay, maximizes)
+    return AdamSettings(beta1, beta2, group["eps"], decay)
 
 
 def _fills_memory(parameter: Tensor) -> bool:
