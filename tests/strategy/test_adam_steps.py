@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify_gradients
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.engine.adam.memory import AdamMoments, AdamSettings, AdamTensors, Refreshes
+from lightning_sparse.engine.adam.moments import AdamMoments, Refreshes
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
@@ -468,8 +468,8 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
 
 @pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])
 def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turns):
-    tensors = AdamTensors(*4 * [torch.empty(2, device="meta")])
-    moments = AdamMoments(100, AdamSettings(0.9, 0.999, 1e-8, 0.0), tensors, round(20_000 * million), is_begun=False)
+    tensors = 3 * [torch.empty(2, device="meta")]
+    moments = AdamMoments(100, *tensors, 0.9, 0.999, 1e-8, 0.0, round(20_000 * million), is_begun=False)
     refreshes = Refreshes(10)
     refreshes.ask(dict.fromkeys(map(str, range(50)), moments))
     assert sorted(set(refreshes.due.values())) == list(range(100, 110, 10 // turns))

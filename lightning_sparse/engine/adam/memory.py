@@ -2,17 +2,19 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.adam.clips import OwnClips
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
+from lightning_sparse.engine.adam.moments import AdamMoments, AdamState, Refreshes
 from lightning_sparse.engine.memory.residual import (
     Averages,
     Clip,
@@ -21,193 +23,15 @@ from lightning_sparse.engine.memory.residual import (
     Renaming,
     ResidualMemory,
     cloned,
-    factors_to,
     in_widened,
     kept_like,
     rename_in,
     widened,
 )
-from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, denominator, to_gradients
+from lightning_sparse.functional.adam import accumulate_updates, denominator, to_gradients
 
-_GROWTH = 0.1  # interval between two updates per step made: after 2000 steps, an interval of 200 steps
-_GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
-_MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
-_LEARNED_TOGETHER = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
-_MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
+_LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
 _MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
-
-
-class AdamSettings(NamedTuple):
-    """Adam's settings for a param group."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    decay: float  # coupled weight decay; 0 if decoupled
-
-
-class AdamTensors(NamedTuple):
-    """Adam's tensors of a parameter: flat views of the optimizer's tensors, with the layout of the gradient."""
-
-    first: Tensor  # first moment, zero during correction
-    second: Tensor  # second moment of the mean gradient, equal on all ranks
-    parameter: Tensor
-
-
-class AdamMoments(NamedTuple):
-    """Adam's state of a parameter for the next step."""
-
-    step: int  # number of the next step, from 1
-    settings: AdamSettings
-    tensors: AdamTensors
-    numel: int  # number of elements of the whole parameter, not of a shard
-    is_begun: bool  # whether an earlier backward of the next step had an exchange; equal on all ranks
-
-
-@dataclass
-class AdamState:
-    """State of a corrected parameter."""
-
-    moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
-    second_step: int  # step number of the last update of the second moment
-    is_update: bool = False  # whether the residual holds updates, not gradients
-    is_continued: bool = False  # whether the gradient holds a mean of an earlier backward of this step
-    update_norm: Optional[Tensor] = None  # norm of this step's update, if ``is_watched``
-
-    @property
-    def known(self) -> AdamMoments:
-        """The attribute ``moments``, which must not be ``None`` here."""
-        assert self.moments is not None
-        return self.moments
-
-    def take_other(self, second: Tensor, step: int) -> bool:
-        """Return whether the optimizer's second moment was replaced. If so, set ``second_step`` to ``step``.
-
-        Args:
-            second: the optimizer's current second moment. Directly after a load, no tensor counts as replaced.
-            step: the optimizer's step count.
-        """
-        known = second if self.moments is None else self.moments.tensors.second
-        is_other = known.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        self.second_step = step if is_other else self.second_step
-        return is_other
-
-    @property
-    def scalars(self) -> AdamScalars:
-        """Numbers for the next update. The bias correction is computed for the last update of the second moment."""
-        settings = self.known.settings
-        return AdamScalars(settings.beta2, 1 - settings.beta2**self.second_step, max(settings.eps, _MIN_EPS))
-
-
-@dataclass
-class OwnClips:
-    """Clip each rank's gradient to the user's limit times a ratio, so that the mean is clipped approximately.
-
-    The ratio is the norm of a rank's gradient divided by the norm of the mean. Updates of second moments measure both.
-    """
-
-    world_size: int
-    total_of: Callable[[Tensor], Tensor]
-    clips: Sequence[Clip] = ()
-    factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]``: squared norms of rank's gradient and mean
-    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of the gradients that share a norm
-
-    @property
-    def limits(self) -> list[tuple[float, frozenset[str]]]:
-        """Maximum norms for clipping, each with the names of the parameters that are clipped together."""
-        return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
-
-    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return and store groups of gradient names. Each group is clipped together, by one maximum norm."""
-        self._together = [[name for name in names if name in together] for _, together in self.limits]
-        return self._together
-
-    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Compute the clip factor for each limit. The arguments are as in :meth:`Memory.take_norms`."""
-        limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
-        self.factors = factors_to(torch.stack(limits), total)
-
-    def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        none = norms.new_zeros(2)
-        squares = [self.squared_norms.get(name, none) for name in names]
-        # Parameters without a gradient in this backward do not count.
-        total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
-        own, mean = self.total_of(total).unbind()
-        # Before the first measurement, the gradients of ranks are assumed to be independent.
-        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
-
-    def clip(self, gradients: Mapping[str, Tensor]) -> None:
-        """Clip gradients, in place."""
-        factors = iter(() if self.factors is None else self.factors.unbind())
-        for (norm, value), names in self.clips:
-            factor = None if norm is None else next(factors)
-            clipped = [gradient for name, gradient in gradients.items() if name in names]
-            if clipped and value is not None:
-                torch._foreach_clamp_min_(clipped, -value)
-                torch._foreach_clamp_max_(clipped, value)
-            if clipped and factor is not None:
-                torch._foreach_mul_(clipped, factor)
-
-    def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """If finite, update the moving averages of squared norms: of mean gradients, and of ranks' gradients."""
-        squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
-        none = squares.new_zeros(2)
-        halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
-        self.squared_norms.update(zip(names, torch._foreach_add(list(squares.unbind()), halves)))
-
-
-@dataclass
-class Refreshes:
-    """Updates of second moments: the step of each parameter's next update, and this rank's gradients for the update."""
-
-    least_steps: int  # minimum number of steps between two updates of a parameter's second moment
-    due: dict[str, int] = field(default_factory=dict)  # step number of each parameter's next update
-    # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
-    gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
-
-    def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Request gradients for due updates from the next step. The parameters' first updates are spread over steps."""
-        numel = sum(each.numel for each in next_step.values())
-        turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
-        for number, (name, moments) in enumerate(next_step.items()):
-            turn = int(number * _GOLDEN % 1 * turns) * (self.least_steps // turns)
-            if moments.step >= self.due.setdefault(name, moments.step + turn):
-                self.gradients.setdefault(name, None)
-
-    def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in bfloat16. For ``continued`` names, add an earlier backward's gradient."""
-        asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
-        if not asked:
-            return
-        numels = [each.numel() for each in asked.values()]
-        narrow = next(iter(asked.values())).new_empty(sum(numels), dtype=torch.bfloat16).split(numels)
-        torch._foreach_copy_(narrow, list(asked.values()))
-        for name, each in zip(asked, narrow):
-            earlier = self.gradients[name]
-            self.gradients[name] = earlier.add_(each) if earlier is not None and name in continued else each
-
-    def on_finite(self, finite: Tensor) -> None:
-        """Make stored gradients non-finite if the step was not finite, so that all ranks skip the update."""
-        held = [each for each in self.gradients.values() if each is not None]
-        if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
-            flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # The factor is 1, or infinity, which makes zeros NaN.
-
-    def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
-        """Remove and return gradients of completed steps, in the order of ``next_step``. Schedule the next updates."""
-        taken = {}
-        for name, moments in next_step.items():
-            if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
-                step, taken[name] = moments.step - 1, gradient
-                self.due[name] = step + max(self.least_steps, int(_GROWTH * step))
-                del self.gradients[name]
-        return taken
-
-    def forget(self, name: str) -> None:
-        """Remove the stored gradient and the next update of a parameter."""
-        self.due.pop(name, None)
-        self.gradients.pop(name, None)
 
 
 class AdamMemory(ResidualMemory):
@@ -287,8 +111,8 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
-        # ``owed`` is the sum of all later updates that the first moment alone would make. All ranks have the same sum.
-        beta1, first = moments.settings.beta1, moments.tensors.first
+        # ``owed`` is the sum of all later updates of the first moment without new gradients, equal on all ranks.
+        beta1, first = moments.beta1, moments.first
         owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         first.zero_()
         if name in self._residuals:
@@ -334,8 +158,8 @@ class AdamMemory(ResidualMemory):
         self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
             state.is_continued = given[name].continues_step
-            if not state.is_continued and (decay := state.known.settings.decay):
-                gradient.add_(self._shared(state.known.tensors.parameter), alpha=decay)
+            if not state.is_continued and (decay := state.known.decay):
+                gradient.add_(self._shared(state.known.parameter), alpha=decay)
         self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
@@ -346,7 +170,7 @@ class AdamMemory(ResidualMemory):
                 state.update_norm = norm
 
     def _seconds(self, states: Sequence[AdamState]) -> list[Tensor]:
-        return [self._shared(state.known.tensors.second) for state in states]
+        return [self._shared(state.known.second) for state in states]
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -381,7 +205,7 @@ class AdamMemory(ResidualMemory):
 
     def _learn(self, gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments], averages: Averages) -> None:
         """Average the gradients in one message, and update the second moments if the means are finite."""
-        seconds = {name: next_step[name].tensors.second for name in gradients}
+        seconds = {name: next_step[name].second for name in gradients}
         numels = [each.numel() for each in seconds.values()]
         flat = averages.mean_gradients(gradients, numels)
         is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
@@ -394,7 +218,7 @@ class AdamMemory(ResidualMemory):
         flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
         alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
         for name, mean in zip(seconds, flat.split(numels)):
-            alike[self.states[name].second_step, next_step[name].step - 1, next_step[name].settings.beta2][name] = mean
+            alike[self.states[name].second_step, next_step[name].step - 1, next_step[name].beta2][name] = mean
         for (known, step, beta2), some in alike.items():
             _teach([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
             for name in some:
@@ -469,9 +293,7 @@ def _teach(
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
     """Yield lists of gradient names, one list per message of about 32 MiB. All second moments have one dtype."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
-    places = [
-        (start // _LEARNED_TOGETHER, next_step[name].tensors.second.dtype) for start, name in zip(starts, gradients)
-    ]
+    places = [(start // _LEARNED_TOGETHER, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
     for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
         yield [name for _, name in together]
 

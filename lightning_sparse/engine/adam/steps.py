@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
+from lightning_sparse.engine.adam.clips import AskedClips
 from lightning_sparse.engine.adam.correction import WarmUp
-from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, AdamSettings, AdamTensors
-from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened
+from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.engine.adam.moments import AdamMoments
+from lightning_sparse.engine.memory.residual import Hyperparameters, in_one, in_widened
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
@@ -32,14 +33,7 @@ class _Flat(NamedTuple):
 
     kept: list[Tensor]  # the optimizer's tensors, in the order of ``_KINDS``
     address: int  # the parameter's data pointer
-    tensors: AdamTensors
-
-
-class _Asked(NamedTuple):
-    """Clipping limits, and the optimizers that share one norm of all their gradients."""
-
-    clipping: Clipping = NOT_CLIPPED
-    together: tuple[Optimizer, ...] = ()
+    tensors: tuple[Tensor, Tensor, Tensor]  # first moment, second moment, parameter
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
@@ -47,66 +41,6 @@ def is_correctable(optimizer: Optimizer) -> bool:
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group[name] for group in optimizer.param_groups for name in _UNSUPPORTED)
-
-
-class AskedClips:
-    """Limits for clipping the next gradients, as in each optimizer's last step. ``norm`` is the default limit."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
-        self._norm = norm
-        self._coming = dict.fromkeys(optimizers, _Asked())
-        self._asking: set[Optimizer] = set()  # optimizers that :meth:`ask` has set since their last step
-
-    def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Clip the next gradients of all optimizers of the parameters, with one norm.
-
-        Args:
-            clipping: the largest norm and value.
-            parameters: the parameters in the user's call that clips gradients.
-        """
-        if clipping == NOT_CLIPPED:
-            return
-        given = set(parameters)
-        together = tuple(
-            optimizer
-            for optimizer in self._coming
-            if any(not given.isdisjoint(group["params"]) for group in optimizer.param_groups)
-        )
-        self._coming.update(dict.fromkeys(together, _Asked(clipping, together)))
-        self._asking.update(together)
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """End an optimizer's step. Without a call of :meth:`ask` in the step, the optimizer's clipping ends."""
-        if optimizer in self._coming and optimizer not in self._asking:
-            self._coming[optimizer] = _Asked()
-        self._asking.discard(optimizer)
-
-    def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
-        """Return the clip settings for the next gradients of the parameters in ``names``."""
-        clipped: dict[_Asked, set[str]] = {}
-        for optimizer, ((norm, value), together) in self._coming.items():
-            clipping = Clipping(self._norm if norm is None else norm, value)
-            if clipping != NOT_CLIPPED:
-                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                known = clipped.setdefault(_Asked(clipping, together), set())
-                known.update(names[parameter] for parameter in parameters if parameter in names)
-        return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
-
-    def state(self) -> list[list[Any]]:
-        """Return the clipping limits for a checkpoint. Optimizers are saved as indices."""
-        numbers = {optimizer: number for number, optimizer in enumerate(self._coming)}
-        return [
-            [numbers[optimizer], *clipping, [numbers[each] for each in together]]
-            for optimizer, (clipping, together) in self._coming.items()
-        ]
-
-    def load(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Load a result of :meth:`state` for the same optimizers. Optimizers that ``saved`` lacks do not change."""
-        optimizers = list(self._coming)
-        for number, norm, value, together in saved:
-            asked = _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
-            self._coming[optimizers[number]] = asked
-            self._asking.discard(optimizers[number])
 
 
 @dataclass
@@ -267,7 +201,7 @@ class AdamSteps:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                moments = AdamMoments(count + 1, settings, tensors, parameter.numel(), parameter in begun)
+                moments = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
         if hyperparameters:
@@ -309,7 +243,7 @@ class AdamSteps:
             handle.remove()
         self._handles.clear()
 
-    def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> AdamTensors:
+    def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return flat views of Adam's tensors. Views are made again if any tensor was replaced."""
         weight = parameter if type(parameter) is Parameter else local_tensor(parameter)
         known = self._flats.get(parameter)
@@ -318,8 +252,8 @@ class AdamSteps:
                 if state[kind].stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(state[kind])
             kept = [state[kind] for kind in _KINDS]
-            tensors = AdamTensors(*(flatten_as(local_tensor(each)) for each in (*kept, parameter)))
-            known = self._flats[parameter] = _Flat(kept, weight.data_ptr(), tensors)
+            first, second, flat = (flatten_as(local_tensor(each)) for each in (*kept, parameter))
+            known = self._flats[parameter] = _Flat(kept, weight.data_ptr(), (first, second, flat))
         return known.tensors
 
     @torch.no_grad()
@@ -352,12 +286,12 @@ class AdamSteps:
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
         rate = float(group["lr"])  # a learning rate on a device causes one synchronization per group and step
         # After backward, other code may have moved the parameter to other memory.
-        weights = [self._tensors(parameter, optimizer.state[parameter]).parameter for parameter in held]
+        weights = [self._tensors(parameter, optimizer.state[parameter])[-1] for parameter in held]
         wide = in_widened(weights)
         apply_updates(
             wide,
             in_widened([flatten_as(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
-            [self._present[parameter].tensors.second for parameter in held],
+            [self._present[parameter].second for parameter in held],
             [state.scalars for state in states],
             rate,
             1 - rate * decay,
@@ -405,10 +339,9 @@ def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
 
 
-def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> AdamSettings:
+def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, float, float, float]:
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    decay = 0.0 if _is_decoupled(optimizer, group) else group["weight_decay"]
-    return AdamSettings(beta1, beta2, group["eps"], decay)
+    return beta1, beta2, group["eps"], 0.0 if _is_decoupled(optimizer, group) else group["weight_decay"]
 
 
 def _fills_memory(parameter: Tensor) -> bool:

@@ -1,0 +1,119 @@
+"""Adam's state of each parameter, and the updates of second moments."""
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.functional.adam import AdamScalars
+
+_GROWTH = 0.1  # growth of the interval per step made: after 2000 steps, 200 steps between two updates
+_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
+_MIN_ELEMENTS = 1 << 19  # elements per message of mean gradients (1 MiB), so that latency does not dominate
+_MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
+
+
+class AdamMoments(NamedTuple):
+    """Adam's state and settings of a parameter for the next step. Tensors are flat views with the gradient's layout."""
+
+    step: int  # number of the next step, from 1
+    first: Tensor  # first moment, zero during correction
+    second: Tensor  # second moment of the mean gradient, equal on all ranks
+    parameter: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float  # coupled weight decay; 0 if decoupled
+    numel: int  # number of elements of the whole parameter, not of a shard
+    is_begun: bool  # whether an earlier backward of the next step had an exchange; equal on all ranks
+
+
+@dataclass
+class AdamState:
+    """State of a corrected parameter."""
+
+    moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
+    second_step: int  # step number of the last update of the second moment
+    is_update: bool = False  # whether the residual holds updates, not gradients
+    is_continued: bool = False  # whether the gradient holds a mean of an earlier backward of this step
+    update_norm: Optional[Tensor] = None  # norm of this step's update, if the memory is watched
+
+    @property
+    def known(self) -> AdamMoments:
+        """``moments``, which must not be ``None``."""
+        assert self.moments is not None
+        return self.moments
+
+    def take_other(self, second: Tensor, step: int) -> bool:
+        """Return whether the optimizer's second moment was replaced. If so, set ``second_step`` to ``step``.
+
+        Args:
+            second: the optimizer's current second moment. Directly after a load, any tensor counts as the loaded one.
+            step: the optimizer's step count.
+        """
+        known = second if self.moments is None else self.moments.second
+        is_other = known.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        self.second_step = step if is_other else self.second_step
+        return is_other
+
+    @property
+    def scalars(self) -> AdamScalars:
+        """Numbers for the next update. The bias correction is that of the second moment's last update."""
+        known = self.known
+        return AdamScalars(known.beta2, 1 - known.beta2**self.second_step, max(known.eps, _MIN_EPS))
+
+
+@dataclass
+class Refreshes:
+    """Updates of second moments: the step of each parameter's next update, and this rank's gradients for the update."""
+
+    least_steps: int  # minimum number of steps between two updates
+    due: dict[str, int] = field(default_factory=dict)  # step number of a parameter's next update
+    # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
+    gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
+
+    def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
+        """Request gradients of due parameters from the next step. First updates are spread over an interval."""
+        numel = sum(each.numel for each in next_step.values())
+        turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
+        for number, (name, moments) in enumerate(next_step.items()):
+            turn = int(number * _GOLDEN % 1 * turns) * (self.least_steps // turns)
+            if moments.step >= self.due.setdefault(name, moments.step + turn):
+                self.gradients.setdefault(name, None)
+
+    def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
+        """Store requested gradients in bfloat16. Add a gradient in ``continued`` to that of the earlier backward."""
+        asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
+        if not asked:
+            return
+        numels = [each.numel() for each in asked.values()]
+        narrow = next(iter(asked.values())).new_empty(sum(numels), dtype=torch.bfloat16).split(numels)
+        torch._foreach_copy_(narrow, list(asked.values()))
+        for name, each in zip(asked, narrow):
+            earlier = self.gradients[name]
+            self.gradients[name] = earlier.add_(each) if earlier is not None and name in continued else each
+
+    def on_finite(self, finite: Tensor) -> None:
+        """Make stored gradients non-finite if the step was not finite, so that all ranks skip the update."""
+        held = [each for each in self.gradients.values() if each is not None]
+        if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
+            flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
+            torch._foreach_mul_(held, flag.reciprocal())  # 1 or infinity: zeros become NaN
+
+    def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
+        """Remove and return gradients of completed steps, in the order of ``next_step``, and set the next updates."""
+        taken = {}
+        for name, moments in next_step.items():
+            if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
+                step, taken[name] = moments.step - 1, gradient
+                self.due[name] = step + max(self.least_steps, int(_GROWTH * step))
+                del self.gradients[name]
+        return taken
+
+    def forget(self, name: str) -> None:
+        """Remove a parameter's entries."""
+        self.due.pop(name, None)
+        self.gradients.pop(name, None)
