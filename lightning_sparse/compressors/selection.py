@@ -118,37 +118,6 @@ class FlatSelection(Sequence[Selection]):
             yield flat, indices - starts[first] if first else indices, self.values[..., some]
 
 
-class CutSelection(Sequence[Selection]):
-    """All elements of each tensor of a bucket, cut into shards.
-
-    ``values`` is ``[world_size, columns]``. Each tensor has some columns, with one shard per row. The last shards of a
-    tensor and the last columns may be padding. ``are_zero`` is true if all elements are zero.
-    """
-
-    def __init__(self, values: Tensor, widths: Counts, numels: Counts, are_zero: bool = False) -> None:
-        self.values = values
-        self._widths = widths
-        self._numels = numels
-        self.are_zero = are_zero
-
-    @override
-    def __len__(self) -> int:
-        return len(self._numels)
-
-    @override
-    def __getitem__(self, place: Any) -> Any:
-        return self._members[place]
-
-    @cached_property
-    def _members(self) -> list[Selection]:
-        pieces = self.values[:, : sum(self._widths)].split(self._widths, dim=1)
-        return [Selection(piece, None, numel) for piece, numel in zip(pieces, self._numels)]
-
-    def head(self, tensors: int) -> "CutSelection":
-        """Return the selections of the first ``tensors`` tensors."""
-        return CutSelection(self.values, self._widths[:tensors], self._numels[:tensors], self.are_zero)
-
-
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
     """Describe a rule that the selection breaks, or return ``None``. ``size`` is the size from ``selection_size()``.
 
@@ -195,10 +164,8 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
 
 def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
     """Return selections of a bucket unchanged if all are dense, and concatenated otherwise."""
-    is_one = isinstance(selections, (FlatSelection, CutSelection))
-    if is_one or all(selection.indices is None for selection in selections):
-        return selections
-    return end_to_end(selections)
+    are_dense = not isinstance(selections, FlatSelection) and all(each.indices is None for each in selections)
+    return selections if are_dense else end_to_end(selections)
 
 
 def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
@@ -206,8 +173,6 @@ def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> Non
     if isinstance(selections, FlatSelection):
         for flat, indices, values in selections.runs(tensors):
             flat.index_copy_(0, indices, values)
-    elif isinstance(selections, CutSelection) and selections.are_zero:
-        torch._foreach_zero_(list(tensors))
     elif all(selection.values.dim() == 1 for selection in selections):
         torch._foreach_copy_(list(tensors), [selection.values for selection in selections])
     else:

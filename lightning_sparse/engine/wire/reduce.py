@@ -8,7 +8,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import (
-    CutSelection,
     FlatSelection,
     Selection,
     SelectionSize,
@@ -80,10 +79,9 @@ class ReduceFormat(WireFormat):
             returned = read_back.squeeze(0)
         numels = [*(each.numel for each in selection), *map(Tensor.numel, flags)]
         arrived = self._split(received, numels)
-        unsent = self._split(self._unsent(values, sent, mean, returned), numels, are_zero=sent is values)
+        unsent = self._split(self._unsent(values, sent, mean, returned), numels[: len(selection)])
         if flags and used is not None:
-            by_any, arrived, unsent = arrived[-1], arrived.head(len(selection)), unsent.head(len(selection))
-            used = by_any.values.reshape(-1)[: len(used)] > 0
+            used = arrived.pop().values.reshape(-1)[: len(used)] > 0
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
         return ExchangeResult(all_finite(received), used, means=arrived, kept=unsent)
@@ -166,8 +164,10 @@ class ReduceFormat(WireFormat):
             held = self._workspace[name] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel].view(self.world_size, -1)
 
-    def _split(self, shards: Tensor, numels: Sequence[int], are_zero: bool = False) -> CutSelection:
-        return CutSelection(shards, tuple(map(self._shard_numel, numels)), tuple(numels), are_zero)
+    def _split(self, shards: Tensor, numels: Sequence[int]) -> list[Selection]:
+        widths = list(map(self._shard_numel, numels))
+        pieces = shards[:, : sum(widths)].split(widths, dim=1)
+        return [Selection(piece, None, numel) for piece, numel in zip(pieces, numels)]
 
     def _unsent(self, values: Tensor, sent: Tensor, mean: Tensor, returned: Tensor) -> Tensor:
         if sent is values:
