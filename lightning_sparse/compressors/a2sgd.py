@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Compressor, ErrorFeedback, Gather, ModelLayout, checked_count
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.reductions import shift_each_by_sign, sign_totals
+from lightning_sparse.functional.reductions import shift_by_sign, sign_totals
 
 
 class A2SGD(Compressor):
@@ -71,9 +71,9 @@ class A2SGD(Compressor):
         # Shifts are relative to the rounded means that this rank sent. Equal gradients on all ranks give zero shifts.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
-        # ``means`` contains the local gradient. No other code reads this gradient, so the gradient is shifted in place.
-        shifted = shift_each_by_sign([mean.values for mean in means], above, -below)
-        return [mean._replace(values=values) for mean, values in zip(means, shifted)]
+        # The shift is in place, because no other code reads the local gradient that ``means`` contains.
+        shift_by_sign([mean.values for mean in means], above, -below)
+        return means
 
     def _local_means(self) -> Tensor:
         # Totals are added in order of definition, so that the sum does not depend on the buckets.

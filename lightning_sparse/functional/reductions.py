@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -67,36 +66,18 @@ def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """Add ``above`` to positive elements and ``below`` to negative elements. A non-finite shift affects all elements.
+def shift_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> None:
+    """Add ``above`` to positive and ``below`` to negative elements of flat tensors of one dtype, in place.
 
-    Both shifts have shape ``[]``. ``out`` may be ``tensor``.
+    The shifts are ``[]``. A non-finite shift makes all elements non-finite.
     """
-    shifted = torch.empty_like(tensor) if out is None else out
-    # Each shift is multiplied by a mask. Where the mask is zero, a finite shift adds zero, and an infinite shift NaN.
-    if tensor.device.type == "cpu":
-        up, down = float(above), float(below)
-        positives, negatives = torch.empty_like(tensor[:_PIECE]), torch.empty_like(tensor[:_PIECE])
-        for piece, shifted_piece in zip(tensor.split(_PIECE), shifted.split(_PIECE)):
-            positive = torch.gt(piece, 0.0, out=positives[: piece.numel()])
-            negative = torch.lt(piece, 0.0, out=negatives[: piece.numel()])
-            torch.add(piece, positive, alpha=up, out=shifted_piece).add_(negative, alpha=down)
-        return shifted
-    for piece, shifted_piece in zip(tensor.split(_DEVICE_PIECE), shifted.split(_DEVICE_PIECE)):
-        negative = piece.sign()
-        positive = negative.clamp(min=0.0)
-        negative.sub_(positive).neg_().mul_(below)
-        torch.add(piece, positive.mul_(above).add_(negative), out=shifted_piece)
-    return shifted
-
-
-def shift_each_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> list[Tensor]:
-    """Return :func:`shift_by_sign` of flat tensors of one dtype. On a CPU the tensors are changed in place."""
-    if tensors[0].device.type == "cpu":
-        for _, _, flat in runs(tensors):
-            shift_by_sign(flat, above, below, out=flat)
-        return list(tensors)
-    return [shift_by_sign(tensor, above, below) for tensor in tensors]
+    for _, _, flat in runs(tensors):
+        for piece in flat.split(_PIECE if flat.device.type == "cpu" else _DEVICE_PIECE):
+            # Shifts are multiplied by masks. Zero times a finite shift is exactly zero; an infinite shift shows as NaN.
+            negative = piece.sign()
+            positive = negative.clamp(min=0.0)
+            negative.sub_(positive).neg_().mul_(below)
+            piece.add_(positive.mul_(above).add_(negative))
 
 
 # The upper 11 bits of an fp32 magnitude are the index of a bin. Magnitudes in a bin differ by at most 1/8.
