@@ -157,8 +157,7 @@ class AdamMemory(ResidualMemory):
         gradients = [inputs[name] for name in states]
         self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
-            state.is_continued = given[name].continues_step
-            if not state.is_continued and (decay := state.known.decay):
+            if not given[name].continues_step and (decay := state.known.decay):
                 gradient.add_(self._shared(state.known.parameter), alpha=decay)
         self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
@@ -184,8 +183,7 @@ class AdamMemory(ResidualMemory):
     @override
     def on_unused(self, names: Iterable[str]) -> None:
         for name in names:
-            if name in self.states and not self.states[name].is_continued:
-                self.refreshes.gradients.pop(name, None)  # the update is due again in the next step
+            self.refreshes.gradients.pop(name, None)  # the update is due again in the next step
 
     @override
     def on_finite(self, finite: Tensor) -> None:

@@ -38,7 +38,6 @@ class AdamState:
     moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
     second_step: int  # step number of the last update of the second moment
     is_update: bool = False  # whether the residual holds updates, not gradients
-    is_continued: bool = False  # whether the gradient holds a mean of an earlier backward of this step
     update_norm: Optional[Tensor] = None  # norm of this step's update, if the memory is watched
 
     @property
