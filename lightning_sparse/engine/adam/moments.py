@@ -46,18 +46,6 @@ class AdamState:
         assert self.moments is not None
         return self.moments
 
-    def take_other(self, second: Tensor, step: int) -> bool:
-        """Return whether the optimizer's second moment was replaced. If so, set ``second_step`` to ``step``.
-
-        Args:
-            second: the optimizer's current second moment. Directly after a load, any tensor counts as the loaded one.
-            step: the optimizer's step count.
-        """
-        known = second if self.moments is None else self.moments.second
-        is_other = known.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        self.second_step = step if is_other else self.second_step
-        return is_other
-
     @property
     def scalars(self) -> AdamScalars:
         """Numbers for the next update. The bias correction is that of the second moment's last update."""

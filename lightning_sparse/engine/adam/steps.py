@@ -127,7 +127,8 @@ class AdamWarmUp:
     @property
     def progress(self) -> float:
         """Completed fraction of the steps with falling density, from 0 to 1."""
-        return 1.0 if self.counts.most < 0 else _progress(self.length, self.counts.most)
+        (dense, fall), steps = self.length, self.counts.most
+        return 1.0 if steps < 0 or steps - dense >= fall else max(0, steps - dense) / max(1, fall)
 
     def resume_from(self, before: "AdamWarmUp") -> None:
         """Continue an earlier warm-up with new optimizers. If the optimizers have no steps, the warm-up restarts."""
@@ -171,7 +172,10 @@ class AdamSteps:
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
                 second, state = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.states.get(name)
-                if count and second is not None and state is not None and state.take_other(local_tensor(second), count):
+                if not count or second is None or state is None or state.moments is None:
+                    continue  # directly after a load, any tensor counts as the loaded one
+                if state.moments.second.data_ptr() != local_tensor(second).data_ptr():
+                    state.second_step = count
                     self._memory.refreshes.forget(name)
 
     def next_step(
@@ -322,17 +326,6 @@ class AdamSteps:
         for parameter, gradient in self._hidden.items():
             parameter.grad = gradient
         self._hidden.clear()
-
-
-def _progress(warm_up: WarmUp, steps: int) -> float:
-    """Return the completed fraction of the steps with falling density after ``steps`` steps, from 0 to 1.
-
-    >>> [_progress(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
-    [0.0, 0.0, 0.5, 1.0]
-    """
-    fallen = max(0, steps - warm_up.warmup_steps)
-    is_over = steps >= warm_up.warmup_steps and fallen >= warm_up.density_decay_steps
-    return 1.0 if is_over else fallen / max(1, warm_up.density_decay_steps)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
