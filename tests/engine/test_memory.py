@@ -3,7 +3,7 @@ import torch
 
 from lightning_sparse.compressors.selection import FlatSelection
 from lightning_sparse.engine.memory.momentum import MomentumMemory
-from lightning_sparse.engine.memory.residual import Hyperparameters, ResidualMemory
+from lightning_sparse.engine.memory.residual import Hyperparameters
 
 SIZES = {"large": (1 << 18) + 3, "small": 1000, "smaller": 10}
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -14,25 +14,24 @@ def gradients(step):
     return {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
 
 
-def make_step(memory, step, hyperparameters, accepted=YES, replaceable=()):
+def make_step(memory, step, hyperparameters, accepted=YES):
     names, given = list(SIZES), gradients(step)
     accumulated = memory.compensate(names, list(given.values()), dict.fromkeys(names, hyperparameters))
     before = {name: tensor.clone() for name, tensor in zip(names, accumulated)}
     sent = FlatSelection.of(accumulated, [torch.tensor([0])] * len(names))
     kept = sent.replaced(torch.zeros(len(names)), sent.indices)
-    memory.keep(names, accumulated, kept, accepted, replaceable)
+    memory.keep(names, accumulated, kept, accepted)
     return before, accumulated
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("is_nesterov", [False, True])
-@pytest.mark.parametrize("is_replaceable", [False, True])
-def test_velocities_and_residuals_are_those_of_the_formula(momentum, is_nesterov, is_replaceable):
+def test_velocities_and_residuals_are_those_of_the_formula(momentum, is_nesterov):
     memory = MomentumMemory(Hyperparameters(0.1), masks_momentum=False)
     velocity, residual = ({name: torch.zeros(size) for name, size in SIZES.items()} for _ in range(2))
     settings = Hyperparameters(0.1, momentum, is_nesterov and momentum > 0)
     for step, accepted in enumerate([YES, YES, NO, YES]):
-        accumulated, _ = make_step(memory, step, settings, accepted, [is_replaceable] * len(SIZES))
+        accumulated, _ = make_step(memory, step, settings, accepted)
         for name, gradient in gradients(step).items():
             if settings.nesterov:
                 next_velocity = (velocity[name] + gradient) * momentum
@@ -59,22 +58,6 @@ def test_momentum_that_begins_later_begins_from_zero_as_the_optimizer_does():
         parameter.grad, optimizer.param_groups[0]["momentum"] = gradients(step)["smaller"], momentum
         optimizer.step()
     assert torch.equal(memory.state_dict()["residual"]["smaller"][1:], -parameter.detach()[1:])
-
-
-def test_a_tensor_that_may_be_replaced_is_kept_itself_and_shares_no_memory_with_what_takes_its_place():
-    memory = ResidualMemory()
-    for step in range(3):
-        names, given = list(SIZES), gradients(step)
-        accumulated = memory.compensate(names, list(given.values()), {})
-        sent = FlatSelection.of(accumulated, [torch.tensor([0])] * len(names))
-        memory.keep(names, accumulated, sent.replaced(torch.zeros(3), sent.indices), YES, [True, True, False])
-        residuals = memory.state_dict()["residual"]
-        assert residuals["large"].data_ptr() == given["large"].data_ptr() != accumulated[0].data_ptr()
-        assert accumulated[2] is given["smaller"]
-        before = {name: residual.clone() for name, residual in residuals.items()}
-        for tensor in accumulated:
-            tensor.fill_(7.0)
-        assert all(torch.equal(residuals[name], before[name]) for name in SIZES)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

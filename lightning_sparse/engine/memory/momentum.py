@@ -17,8 +17,8 @@ from lightning_sparse.engine.memory.residual import (
     Hyperparameters,
     MemoryState,
     ResidualMemory,
+    cloned,
     kept_like,
-    laid_clones,
     overwrite_accepted,
 )
 from lightning_sparse.functional.elements import in_batches
@@ -93,7 +93,6 @@ class MomentumMemory(ResidualMemory):
         accumulated: list[Tensor],
         kept: Sequence[Selection],
         accepted: Tensor,
-        replaceable: Sequence[bool] = (),
     ) -> None:
         moving = [place for place, name in enumerate(names) if name in self._momenta]
         some = [names[place] for place in moving]
@@ -106,14 +105,10 @@ class MomentumMemory(ResidualMemory):
                     self._masked[name] = is_whole.logical_not().sum()
             known = self._decayed.get(name)
             self._decayed[name] = are_accepted[place] if known is None else known | are_accepted[place]
-        if moving and accepted.device.type == "cpu":
-            for place, name in zip(moving, some):
-                if are_accepted[place]:  # A swap of both tensors is faster than a copy.
-                    self._momenta[name], self._in_flight[name] = self._in_flight[name], self._momenta[name]
-        elif moving:
+        if moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
             overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
-        super().keep(names, accumulated, kept, accepted, replaceable)
+        super().keep(names, accumulated, kept, accepted)
 
     @override
     def statistics(self) -> dict[str, Tensor]:
@@ -136,8 +131,8 @@ class MomentumMemory(ResidualMemory):
     @override
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
-        self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed, self._in_flight = {}, {}  # Loaded momenta may have other shapes.
+        self._momenta = cloned(state.get("momentum", {}))
+        self._decayed, self._in_flight = {}, {}  # the loaded momenta may have other shapes
 
 
 def _add_momentum(rows: Sequence[Sequence[Any]], is_nesterov: bool) -> None:

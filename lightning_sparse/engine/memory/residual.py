@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.compressors.selection import FlatSelection, Selection, overwrite, scatter
-from lightning_sparse.functional.elements import copy_elements
+from lightning_sparse.compressors.selection import Selection, overwrite, scatter
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
@@ -27,9 +26,8 @@ NUMBERS = {
     "squared_norms": 2,
     "warm_up": 2,
 }
-_REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
-LARGE = 1 << 15  # number of elements from which on a separate allocation of a tensor costs no time
-_RATE_RANGE = 10.0  # largest factor that rescales a residual; more would persist in the optimizer's momentum
+_REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment, not pending updates
+_RATE_RANGE = 10.0  # largest factor; a larger one would stay in the optimizer's momentum when the rate jumps back
 
 
 Renaming = Mapping[str, Optional[str]]  # new name by old parameter name; ``None`` for a removed parameter
@@ -99,7 +97,6 @@ class Memory:
         accumulated: list[Tensor],
         kept: Sequence[Selection],
         accepted: Tensor,
-        replaceable: Sequence[bool] = (),
     ) -> None:
         """Store the accumulated gradients as residuals. At selected indices, store only the unsent part ``kept``.
 
@@ -108,8 +105,6 @@ class Memory:
             accumulated: results of :meth:`compensate`; may be changed.
             kept: unsent part of each selection.
             accepted: bool ``[len(names)]``, or ``[]`` for all; if false, the state of a parameter does not change.
-            replaceable: whether the memory may store each tensor of ``accumulated`` itself, and put a tensor with
-                undefined values into the list instead.
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -241,27 +236,11 @@ class ResidualMemory(Memory):
         accumulated: list[Tensor],
         kept: Sequence[Selection],
         accepted: Tensor,
-        replaceable: Sequence[bool] = (),
     ) -> None:
         accepted = self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
-        if accepted.device.type != "cpu":
-            # The host does not read ``accepted``, because a read would synchronize with the GPU.
-            overwrite(accumulated, kept)
-            overwrite_accepted(residuals, accumulated, accepted)
-        elif not isinstance(kept, FlatSelection):
-            for residual, selection, is_accepted in zip(residuals, kept, accepted.expand(len(residuals)).tolist()):
-                if is_accepted:  # a dense selection overwrites every element of the residual
-                    copy_elements(selection.values, residual)
-        else:
-            overwrite(accumulated, kept)
-            places = [place for place, is_accepted in enumerate(accepted.expand(len(names)).tolist()) if is_accepted]
-            may_trade = [place for place in places if replaceable and replaceable[place]]
-            traded = {place for place in may_trade if _can_trade(residuals[place], accumulated[place])}
-            for place in traded:
-                self._residuals[names[place]], accumulated[place] = accumulated[place], residuals[place]
-            if copied := [place for place in places if place not in traded]:
-                torch._foreach_copy_([residuals[place] for place in copied], [accumulated[place] for place in copied])
+        overwrite(accumulated, kept)
+        overwrite_accepted(residuals, accumulated, accepted)
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
         """Store accepted learning rates. Return ``accepted``, but with false for parameters with a rate of zero."""
@@ -285,7 +264,7 @@ class ResidualMemory(Memory):
 
     @override
     def load_state_dict(self, state: MemoryState) -> None:
-        self._residuals = laid_clones(state.get("residual", {}))
+        self._residuals = cloned(state.get("residual", {}))
         self._rates = cloned(state.get(RATES, {}))
 
 
@@ -309,40 +288,21 @@ def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return the stored tensor of each name. A new name gets zeros with the size and dtype of the tensor in ``likes``.
-
-    New tensors share one allocation. A large tensor on a CPU gets a separate allocation, for a swap with a gradient.
-    """
-    new = {name: like for name, like in zip(names, likes) if name not in kept}
-    is_host = bool(likes) and likes[0].device.type == "cpu"
-    fresh = {name: like.new_zeros(like.numel()) for name, like in new.items() if is_host and like.numel() >= LARGE}
-    others = [name for name in new if name not in fresh]
-    for dtype in {new[name].dtype for name in others}:
-        some = {name: new[name] for name in others if new[name].dtype is dtype}
-        numels = [like.numel() for like in some.values()]
-        fresh.update(zip(some, next(iter(some.values())).new_zeros(sum(numels)).split(numels)))
-    kept.update((name, fresh[name]) for name in new)
+    """Return the stored tensor of each name. A new name gets flat zeros like the tensor in ``likes``."""
+    kept.update({name: like.new_zeros(like.numel()) for name, like in zip(names, likes) if name not in kept})
     return [kept[name] for name in names]
 
 
-def _can_trade(tensor: Tensor, other: Tensor) -> bool:
-    # Only tensors that fill their storages are swapped. After a swap, a view would hold the larger storage in memory.
-    is_all = (each.untyped_storage().nbytes() == each.nbytes for each in (tensor, other))
-    return tensor.dtype is other.dtype and all(is_all)
-
-
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
-    """Overwrite accepted tensors with their sources. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
-    for tensor, source, is_accepted in zip(tensors, sources, accepted.expand(len(tensors))):
+    """Copy each source over its tensor if accepted. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
+    are_accepted = accepted.expand(len(tensors))
+    if accepted.device.type == "cpu":
+        pairs = [pair for *pair, is_accepted in zip(tensors, sources, are_accepted.tolist()) if is_accepted]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs)))
+        return
+    for tensor, source, is_accepted in zip(tensors, sources, are_accepted):  # the host must not wait for ``accepted``
         torch.where(is_accepted, source, tensor, out=tensor)
-
-
-def laid_clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy flat tensors. The copies of one dtype are adjacent in memory, except for large tensors on a CPU."""
-    clones: dict[str, Tensor] = {}
-    for clone, tensor in zip(kept_like(clones, list(tensors), list(tensors.values())), tensors.values()):
-        clone.copy_(tensor)
-    return clones
 
 
 def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,15 +15,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
-from lightning_sparse.engine.memory.residual import LARGE, widened
+from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.observe import Timestamp
 from lightning_sparse.engine.step.step import BucketResult, LocalGradient, Pipeline
 from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
-SMALL = LARGE  # number of elements; smaller gradients are copied into one buffer, which saves kernel launches
-_OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
+_SMALL = 1 << 15  # elements; below this size a copy into a package costs less than an operation of its own
+_OWN_USES = 2  # references to the storage of an unshared gradient: p.grad, and the query itself
 
 
 class ParamEntry:
@@ -291,7 +291,7 @@ class SparseBackward(Backward):
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
         # The format "reduce" copies gradients into a flat tensor. A package would be a second copy.
         packs = self._context.pipeline.compressor.wire_format != "reduce"
-        small = [each for each in members if each.numel < SMALL and self._is_used(each)] if packs else []
+        small = [each for each in members if each.numel < _SMALL and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
             return super()._gradients_of(members)
         sources = [laid_as(self._held_gradient(each.parameter), each.parameter) for each in small]
@@ -300,12 +300,6 @@ class SparseBackward(Backward):
         self._packed.append((sources, package.views))
         self._context.worker.submit(partial(torch._foreach_copy_, package.views, sources))
         return [package.gradients.get(each.name) or self._local_of(each) for each in members]
-
-    @override
-    def _local_of(self, member: ParamEntry) -> LocalGradient:
-        local, parameter = super()._local_of(member), member.parameter
-        can_trade = member.numel >= LARGE and not self._context.is_sharded
-        return local._replace(parameter=parameter) if can_trade and is_replaceable(local.gradient, parameter) else local
 
     @override
     def _end(self) -> threading.Event:
@@ -341,11 +335,3 @@ def _shares_memory(parameter: Tensor) -> bool:
     assert parameter.grad is not None
     storage = parameter.grad.untyped_storage()
     return storage.nbytes() == parameter.grad.nbytes and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
-
-
-def is_replaceable(flat: Tensor, parameter: Tensor) -> bool:
-    """Return whether ``flat`` is the unchanged memory of ``parameter.grad`` on a CPU, so that a swap is safe."""
-    gradient = parameter.grad
-    if gradient is None or gradient.requires_grad or gradient._version:
-        return False
-    return flat.device.type == "cpu" and parameter.is_contiguous() and flat.data_ptr() == gradient.data_ptr()

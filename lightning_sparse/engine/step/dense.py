@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.engine.step.backward import SMALL, Backward, ParamEntry, is_replaceable
+from lightning_sparse.engine.step.backward import Backward, ParamEntry
 from lightning_sparse.engine.step.step import LocalGradient
 
 _FIRST_DENSE_BYTES = 1024 * 1024  # bytes of a step's first message, short so that the network starts early
@@ -20,25 +20,14 @@ class _Message(NamedTuple):
     """A running all-reduce of several gradients."""
 
     wait: Callable[[], None]  # waits for the all-reduce
-    parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]  # flat gradient of each parameter
     means: Sequence[Tensor]  # flat mean of each parameter, after wait()
     used: Tensor  # number of ranks that used each parameter; empty before the last message
 
     def write(self) -> None:
-        """Wait for the means. Replace gradients by means if possible, or copy the means into the gradients."""
+        """Wait for the means, and write the means to the gradients."""
         self.wait()
-        copies, sources = list[Tensor](), list[Tensor]()
-        for parameter, gradient, mean in zip(self.parameters, self.gradients, self.means):
-            # On a GPU, a copy is necessary: the mean's memory belongs to the worker's stream, which could reuse the
-            # memory while other streams read the mean.
-            if mean.dtype is gradient.dtype and is_replaceable(gradient, parameter):
-                parameter.grad = mean.view_as(parameter).data  # .data starts a version counter at 0
-            else:
-                copies.append(gradient)
-                sources.append(mean)
-        if copies:
-            torch._foreach_copy_(copies, sources)
+        torch._foreach_copy_(list(self.gradients), list(self.means))
 
 
 class DenseBackward(Backward):
@@ -66,28 +55,21 @@ class DenseBackward(Backward):
 
     @override
     def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
-        gradients = [local.gradient for local in bucket]
-        self._context.worker.submit(partial(self._average, [each.parameter for each in members], gradients, flags))
+        self._context.worker.submit(partial(self._average, [local.gradient for local in bucket], flags))
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
-    def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
-        """Start an all-reduce of flat gradients and flags of use. Then write the means of the previous message."""
+    def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
+        """Start an all-reduce of flat gradients of one dtype and flags of use. Then write the previous means."""
         among = self._context.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
         *means, rest = flat.split(numels)
-        small = [pair for pair in zip(means, gradients) if pair[1].numel() < SMALL]
-        if small:
-            copies, sources = map(list, zip(*small))
-            torch._foreach_copy_(copies, sources)
-            torch._foreach_mul_(copies, 1 / among.world_size)
         for mean, gradient in zip(means, gradients):
-            if gradient.numel() >= SMALL:  # one pass copies and scales, without a list of kernels
-                torch.mul(gradient, 1 / among.world_size, out=mean)
+            torch.mul(gradient, 1 / among.world_size, out=mean)
         if flags is not None:
             rest.copy_(flags)
         before = self._message
-        self._message = _Message(among.begin_all_reduce(flat), parameters, gradients, means, rest)
+        self._message = _Message(among.begin_all_reduce(flat), gradients, means, rest)
         if before is not None:
             before.write()
 

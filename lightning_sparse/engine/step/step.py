@@ -228,7 +228,7 @@ class Pipeline:
         with self.recorder.span("commit"):
             for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
-                self._keep(exchanged, accepted)
+                self.memory.keep(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
                 self._write_back(exchanged, mean, scale)
         self.levels.write_back()
         self.selector.release()
@@ -243,29 +243,12 @@ class Pipeline:
             self.recorder.last_samples = samples
         self._planner.see_exchange(record)
 
-    def _keep(self, exchanged: BucketResult, accepted: Tensor) -> None:
-        accumulated = exchanged.accumulated
-        replaceable = [
-            local.parameter is not None and tensor is local.gradient
-            for local, tensor in zip(exchanged.bucket, accumulated)
-        ]
-        self.memory.keep(exchanged.names, accumulated, exchanged.result.kept, accepted, replaceable)
-
     def _write_back(self, exchanged: BucketResult, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
         means = exchanged.accumulated  # the means overwrite the sums of gradient and residual
         self.memory.write_means(exchanged.names, means, mean)
         if scale is not None:
             torch._foreach_mul_(means, scale)
-        narrow: list[tuple[Tensor, Tensor]] = []  # pairs of a gradient and a mean of wider dtype
-        for local, tensor in zip(exchanged.bucket, means):
-            if local.parameter is not None and tensor.dtype is local.gradient.dtype:
-                if tensor is not local.gradient:  # local.gradient's memory is now the residual
-                    assert local.parameter.grad is not None
-                    # An assignment to .data also changes the gradient for all other references.
-                    local.parameter.grad.data = tensor.view_as(local.parameter)
-            elif tensor is not local.gradient:
-                narrow.append((local.gradient, tensor))
-        _round_into(narrow)
+        _round_into([(each.gradient, wide) for each, wide in zip(exchanged.bucket, means) if wide is not each.gradient])
 
     def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> list[Sequence[Selection]]:
         means = [exchanged.result.means for exchanged in step]

@@ -127,9 +127,8 @@ class LocalGradient(NamedTuple):
     """One parameter's gradient on this rank, before the exchange."""
 
     name: str
-    gradient: Tensor  # flat view of p.grad, or a copy; commit writes the mean here, or replaces p.grad.data
+    gradient: Tensor  # flat view of p.grad, or a copy; commit writes the mean here
     is_used: Optional[bool]  # whether backward has added to the gradient on this rank; ``None`` if untracked
-    parameter: Optional[Tensor] = None  # ``None`` if commit must not replace p.grad.data by other memory
 
 
 class Topology(NamedTuple):
@@ -280,7 +279,7 @@ class HierarchicalTopology(DividedRanks):
         shares = [
             share for message in self._messages_of(gradients) for share in self._intra.run(self._average(message))
         ]
-        return [local._replace(gradient=share, parameter=None) for local, share in zip(bucket, shares)]
+        return [local._replace(gradient=share) for local, share in zip(bucket, shares)]
 
     @override
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
