@@ -71,7 +71,7 @@ def repeat(gradient: Tensor, count: int) -> Iterator[Times]:
         torch.topk(accumulated[0].abs(), count)
         marks.append(clock.mark())
         kept = selected.replaced(torch.zeros_like(selected.values), selected.indices)
-        memory.keep([_NAME], accumulated, kept, accepted)
+        memory.update_residual([_NAME], accumulated, kept, accepted)
         marks.append(clock.mark())
         compensate, select, torch_topk, update = map(clock.seconds, marks, marks[1:])
         yield Times(compensate, select, update, torch_topk)

@@ -164,7 +164,7 @@ class Engine(SharedOnCopy):
             self.reducer.is_dense = is_dense
             if is_dense:  # Dense steps exchange gradients, so the memory must not store Adam's updates.
                 self.reducer.reduced.clear()
-                self.worker.run(self.memory.leave)
+                self.worker.run(self.memory.restore_gradients)
         else:
             self.reducer.is_paused = not is_dense
             self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense

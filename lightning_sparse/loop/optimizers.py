@@ -77,7 +77,7 @@ class OptimizerView:
         """Set the model's current parameters, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self.adam is not None:
-            self.adam.counts.know(self._names)
+            self.adam.counts.set_names(self._names)
 
     def next_step(
         self,

@@ -20,7 +20,7 @@ def make_step(memory, step, hyperparameters, accepted=YES):
     before = {name: tensor.clone() for name, tensor in zip(names, accumulated)}
     sent = FlatSelection.of(accumulated, [torch.tensor([0])] * len(names))
     kept = sent.replaced(torch.zeros(len(names)), sent.indices)
-    memory.keep(names, accumulated, kept, accepted)
+    memory.update_residual(names, accumulated, kept, accepted)
     return before, accumulated
 
 

@@ -103,8 +103,8 @@ class OwnClips:
         self._together = [[name for name in names if name in together] for _, together in self.limits]
         return self._together
 
-    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Compute the factor for each limit, from the norms that :meth:`Memory.take_norms` describes."""
+    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+        """Compute the factor for each limit, from the norms that :meth:`Memory.set_norms` describes."""
         limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
         self.factors = factors_to(torch.stack(limits), total)
 

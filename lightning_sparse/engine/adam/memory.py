@@ -24,13 +24,13 @@ from lightning_sparse.engine.memory.residual import (
     ResidualMemory,
     cloned,
     in_widened,
-    kept_like,
     rename_in,
+    state_like,
     widened,
 )
 from lightning_sparse.functional.adam import accumulate_updates, denominator, to_gradients
 
-_LEARNED_TOGETHER = 1 << 24  # elements per message of mean gradients, 32 MiB
+_MESSAGE_ELEMENTS = 1 << 24  # elements per message of mean gradients, 32 MiB
 _MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
 
 
@@ -74,8 +74,8 @@ class AdamMemory(ResidualMemory):
         return self._clips.clipped_together(names)
 
     @override
-    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        self._clips.take_norms(each, total)
+    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+        self._clips.set_norms(each, total)
 
     @override
     def compensate(
@@ -117,7 +117,7 @@ class AdamMemory(ResidualMemory):
         first.zero_()
         if name in self._residuals:
             owed.add_(self._residuals[name])
-        kept_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(state)))
+        state_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(state)))
 
     def _return_to_gradients(self, name: str, state: AdamState) -> None:
         if state.moments is None:
@@ -125,10 +125,10 @@ class AdamMemory(ResidualMemory):
         else:
             self._residuals[name].mul_(self._denominator(state))
         del self.states[name]
-        self.refreshes.forget(name)
+        self.refreshes.drop(name)
 
     @override
-    def leave(self) -> None:
+    def restore_gradients(self) -> None:
         # Plain DDP changes the second moments, and thus the unit of the residual.
         for name, state in list(self.states.items()):
             if state.is_update:
@@ -157,8 +157,8 @@ class AdamMemory(ResidualMemory):
         gradients = [inputs[name] for name in states]
         self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
-            if not given[name].continues_step and (decay := state.known.decay):
-                gradient.add_(self._shared(state.known.parameter), alpha=decay)
+            if not given[name].continues_step and (decay := state.current.decay):
+                gradient.add_(self._shared(state.current.parameter), alpha=decay)
         self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
@@ -169,7 +169,7 @@ class AdamMemory(ResidualMemory):
                 state.update_norm = norm
 
     def _seconds(self, states: Sequence[AdamState]) -> list[Tensor]:
-        return [self._shared(state.known.second) for state in states]
+        return [self._shared(state.current.second) for state in states]
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -198,10 +198,12 @@ class AdamMemory(ResidualMemory):
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
         gradients = self.refreshes.taken(next_step)
         for together in _messages(gradients, next_step):
-            self._learn({name: gradients.pop(name) for name in together}, next_step, averages)
+            self._average({name: gradients.pop(name) for name in together}, next_step, averages)
         self.refreshes.ask(next_step)
 
-    def _learn(self, gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments], averages: Averages) -> None:
+    def _average(
+        self, gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments], averages: Averages
+    ) -> None:
         """Average the gradients in one message, and update the second moments if the means are finite."""
         seconds = {name: next_step[name].second for name in gradients}
         numels = [each.numel() for each in seconds.values()]
@@ -218,7 +220,7 @@ class AdamMemory(ResidualMemory):
         for name, mean in zip(seconds, flat.split(numels)):
             alike[self.states[name].second_step, next_step[name].step - 1, next_step[name].beta2][name] = mean
         for (known, step, beta2), some in alike.items():
-            _teach([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
+            _update_moments([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
             for name in some:
                 self.states[name].second_step = step
 
@@ -236,7 +238,7 @@ class AdamMemory(ResidualMemory):
         if not norms:
             return statistics
         waiting = torch.stack(list(torch._foreach_norm([self._residuals[name] for name in norms]))).norm()
-        ages = [self.states[name].known.step - self.states[name].second_step for name in norms]
+        ages = [self.states[name].current.step - self.states[name].second_step for name in norms]
         return {
             **statistics,
             "update_error": waiting / torch.stack(list(norms.values())).norm(),
@@ -273,25 +275,25 @@ class AdamMemory(ResidualMemory):
         self.warm_up = None if saved is None else WarmUp(*map(int, saved.tolist()))
 
 
-def _teach(
+def _update_moments(
     seconds: Sequence[Tensor], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
     """Update second moments from step ``known`` to ``step``. If the means are not finite, only the bias changes."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
     # torch stores moments before the bias correction, so that the stored values depend on the step.
     old, new = 1 - beta2**known, 1 - beta2**step
-    taught, kept = (
+    factor, factor_without_mean = (
         torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
         for each in (share * new / old, new / old)
     )
-    torch._foreach_mul_(seconds, torch.where(is_finite, taught, kept))
+    torch._foreach_mul_(seconds, torch.where(is_finite, factor, factor_without_mean))
     torch._foreach_addcmul_(seconds, list(means), list(means), value=(1 - share) * new)
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
     """Yield lists of gradient names, one list per message of about 32 MiB. All second moments have one dtype."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
-    places = [(start // _LEARNED_TOGETHER, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
+    places = [(start // _MESSAGE_ELEMENTS, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
     for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
         yield [name for _, name in together]
 

@@ -41,7 +41,7 @@ class AdamState:
     update_norm: Optional[Tensor] = None  # norm of this step's update, if the memory is watched
 
     @property
-    def known(self) -> AdamMoments:
+    def current(self) -> AdamMoments:
         """``moments``, which must not be ``None``."""
         assert self.moments is not None
         return self.moments
@@ -49,8 +49,8 @@ class AdamState:
     @property
     def scalars(self) -> AdamScalars:
         """Numbers for the next update. The bias correction is that of the second moment's last update."""
-        known = self.known
-        return AdamScalars(known.beta2, 1 - known.beta2**self.second_step, max(known.eps, _MIN_EPS))
+        current = self.current
+        return AdamScalars(current.beta2, 1 - current.beta2**self.second_step, max(current.eps, _MIN_EPS))
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Refreshes:
                 del self.gradients[name]
         return taken
 
-    def forget(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         """Remove a parameter's entries."""
         self.due.pop(name, None)
         self.gradients.pop(name, None)

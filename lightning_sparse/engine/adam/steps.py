@@ -72,11 +72,11 @@ class StepCounts:
             self._most = max((count for *_, members in self.groups() for *_, count in members), default=-1)
         return self._most
 
-    def know(self, names: Mapping[Parameter, str]) -> None:
-        """Set the names of the model's current parameters."""
+    def set_names(self, names: Mapping[Parameter, str]) -> None:
+        """Set the model's current parameters."""
         self.names, self._most = names, None
 
-    def forget(self, *event: Any) -> None:
+    def drop_cache(self, *event: Any) -> None:
         """Drop the cached count after a step or a load."""
         self._most = None
 
@@ -162,13 +162,13 @@ class AdamSteps:
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(after_closure(self._step)))
-            self._handles.append(optimizer.register_step_post_hook(self.counts.forget))
+            self._handles.append(optimizer.register_step_post_hook(self.counts.drop_cache))
             self._handles.append(optimizer.register_step_post_hook(self._show))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self.see_other_states))
 
     def see_other_states(self, *event: Any) -> None:
         """Detect replaced second moments after a load of optimizer states or a change of optimizers."""
-        self.counts.forget()
+        self.counts.drop_cache()
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
                 second, state = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.states.get(name)
@@ -176,7 +176,7 @@ class AdamSteps:
                     continue  # directly after a load, any tensor counts as the loaded one
                 if state.moments.second.data_ptr() != local_tensor(second).data_ptr():
                     state.second_step = count
-                    self._memory.refreshes.forget(name)
+                    self._memory.refreshes.drop(name)
 
     def next_step(
         self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset(), begun: AbstractSet[Tensor] = frozenset()

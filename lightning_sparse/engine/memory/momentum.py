@@ -18,8 +18,8 @@ from lightning_sparse.engine.memory.residual import (
     MemoryState,
     ResidualMemory,
     cloned,
-    kept_like,
     overwrite_accepted,
+    state_like,
 )
 from lightning_sparse.functional.elements import in_batches
 
@@ -53,7 +53,7 @@ class MomentumMemory(ResidualMemory):
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        """Add momenta and residuals to gradients, in place. ``_in_flight`` stores new momenta until :meth:`keep`."""
+        """Add momenta and residuals to gradients, in place. ``_in_flight`` stores the new momenta."""
         settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
         # A parameter without momentum needs no momentum buffer.
         moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
@@ -61,7 +61,7 @@ class MomentumMemory(ResidualMemory):
             super()._accumulate(names, gradients, hyperparameters)
             return
         some, moved = [names[place] for place in moving], [gradients[place] for place in moving]
-        momenta, in_flight = kept_like(self._momenta, some, moved), kept_like(self._in_flight, some, moved)
+        momenta, in_flight = state_like(self._momenta, some, moved), state_like(self._in_flight, some, moved)
         decayed: list[tuple[Tensor, Tensor]] = []
         for place, (name, momentum) in enumerate(zip(some, momenta)):
             if settings[name].continues_step:
@@ -87,16 +87,12 @@ class MomentumMemory(ResidualMemory):
             velocity.add_(before)
 
     @override
-    def keep(
-        self,
-        names: Sequence[str],
-        accumulated: list[Tensor],
-        kept: Sequence[Selection],
-        accepted: Tensor,
+    def update_residual(
+        self, names: Sequence[str], accumulated: list[Tensor], kept: Sequence[Selection], accepted: Tensor
     ) -> None:
         moving = [place for place, name in enumerate(names) if name in self._momenta]
         some = [names[place] for place in moving]
-        in_flight = kept_like(self._in_flight, some, [accumulated[place] for place in moving])
+        in_flight = state_like(self._in_flight, some, [accumulated[place] for place in moving])
         are_accepted = accepted.expand(len(names)).unbind()
         for place, name, velocity in zip(moving, some, in_flight):
             if self._masks_momentum:
@@ -108,7 +104,7 @@ class MomentumMemory(ResidualMemory):
         if moving:
             chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
             overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
-        super().keep(names, accumulated, kept, accepted)
+        super().update_residual(names, accumulated, kept, accepted)
 
     @override
     def statistics(self) -> dict[str, Tensor]:

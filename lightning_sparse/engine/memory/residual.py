@@ -91,12 +91,8 @@ class Memory:
         """Return flat gradients plus residuals in fp32 or wider. Wide gradients are changed in place."""
         return in_widened(gradients)
 
-    def keep(
-        self,
-        names: Sequence[str],
-        accumulated: list[Tensor],
-        kept: Sequence[Selection],
-        accepted: Tensor,
+    def update_residual(
+        self, names: Sequence[str], accumulated: list[Tensor], kept: Sequence[Selection], accepted: Tensor
     ) -> None:
         """Store the accumulated gradients as residuals. At selected indices, store only the unsent part ``kept``.
 
@@ -115,7 +111,7 @@ class Memory:
         """Before the first bucket of a step, average the gradients that update Adam's second moments."""
 
     def on_finite(self, finite: Tensor) -> None:
-        """Receive whether all messages of a step are finite, bool ``[]``, before the first :meth:`keep` of the step."""
+        """Receive whether all messages of a step are finite, bool ``[]``, before :meth:`update_residual`."""
 
     def on_unused(self, names: Iterable[str]) -> None:
         """Receive the names of parameters that have no mean gradient, because no rank used the parameters."""
@@ -127,7 +123,7 @@ class Memory:
         """Return a list of names for each norm that clipping needs. The norm is over all gradients of a list."""
         return [list(names)]
 
-    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
         """Receive fp32 norms of this rank's gradients, before the first bucket of a step.
 
         Args:
@@ -136,7 +132,7 @@ class Memory:
             total: for each list, the norm of all gradients together, without a loss scale.
         """
 
-    def leave(self) -> None:
+    def restore_gradients(self) -> None:
         """Convert stored updates of Adam back to gradients, before steps of plain DDP."""
 
     def rename(self, names: Renaming) -> None:
@@ -200,7 +196,7 @@ class ResidualMemory(Memory):
         return accumulated
 
     @override
-    def take_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
         assert self._local_clip_norm is not None
         self._clip_factor = factors_to(self._local_clip_norm, total).squeeze(0)
 
@@ -213,7 +209,8 @@ class ResidualMemory(Memory):
     def _waiting(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        residuals = kept_like(self._residuals, names, gradients)
+        """Return the residuals, rescaled to the present learning rate."""
+        residuals = state_like(self._residuals, names, gradients)
         if not (self._follows_learning_rate and hyperparameters):
             return residuals
         ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
@@ -230,15 +227,11 @@ class ResidualMemory(Memory):
         return torch.where(torch.minimum(last[:, 0], present) > 0, ratios, 1.0)
 
     @override
-    def keep(
-        self,
-        names: Sequence[str],
-        accumulated: list[Tensor],
-        kept: Sequence[Selection],
-        accepted: Tensor,
+    def update_residual(
+        self, names: Sequence[str], accumulated: list[Tensor], kept: Sequence[Selection], accepted: Tensor
     ) -> None:
         accepted = self._accept_rates(names, accepted)
-        residuals = kept_like(self._residuals, names, accumulated)
+        residuals = state_like(self._residuals, names, accumulated)
         overwrite(accumulated, kept)
         overwrite_accepted(residuals, accumulated, accepted)
 
@@ -287,10 +280,10 @@ def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
     return (limits / norms).clamp(max=1.0)
 
 
-def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
+def state_like(state: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
     """Return the stored tensor of each name. A new name gets flat zeros like the tensor in ``likes``."""
-    kept.update({name: like.new_zeros(like.numel()) for name, like in zip(names, likes) if name not in kept})
-    return [kept[name] for name in names]
+    state.update({name: like.new_zeros(like.numel()) for name, like in zip(names, likes) if name not in state})
+    return [state[name] for name in names]
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:

@@ -133,7 +133,7 @@ class Pipeline:
         with self.recorder.span("select"):
             norms = [self._norms_of(together) for together in self.memory.clipped_together(names)]
         each, total = self.levels.norms_together(norms)
-        self.memory.take_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
+        self.memory.set_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
 
     def _norms_of(self, names: Sequence[str]) -> Tensor:
         if not names:  # None of the gradients is clipped.
@@ -228,7 +228,7 @@ class Pipeline:
         with self.recorder.span("commit"):
             for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
-                self.memory.keep(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
+                self.memory.update_residual(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
                 self._write_back(exchanged, mean, scale)
         self.levels.write_back()
         self.selector.release()
