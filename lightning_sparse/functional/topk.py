@@ -1,12 +1,8 @@
 """The exact ``count`` largest magnitudes of flat tensors, without a sort.
 
-On a CPU a cheap vectorised pass first discards nearly all elements. Only the remaining elements are compared:
-
-* Low densities: the tensor is divided into blocks of 64 elements. The ``count`` blocks with the largest maxima contain
-  a top-``count`` set, because no other element exceeds one of these maxima. For a large tensor, a sample of the maxima
-  gives a threshold. Only elements above the threshold, in blocks with a maximum above the threshold, are compared.
-* Higher densities: a strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or
-  many elements are equal), ``torch.topk`` selects among all elements.
+On a CPU a cheap vectorised pass first discards nearly all elements of a large tensor, and only the rest is compared. A
+strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or many elements are
+equal), ``torch.topk`` decides.
 
 On a GPU ``torch.topk`` selects among all elements, without a synchronization. Results depend only on the tensor.
 Tensors of equal size share kernel launches, which cost more than small tensors.
@@ -20,9 +16,6 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-_BLOCK = 64  # elements, 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
-_BLOCK_MARGIN = 4  # minimum number of blocks per selected element; a smaller number discards too few blocks
-_FEW_BLOCKS = 1 << 15  # elements; for smaller tensors, block maxima save no time
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
 _SAMPLE_STRIDE = 8  # minimum stride of a sample; a denser sample costs more time than surplus candidates
@@ -60,19 +53,9 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
     numel = rows[0].numel()
     if count == numel:
         return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
-    if rows[0].device.type != "cpu":
-        return _largest(torch.stack(tuple(rows)).abs_(), count)
-    if _is_sparse(numel, count):
-        if numel > _CPU_CHUNK:
-            return torch.stack([_by_sampled_maxima(row, count) for row in rows])
-        return _by_block_maxima(rows, count)
-    if numel > _SMALL:
+    if rows[0].device.type == "cpu" and numel > _SMALL:
         return torch.stack([_by_sampled_threshold(row, count) for row in rows])
     return _largest(torch.stack(tuple(rows)).abs_(), count)
-
-
-def _is_sparse(numel: int, count: int) -> bool:
-    return numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
@@ -80,74 +63,11 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     return torch.topk(magnitudes, count, sorted=False).indices.sort().values
 
 
-def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
-    numel = rows[0].numel()
-    blocks, body = numel // _BLOCK, numel - numel % _BLOCK
-    maxima = _block_maxima(rows)
-    chosen = _largest(maxima, count)
-    examined = rows[0].new_empty(len(rows), count * _BLOCK + numel - body)
-    heads = examined[:, : count * _BLOCK].unflatten(1, (count, _BLOCK))
-    for row, row_chosen, head in zip(rows, chosen.unbind(), heads.unbind()):
-        torch.index_select(row[:body].view(-1, _BLOCK), 0, row_chosen, out=head)
-    if numel > body:
-        torch.stack([row[body:] for row in rows], out=examined[:, count * _BLOCK :])
-    kept = _select(examined.unbind(), count)
-    place = (kept // _BLOCK).clamp_(max=count - 1)
-    in_tail = kept >= count * _BLOCK
-    shift = torch.where(in_tail, blocks - count, chosen.gather(1, place).sub_(place))
-    return kept.add_(shift.mul_(_BLOCK))
-
-
-def _by_sampled_maxima(tensor: Tensor, count: int) -> Tensor:
-    """Examine only blocks with a maximum above a sampled threshold."""
-    maxima = _block_maxima([tensor])[0]
-    threshold = _sampled_threshold(maxima, count)
-    blocks = None if threshold is None else indices_reaching(maxima, threshold)
-    if threshold is None or blocks is None or blocks.numel() < count:
-        return _by_block_maxima([tensor], count)[0]
-    body = maxima.numel() * _BLOCK
-    heads = tensor[:body].view(-1, _BLOCK).index_select(0, blocks).flatten()
-    kept = _reaching_largest(torch.cat([heads, tensor[body:]]) if tensor.numel() > body else heads, threshold, count)
-    assert kept is not None  # each of at least `count` blocks has an element above the threshold
-    place = kept // _BLOCK
-    starts = torch.cat([blocks, torch.tensor([maxima.numel()])])  # the last start belongs to the tail after the blocks
-    return kept.add_(starts.index_select(0, place).sub_(place).mul_(_BLOCK))
-
-
-def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
-    body = rows[0].numel() // _BLOCK * _BLOCK
-    maxima = rows[0].new_empty(len(rows), body // _BLOCK)
-    bodies = rows if body == rows[0].numel() else [row[:body] for row in rows]
-    if body > _CPU_CHUNK:
-        for row, row_maxima in zip(bodies, maxima.unbind()):
-            _maxima_of_each(row.split(_CPU_CHUNK), row_maxima.split(_CPU_CHUNK // _BLOCK))
-    else:
-        _maxima_of_each(bodies, maxima.unbind())
-    return maxima
-
-
-def _maxima_of_each(pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    *alike, last = pieces
-    magnitudes = torch.empty_like(pieces[0])
-    blocks = magnitudes.view(-1, _BLOCK)
-    for piece, out in zip(alike, outs):
-        torch.abs(piece, out=magnitudes)
-        torch.amax(blocks, dim=1, out=out)
-    magnitudes = torch.abs(last, out=magnitudes[: last.numel()])
-    torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=outs[-1])
-
-
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     threshold = _sampled_threshold(tensor, count)
-    kept = None if threshold is None else _reaching_largest(tensor, threshold, count)
-    return _largest(tensor.abs(), count) if kept is None else kept
-
-
-def _reaching_largest(tensor: Tensor, threshold: Tensor, count: int) -> Optional[Tensor]:
-    """Return indices of the ``count`` largest magnitudes, or ``None`` if fewer elements reach the threshold."""
-    candidates = indices_reaching(tensor, threshold)
-    if candidates.numel() < count:
-        return None
+    candidates = None if threshold is None else indices_reaching(tensor, threshold)
+    if candidates is None or candidates.numel() < count:
+        return _largest(tensor.abs(), count)
     magnitudes = tensor.index_select(0, candidates).abs_()
     # The few surplus candidates are removed, which is cheaper than a top-k of all candidates and preserves the order.
     surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
