@@ -27,8 +27,6 @@ from lightning_sparse.functional.elements import (
     shard_numel,
 )
 
-_WORTH_A_ROUND_TRIP = 1 << 16  # bytes that take as long as a round trip over gloo: 0.5 ms at 1 Gbit/s
-
 
 class ReduceFormat(WireFormat):
     """Compute a dense mean in two collectives, with as many bytes as a ring all-reduce.
@@ -41,18 +39,12 @@ class ReduceFormat(WireFormat):
     the residual of the owner the second (the "server error" of 1-bit Adam, arXiv 2102.02888). With ``bits``, values are
     sent as codes in blocks with a shared scale (:mod:`lightning_sparse.functional.codes`), and a shard consists of
     whole blocks. Usage flags are sent like another tensor, or with ``bits`` in a third collective.
-
-    With ``gathers_short``, every rank receives all shards of a short message (one all-gather), and computes all means.
-    The result is bitwise identical. One collective less saves a round trip, for more bytes.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
 
-    def __init__(
-        self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None, gathers_short: bool = False
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
-        self._gathers_short = gathers_short
         self._multiple = 1 if bits is None else BLOCK
         # Buffers are reused, because the next allocation of a freed large block would cost more than a copy.
         self._workspace: dict[str, Tensor] = {}
@@ -65,21 +57,14 @@ class ReduceFormat(WireFormat):
         flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
         values = self._cut([*(each.values for each in selection), *flags])
         written, sent = self._write(values)
-        if self._is_gathered(written.nbytes):
-            everything = (yield Payload("all_gather", written.flatten())).view(-1, *written.shape[1:])
-            means = mean_of_rows(self._read(everything, values).view(self.world_size, *values.shape), values.dtype)
-            received = self._write(means)[1].to(values.dtype)
-            mean, returned = means[self.rank], received[self.rank]
-        else:
-            room = self._reused("parts", written.numel(), written.dtype, written.device)
-            parts = self._read((yield Payload("all_to_all", written, out=room)), values)
-            mean = mean_of_rows(parts, values.dtype)
-            written, read_back = self._write(mean.unsqueeze(0))
-            received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
-            returned = read_back.squeeze(0)
+        room = self._reused("parts", written.numel(), written.dtype, written.device)
+        parts = self._read((yield Payload("all_to_all", written, out=room)), values)
+        mean = mean_of_rows(parts, values.dtype)
+        written, returned = self._write(mean.unsqueeze(0))
+        received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
         numels = [*(each.numel for each in selection), *map(Tensor.numel, flags)]
         arrived = self._split(received, numels)
-        unsent = self._split(self._unsent(values, sent, mean, returned), numels[: len(selection)])
+        unsent = self._split(self._unsent(values, sent, mean, returned.squeeze(0)), numels[: len(selection)])
         if flags and used is not None:
             used = arrived.pop().values.reshape(-1)[: len(used)] > 0
         elif used is not None:
@@ -98,13 +83,7 @@ class ReduceFormat(WireFormat):
             return [*self.transfers(sizes), Transfer("all_gather", flags)]
         shard = sum(self._shard_numel(numel) for numel in (*(size.numel for size in sizes), flags))
         nbytes = aligned(shard * self.dtype.itemsize if self._bits is None else quantized_nbytes(shard, self._bits))
-        if self._is_gathered(nbytes * self.world_size):
-            return [Transfer("all_gather", nbytes * self.world_size)]
         return [Transfer("all_to_all", nbytes * self.world_size), Transfer("all_gather", nbytes)]
-
-    def _is_gathered(self, nbytes: int) -> bool:
-        """Return whether a message is so short that a round trip takes longer than the extra bytes of an all-gather."""
-        return self._gathers_short and (self.world_size - 1) * (1 - 2 / self.world_size) * nbytes <= _WORTH_A_ROUND_TRIP
 
     def average_at(self, accumulated: Sequence[Tensor], indices: Tensor, counts: Counts) -> Phases:
         """Average over ranks the values at ``indices`` of the flattened bucket.

@@ -32,7 +32,7 @@ class UnionFormat(WireFormat):
 
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
-        self._values = ReduceFormat(dtype, rank, world_size, gathers_short=True)
+        self._values = ReduceFormat(dtype, rank, world_size)
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
