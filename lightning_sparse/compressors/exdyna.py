@@ -256,14 +256,13 @@ def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
 def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
     """Return the index (int64 ``[1]``) of a non-finite element of each tensor, or ``None``."""
     # The norm is the fastest pass over all elements. A finite norm proves that all elements are finite. An infinite
-    # norm may be an overflow. The host waits for the norms, and later for the number of selected elements.
+    # norm may be an overflow. The host waits for the result, as for the number of selected elements.
+    first: list[Optional[Tensor]] = [None] * len(tensors)
     are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
-    return [None if is_finite else _not_finite(tensor) for tensor, is_finite in zip(tensors, are_finite)]
-
-
-def _not_finite(tensor: Tensor) -> Optional[Tensor]:
-    indices = tensor.isfinite().logical_not_().nonzero().squeeze(1)[:1]
-    return indices if indices.numel() else None
+    for number in (number for number, is_finite in enumerate(are_finite) if not is_finite):
+        indices = tensors[number].isfinite().logical_not_().nonzero().squeeze(1)[:1]
+        first[number] = indices if indices.numel() else None
+    return first
 
 
 def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gather, ModelLayout
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize
 from lightning_sparse.compressors.topk import TopK, largest_of_each
 from lightning_sparse.functional.elements import copied_to
 
@@ -102,7 +102,7 @@ class SDAGC(TopK):
         filled = _reaching(selection.values, rooms, thresholds.masked_fill(wanted == numels, 0.0))
         sent = _segments(filled.float(), "sum", rooms)
         self._proposals.append((positions, _updated(alphas, sent, wanted, rooms, numels)))
-        return selection.filled_at(filled)
+        return FlatSelection(selection.values, selection.indices, selection.numels, selection.counts, filled)
 
     @override
     def selection_size(self, numel: int, count: int) -> SelectionSize:

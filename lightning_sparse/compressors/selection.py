@@ -90,10 +90,6 @@ class FlatSelection(Sequence[Selection]):
         """Return a selection with new values and indices, and with the same counts. All elements count as sent."""
         return FlatSelection(values, indices, self.numels, self.counts)
 
-    def filled_at(self, filled: Tensor) -> "FlatSelection":
-        """Return the same selection with the mask ``filled``, bool ``[count]``, which is true for elements to send."""
-        return FlatSelection(self.values, self.indices, self.numels, self.counts, filled)
-
     @override
     def __len__(self) -> int:
         return len(self.numels)
@@ -152,13 +148,14 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
     """Concatenate selections of single tensors to one flat selection."""
     if isinstance(selections, FlatSelection):
         return selections
-    each = [_indices(selection) for selection in selections]
-    numels, counts = tuple(one.numel for one in selections), tuple(indices.shape[-1] for indices in each)
-    values = torch.cat([selection.values for selection in selections], dim=-1)
+    values = torch.cat([each.values for each in selections], dim=-1)
+    rows = [torch.arange(numel, device=values.device) if row is None else row for _, row, numel, _ in selections]
+    numels, counts = tuple(each.numel for each in selections), tuple(row.shape[-1] for row in rows)
     filled = None
-    if any(selection.filled is not None for selection in selections):
-        filled = torch.cat([_filled(selection) for selection in selections])
-    indices = torch.cat(each, dim=-1) + _origins(numels, counts, values.device)
+    if any(each.filled is not None for each in selections):
+        ones = values.new_ones(len(values), dtype=torch.bool).split(counts)
+        filled = torch.cat([one if each.filled is None else each.filled for one, each in zip(ones, selections)])
+    indices = torch.cat(rows, dim=-1) + _origins(numels, counts, values.device)
     return FlatSelection(values, indices, numels, counts, filled)
 
 
@@ -192,16 +189,6 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return, for each selected element, the offset of the tensor in the bucket."""
     return repeat_interleave(starts_of(numels)[:-1], counts, device)
-
-
-def _indices(selection: Selection) -> Tensor:
-    if selection.indices is None:
-        return torch.arange(selection.numel, device=selection.values.device)
-    return selection.indices
-
-
-def _filled(selection: Selection) -> Tensor:
-    return torch.ones_like(selection.values, dtype=torch.bool) if selection.filled is None else selection.filled
 
 
 def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:

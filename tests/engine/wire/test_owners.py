@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.compressors.selection import SelectionSize, overwrite, scatter
+from lightning_sparse.compressors.selection import FlatSelection, SelectionSize, overwrite, scatter
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire import build_wires, exchange_of
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
@@ -17,7 +17,7 @@ def exchanged(tensors, counts, keep, dtype=torch.float32, filled=None):
     phases = []
     for rank, each in enumerate(tensors):
         selection = largest_of_each(each, counts)
-        selection = selection if filled is None else selection.filled_at(filled)
+        selection = FlatSelection(selection.values, selection.indices, selection.numels, selection.counts, filled)
         phases.append(OwnersFormat(dtype, rank, ranks, keep).exchange(selection, each, None))
     arrivals, handed_in = run_phases(phases)
     return arrivals, [payloads[0].tensor.nbytes for payloads in handed_in]
