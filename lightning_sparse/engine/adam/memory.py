@@ -1,11 +1,8 @@
 """A residual memory for updates of Adam. :class:`AdamCorrection` documents the method and the papers."""
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -26,12 +23,10 @@ from lightning_sparse.engine.memory.residual import (
     in_widened,
     rename_in,
     state_like,
-    widened,
 )
 from lightning_sparse.functional.adam import accumulate_updates, denominator, to_gradients
 
-_MESSAGE_ELEMENTS = 1 << 24  # elements per message of mean gradients, 32 MiB
-_MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
+_UNCORRECTED = Hyperparameters(0.0)
 
 
 class AdamMemory(ResidualMemory):
@@ -60,7 +55,7 @@ class AdamMemory(ResidualMemory):
         self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up; set by the first parameter that completes it
         self.correction = correction
         self._world_size = world_size
-        self._share_of = local_share
+        self._share_of = local_share or (lambda flat: flat)
         self.states: dict[str, AdamState] = {}
         self.refreshes = Refreshes(correction.second_moment_interval)
 
@@ -83,11 +78,7 @@ class AdamMemory(ResidualMemory):
     ) -> list[Tensor]:
         accumulated = in_widened(gradients)
         inputs = dict(zip(names, accumulated))
-        moments = {
-            name: settings.adam
-            for name in names
-            if (settings := hyperparameters.get(name)) is not None and settings.adam is not None
-        }
+        moments = {name: each for name in names if (each := hyperparameters.get(name, _UNCORRECTED).adam) is not None}
         for name in names:
             self._track_moments(name, moments.get(name))
         rest = [name for name in names if name not in moments]
@@ -97,7 +88,6 @@ class AdamMemory(ResidualMemory):
         return accumulated
 
     def _track_moments(self, name: str, present: Optional[AdamMoments]) -> None:
-        """Convert the residual between gradients and updates when a parameter's correction starts or ends."""
         state = self.states.get(name)
         if present is None:
             if state is not None and state.is_update:
@@ -113,7 +103,7 @@ class AdamMemory(ResidualMemory):
         state.is_update = True
         # ``owed`` is the sum of all later updates of the first moment without new gradients, equal on all ranks.
         beta1, first = moments.beta1, moments.first
-        owed = in_widened([self._shared(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
+        owed = in_widened([self._share_of(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         first.zero_()
         if name in self._residuals:
             owed.add_(self._residuals[name])
@@ -148,9 +138,6 @@ class AdamMemory(ResidualMemory):
     def _denominator(self, state: AdamState) -> Tensor:
         return denominator(in_widened(self._seconds([state]))[0], state.scalars)
 
-    def _shared(self, flat: Tensor) -> Tensor:
-        return flat if self._share_of is None else self._share_of(flat)
-
     def _accumulate_updates(
         self, inputs: Mapping[str, Tensor], states: Mapping[str, AdamState], given: Mapping[str, Hyperparameters]
     ) -> None:
@@ -158,18 +145,17 @@ class AdamMemory(ResidualMemory):
         self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
             if not given[name].continues_step and (decay := state.current.decay):
-                gradient.add_(self._shared(state.current.parameter), alpha=decay)
+                gradient.add_(self._share_of(state.current.parameter), alpha=decay)
         self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
-        scalars = [one.scalars for one in each]
-        accumulate_updates(gradients, waiting, self._seconds(each), scalars, self._world_size)
+        accumulate_updates(gradients, waiting, self._seconds(each), [one.scalars for one in each], self._world_size)
         if self.is_watched:
             for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
                 state.update_norm = norm
 
     def _seconds(self, states: Sequence[AdamState]) -> list[Tensor]:
-        return [self._shared(state.current.second) for state in states]
+        return [self._share_of(state.current.second) for state in states]
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -177,8 +163,7 @@ class AdamMemory(ResidualMemory):
         known = [(gradient, self.states[name]) for gradient, name in zip(gradients, names) if name in self.states]
         corrected = [(gradient, state) for gradient, state in known if state.moments is not None]
         states = [state for _, state in corrected]
-        scalars = [state.scalars for state in states]
-        to_gradients([gradient for gradient, _ in corrected], self._seconds(states), scalars)
+        to_gradients([each for each, _ in corrected], self._seconds(states), [state.scalars for state in states])
 
     @override
     def on_unused(self, names: Iterable[str]) -> None:
@@ -191,38 +176,8 @@ class AdamMemory(ResidualMemory):
 
     @override
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
-        """Update second moments of due parameters from mean gradients of the previous step, without residuals.
-
-        Gradients of the current step are ready too late, so that backward would not hide the time of the average.
-        """
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        gradients = self.refreshes.taken(next_step)
-        for together in _messages(gradients, next_step):
-            self._average({name: gradients.pop(name) for name in together}, next_step, averages)
-        self.refreshes.ask(next_step)
-
-    def _average(
-        self, gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments], averages: Averages
-    ) -> None:
-        """Average the gradients in one message, and update the second moments if the means are finite."""
-        seconds = {name: next_step[name].second for name in gradients}
-        numels = [each.numel() for each in seconds.values()]
-        flat = averages.mean_gradients(gradients, numels)
-        is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
-        if self.clips_gradients:
-            of_own, of_means = (
-                torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
-                for each in (gradients.values(), flat.split(numels))
-            )
-            self._clips.measure(list(gradients), of_means, averages.mean_squares(of_own), is_finite)
-        flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
-        alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
-        for name, mean in zip(seconds, flat.split(numels)):
-            alike[self.states[name].second_step, next_step[name].step - 1, next_step[name].beta2][name] = mean
-        for (known, step, beta2), some in alike.items():
-            _update_moments([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
-            for name in some:
-                self.states[name].second_step = step
+        self.refreshes.update(next_step, self.states, averages, self._clips.measure if self.clips_gradients else None)
 
     @override
     def update_norms(self) -> dict[str, Tensor]:
@@ -273,29 +228,6 @@ class AdamMemory(ResidualMemory):
         self.refreshes = Refreshes(self.correction.second_moment_interval, due, {**held})
         saved = next(iter(state.get("warm_up", {}).values()), None)
         self.warm_up = None if saved is None else WarmUp(*map(int, saved.tolist()))
-
-
-def _update_moments(
-    seconds: Sequence[Tensor], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
-) -> None:
-    """Update second moments from step ``known`` to ``step``. If the means are not finite, only the bias changes."""
-    share = max(_MIN_KEPT, beta2 ** (step - known))
-    # torch stores moments before the bias correction, so that the stored values depend on the step.
-    old, new = 1 - beta2**known, 1 - beta2**step
-    factor, factor_without_mean = (
-        torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
-        for each in (share * new / old, new / old)
-    )
-    torch._foreach_mul_(seconds, torch.where(is_finite, factor, factor_without_mean))
-    torch._foreach_addcmul_(seconds, list(means), list(means), value=(1 - share) * new)
-
-
-def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
-    """Yield lists of gradient names, one list per message of about 32 MiB. All second moments have one dtype."""
-    starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
-    places = [(start // _MESSAGE_ELEMENTS, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
-    for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
-        yield [name for _, name in together]
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:

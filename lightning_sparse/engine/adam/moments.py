@@ -1,18 +1,23 @@
 """Adam's state of each parameter, and the updates of second moments."""
 
 import math
-from collections.abc import Container, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.engine.memory.residual import Averages, widened
 from lightning_sparse.functional.adam import AdamScalars
 
 _GROWTH = 0.1  # growth of the interval per step made: after 2000 steps, 200 steps between two updates
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
 _MIN_ELEMENTS = 1 << 19  # elements per message of mean gradients (1 MiB), so that latency does not dominate
+_MESSAGE_ELEMENTS = 1 << 24  # elements per message of mean gradients, 32 MiB
+_MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 
 
@@ -62,6 +67,29 @@ class Refreshes:
     # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
+    def update(
+        self,
+        next_step: Mapping[str, AdamMoments],
+        states: Mapping[str, AdamState],
+        averages: Averages,
+        measure: Optional[Callable[..., None]],
+    ) -> None:
+        """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
+
+        Gradients of the current step come too late in backward: backward could not hide the average.
+
+        Args:
+            next_step: Adam's state for the next step, by parameter name.
+            states: states of the corrected parameters.
+            averages: collectives.
+            measure: :meth:`OwnClips.measure`, if gradients are clipped by norm.
+        """
+        gradients = self.taken(next_step)
+        for together in _messages(gradients, next_step):
+            some = {name: gradients.pop(name) for name in together}
+            _average(some, next_step, states, averages, measure)
+        self.ask(next_step)
+
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
         """Request gradients of due parameters from the next step. First updates are spread over an interval."""
         numel = sum(each.numel for each in next_step.values())
@@ -104,3 +132,54 @@ class Refreshes:
         """Remove a parameter's entries."""
         self.due.pop(name, None)
         self.gradients.pop(name, None)
+
+
+def _average(
+    gradients: Mapping[str, Tensor],
+    next_step: Mapping[str, AdamMoments],
+    states: Mapping[str, AdamState],
+    averages: Averages,
+    measure: Optional[Callable[..., None]],
+) -> None:
+    """Average the gradients in one message, and update the second moments if the means are finite."""
+    seconds = {name: next_step[name].second for name in gradients}
+    numels = [each.numel() for each in seconds.values()]
+    flat = averages.mean_gradients(gradients, numels)
+    is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
+    if measure is not None:
+        of_own, of_means = (
+            torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
+            for each in (gradients.values(), flat.split(numels))
+        )
+        measure(list(gradients), of_means, averages.mean_squares(of_own), is_finite)
+    flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
+    alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
+    for name, mean in zip(seconds, flat.split(numels)):
+        alike[states[name].second_step, next_step[name].step - 1, next_step[name].beta2][name] = mean
+    for (known, step, beta2), some in alike.items():
+        _update_moments([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
+        for name in some:
+            states[name].second_step = step
+
+
+def _update_moments(
+    seconds: Sequence[Tensor], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
+) -> None:
+    """Update second moments of step ``known`` to ``step``. Without finite means only the bias changes."""
+    share = max(_MIN_KEPT, beta2 ** (step - known))
+    # torch stores moments with the bias of the step, before correction.
+    old, new = 1 - beta2**known, 1 - beta2**step
+    factor, factor_without_mean = (
+        torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
+        for each in (share * new / old, new / old)
+    )
+    torch._foreach_mul_(seconds, torch.where(is_finite, factor, factor_without_mean))
+    torch._foreach_addcmul_(seconds, list(means), list(means), value=(1 - share) * new)
+
+
+def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
+    """Yield the names of the gradients of each message: about 32 MiB, with second moments of one dtype."""
+    starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
+    places = [(start // _MESSAGE_ELEMENTS, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
+    for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
+        yield [name for _, name in together]
