@@ -71,7 +71,7 @@ class A2SGD(Compressor):
         # Shifts are relative to the rounded means that this rank sent. Equal gradients on all ranks give zero shifts.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
-        # The shift is in place, because no other code reads the local gradient that ``means`` contains.
+        # ``means`` contains the local gradient. No other code reads this gradient, so the gradient is shifted in place.
         shift_by_sign([mean.values for mean in means], above, -below)
         return means
 

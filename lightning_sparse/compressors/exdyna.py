@@ -256,7 +256,7 @@ def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
 def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
     """Return the index (int64 ``[1]``) of a non-finite element of each tensor, or ``None``."""
     # The norm is the fastest pass over all elements. A finite norm proves that all elements are finite. An infinite
-    # norm may be an overflow. The host waits for the result, as for the number of selected elements.
+    # norm may be an overflow. The host waits for the norms, and later for the number of selected elements.
     first: list[Optional[Tensor]] = [None] * len(tensors)
     are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
     for number in (number for number, is_finite in enumerate(are_finite) if not is_finite):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sparse.functional.elements import in_batches
 
-Tensors = Sequence[Tensor]  # flat
+Tensors = Sequence[Tensor]  # flat tensors
 
 # Weight of the squared gradient in the divisor of a gradient; 1 is the weight in Adam. For the GPT of the benchmarks at
 # density 0.01, the loss was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. With a weight of 0, some
@@ -62,7 +62,7 @@ def accumulate_updates(
 
 
 def to_gradients(updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> None:
-    """Multiply updates by Adam's divisor, in place."""
+    """Convert Adam updates to gradients, in place: multiply all elements by Adam's divisor."""
     for several, olds, known in in_batches(updates, seconds, scalars):
         roots = torch._foreach_sqrt(_typed(olds, several))
         torch._foreach_mul_(roots, [1 / each.root_weight for each in known])

@@ -21,10 +21,10 @@ Counts = tuple[int, ...]  # number of elements of each tensor
 # For at most _FEW elements, put_ adds in order and needs one call; index_add_ needs three. With about 30 000 elements,
 # put_ adds in several threads, in any order.
 _FEW = 1 << 12
-_FEW_ROWS = 16  # rows; up to here one call per row is faster than one call that sorts
+_FEW_ROWS = 16  # rows; up to 16 rows, one index_add_ per row is faster than one index_put_, which sorts
 _CPU_BATCH = 1 << 16  # elements; pieces of four tensors take 1 MiB, a core's share of the cache
 _DEVICE_BATCH = 1 << 26  # elements; temporaries take 256 MiB
-_ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of this
+_ALIGNMENT = 16  # bytes; NCCL is far slower if addresses are not multiples of 16
 
 
 def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:

@@ -73,7 +73,7 @@ def shift_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> No
     """
     for _, _, flat in runs(tensors):
         for piece in flat.split(_PIECE if flat.device.type == "cpu" else _DEVICE_PIECE):
-            # Shifts are multiplied by masks. Zero times a finite shift is exactly zero; an infinite shift shows as NaN.
+            # Each shift is multiplied by a mask. If the mask is zero, a finite shift adds zero, an infinite shift NaN.
             negative = piece.sign()
             positive = negative.clamp(min=0.0)
             negative.sub_(positive).neg_().mul_(below)

@@ -1,8 +1,8 @@
 """The exact ``count`` largest magnitudes of flat tensors, without a sort.
 
-On a CPU a cheap vectorised pass first discards nearly all elements of a large tensor, and only the rest is compared. A
+On a CPU a cheap vectorised pass first discards nearly all elements of a large tensor. Only the rest is compared. A
 strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or many elements are
-equal), ``torch.topk`` decides.
+equal), ``torch.topk`` selects among all elements.
 
 On a GPU ``torch.topk`` selects among all elements, without a synchronization. Results depend only on the tensor.
 Tensors of equal size share kernel launches, which cost more than small tensors.

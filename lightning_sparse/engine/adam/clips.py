@@ -15,20 +15,20 @@ from lightning_sparse.engine.memory.residual import Clip, factors_to
 
 
 class _Asked(NamedTuple):
-    """Clipping limits, and the indices of the optimizers with gradients in the same norm."""
+    """Clipping limits, and the indices of the optimizers that share one norm of all their gradients."""
 
     clipping: Clipping = NOT_CLIPPED
     together: tuple[int, ...] = ()
 
 
 class AskedClips:
-    """Clipping of the next gradients, as in each optimizer's last step. ``norm`` is the limit if that step had none."""
+    """Limits for clipping the next gradients, as in each optimizer's last step. ``norm`` is the default limit."""
 
     def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
         self._optimizers = optimizers
         self._norm = norm
         self._coming = [_Asked()] * len(optimizers)
-        self._asking: set[int] = set()  # optimizers with a call of :meth:`ask` after the last step
+        self._asking: set[int] = set()  # optimizers that :meth:`ask` has set since their last step
 
     def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
         """Clip the next gradients of all optimizers of the parameters, with one norm.
@@ -69,7 +69,7 @@ class AskedClips:
         return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
 
     def state(self) -> list[list[Any]]:
-        """Return the clipping of each optimizer's next gradients for a checkpoint."""
+        """Return the clipping limits of each optimizer for a checkpoint."""
         return [[*clipping, list(together)] for clipping, together in self._coming]
 
     def load(self, saved: Sequence[Sequence[Any]]) -> None:
@@ -81,17 +81,17 @@ class AskedClips:
 
 @dataclass
 class OwnClips:
-    """Clip each rank's gradient to the limit times a ratio: the norm of a rank's gradient over that of the mean.
+    """Clip each rank's gradient to the user's limit times a ratio, so that the mean is clipped approximately.
 
-    The mean gradient is then clipped approximately. The ratio is measured with each update of a second moment.
+    The ratio is the norm of a rank's gradient divided by the norm of the mean. Updates of second moments measure both.
     """
 
     world_size: int
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
-    factors: Optional[Tensor] = None  # factors of this step's gradients, one per clip with a norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # fp32 ``[2]``: rank's gradient, mean
-    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of this step's gradients
+    factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]``: squared norms of rank's gradient and mean
+    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of the gradients that share a norm
 
     @property
     def limits(self) -> list[tuple[float, frozenset[str]]]:
@@ -104,7 +104,7 @@ class OwnClips:
         return self._together
 
     def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Compute the factor for each limit, from the norms that :meth:`Memory.set_norms` describes."""
+        """Compute the clip factor for each limit. The arguments are as in :meth:`Memory.set_norms`."""
         limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
         self.factors = factors_to(torch.stack(limits), total)
 
@@ -115,7 +115,7 @@ class OwnClips:
         # Parameters without a gradient in this backward do not count.
         total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
         own, mean = self.total_of(total).unbind()
-        # Before a measurement, the ratio is that of independent gradients.
+        # Before the first measurement, the gradients of ranks are assumed to be independent.
         return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
 
     def clip(self, gradients: Mapping[str, Tensor]) -> None:
@@ -131,7 +131,7 @@ class OwnClips:
                 torch._foreach_mul_(clipped, factor)
 
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """Update the moving averages of squared norms, of means and of ranks' gradients (averaged), if finite."""
+        """If finite, update the moving averages of squared norms: of mean gradients, and of ranks' gradients."""
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         none = squares.new_zeros(2)
         halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)

@@ -101,7 +101,7 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
-        # ``owed`` is the sum of all later updates of the first moment without new gradients, equal on all ranks.
+        # ``owed`` is the sum of all later updates that the first moment alone would make. All ranks have the same sum.
         beta1, first = moments.beta1, moments.first
         owed = in_widened([self._share_of(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         first.zero_()
@@ -168,7 +168,7 @@ class AdamMemory(ResidualMemory):
     @override
     def on_unused(self, names: Iterable[str]) -> None:
         for name in names:
-            self.refreshes.gradients.pop(name, None)  # the update is due again in the next step
+            self.refreshes.gradients.pop(name, None)  # The next step requests a gradient again.
 
     @override
     def on_finite(self, finite: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Optional
@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_sparse.engine.memory.residual import Averages, widened
 from lightning_sparse.functional.adam import AdamScalars
 
-_GROWTH = 0.1  # growth of the interval per step made: after 2000 steps, 200 steps between two updates
-_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples modulo 1 spread consecutive parameters evenly over an interval
-_MIN_ELEMENTS = 1 << 19  # elements per message of mean gradients (1 MiB), so that latency does not dominate
-_MESSAGE_ELEMENTS = 1 << 24  # elements per message of mean gradients, 32 MiB
+_GROWTH = 0.1  # interval between two updates per step made: after 2000 steps, an interval of 200 steps
+_GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
+_MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
+_MESSAGE_ELEMENTS = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
 _MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 
@@ -43,17 +43,17 @@ class AdamState:
     moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
     second_step: int  # step number of the last update of the second moment
     is_update: bool = False  # whether the residual holds updates, not gradients
-    update_norm: Optional[Tensor] = None  # norm of this step's update, if the memory is watched
+    update_norm: Optional[Tensor] = None  # norm of this step's update, if ``is_watched``
 
     @property
     def current(self) -> AdamMoments:
-        """``moments``, which must not be ``None``."""
+        """The attribute ``moments``, which must not be ``None`` here."""
         assert self.moments is not None
         return self.moments
 
     @property
     def scalars(self) -> AdamScalars:
-        """Numbers for the next update. The bias correction is that of the second moment's last update."""
+        """Numbers for the next update. The bias correction is computed for the last update of the second moment."""
         current = self.current
         return AdamScalars(current.beta2, 1 - current.beta2**self.second_step, max(current.eps, _MIN_EPS))
 
@@ -62,8 +62,8 @@ class AdamState:
 class Refreshes:
     """Updates of second moments: the step of each parameter's next update, and this rank's gradients for the update."""
 
-    least_steps: int  # minimum number of steps between two updates
-    due: dict[str, int] = field(default_factory=dict)  # step number of a parameter's next update
+    least_steps: int  # minimum number of steps between two updates of a parameter's second moment
+    due: dict[str, int] = field(default_factory=dict)  # step number of each parameter's next update
     # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Refreshes:
     ) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
 
-        Gradients of the current step come too late in backward: backward could not hide the average.
+        Gradients of the current step are ready too late, so that backward would not hide the time of the average.
 
         Args:
             next_step: Adam's state for the next step, by parameter name.
@@ -91,7 +91,7 @@ class Refreshes:
         self.ask(next_step)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Request gradients of due parameters from the next step. First updates are spread over an interval."""
+        """Request gradients for due updates from the next step. The parameters' first updates are spread over steps."""
         numel = sum(each.numel for each in next_step.values())
         turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
         for number, (name, moments) in enumerate(next_step.items()):
@@ -100,7 +100,7 @@ class Refreshes:
                 self.gradients.setdefault(name, None)
 
     def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in bfloat16. Add a gradient in ``continued`` to that of the earlier backward."""
+        """Store requested gradients in bfloat16. For ``continued`` names, add an earlier backward's gradient."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -116,10 +116,10 @@ class Refreshes:
         held = [each for each in self.gradients.values() if each is not None]
         if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # 1 or infinity: zeros become NaN
+            torch._foreach_mul_(held, flag.reciprocal())  # The factor is 1, or infinity, which makes zeros NaN.
 
     def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
-        """Remove and return gradients of completed steps, in the order of ``next_step``, and set the next updates."""
+        """Remove and return gradients of completed steps, in the order of ``next_step``. Schedule the next updates."""
         taken = {}
         for name, moments in next_step.items():
             if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
@@ -129,7 +129,7 @@ class Refreshes:
         return taken
 
     def drop(self, name: str) -> None:
-        """Remove a parameter's entries."""
+        """Remove the stored gradient and the next update of a parameter."""
         self.due.pop(name, None)
         self.gradients.pop(name, None)
 
@@ -163,22 +163,22 @@ def _average(
 
 
 def _update_moments(
-    seconds: Sequence[Tensor], means: Sequence[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
+    seconds: list[Tensor], means: list[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
-    """Update second moments of step ``known`` to ``step``. Without finite means only the bias changes."""
+    """Update second moments from step ``known`` to ``step``. If the means are not finite, only the bias changes."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
-    # torch stores moments with the bias of the step, before correction.
+    # torch stores moments before the bias correction, so that the stored values depend on the step.
     old, new = 1 - beta2**known, 1 - beta2**step
     factor, factor_without_mean = (
         torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
         for each in (share * new / old, new / old)
     )
     torch._foreach_mul_(seconds, torch.where(is_finite, factor, factor_without_mean))
-    torch._foreach_addcmul_(seconds, list(means), list(means), value=(1 - share) * new)
+    torch._foreach_addcmul_(seconds, means, means, value=(1 - share) * new)
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
-    """Yield the names of the gradients of each message: about 32 MiB, with second moments of one dtype."""
+    """Yield lists of gradient names, one list per message of about 32 MiB. All second moments have one dtype."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
     places = [(start // _MESSAGE_ELEMENTS, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
     for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):

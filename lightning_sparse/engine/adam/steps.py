@@ -37,7 +37,7 @@ class _Flat(NamedTuple):
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has the ``step`` of ``torch.optim.Adam`` or ``AdamW``, without rare options."""
+    """Return whether an optimizer runs the ``step`` of torch's Adam or AdamW, without the options above."""
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group[name] for group in optimizer.param_groups for name in _UNSUPPORTED)
@@ -73,7 +73,7 @@ class StepCounts:
         return self._most
 
     def set_names(self, names: Mapping[Parameter, str]) -> None:
-        """Set the model's current parameters."""
+        """Set the names of the model's current parameters."""
         self.names, self._most = names, None
 
     def drop_cache(self, *event: Any) -> None:

@@ -128,7 +128,7 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = cloned(state.get("momentum", {}))
-        self._decayed, self._in_flight = {}, {}  # the loaded momenta may have other shapes
+        self._decayed, self._in_flight = {}, {}  # Loaded momenta may have other shapes.
 
 
 def _add_momentum(rows: Sequence[Sequence[Any]], is_nesterov: bool) -> None:

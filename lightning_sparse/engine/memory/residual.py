@@ -26,8 +26,8 @@ NUMBERS = {
     "squared_norms": 2,
     "warm_up": 2,
 }
-_REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment, not pending updates
-_RATE_RANGE = 10.0  # largest factor; a larger one would stay in the optimizer's momentum when the rate jumps back
+_REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
+_RATE_RANGE = 10.0  # largest factor that rescales a residual; more would persist in the optimizer's momentum
 
 
 Renaming = Mapping[str, Optional[str]]  # new name by old parameter name; ``None`` for a removed parameter
@@ -287,14 +287,14 @@ def state_like(state: dict[str, Tensor], names: Sequence[str], likes: Sequence[T
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
-    """Copy each source over its tensor if accepted. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
+    """Overwrite accepted tensors with their sources. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
     are_accepted = accepted.expand(len(tensors))
     if accepted.device.type == "cpu":
-        pairs = [pair for *pair, is_accepted in zip(tensors, sources, are_accepted.tolist()) if is_accepted]
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs)))
+        places = [place for place, is_accepted in enumerate(are_accepted.tolist()) if is_accepted]
+        if places:
+            torch._foreach_copy_([tensors[place] for place in places], [sources[place] for place in places])
         return
-    for tensor, source, is_accepted in zip(tensors, sources, are_accepted):  # the host must not wait for ``accepted``
+    for tensor, source, is_accepted in zip(tensors, sources, are_accepted):  # A read of ``accepted`` would synchronize.
         torch.where(is_accepted, source, tensor, out=tensor)
 
 

@@ -22,8 +22,8 @@ from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
-_SMALL = 1 << 15  # elements; below this size a copy into a package costs less than an operation of its own
-_OWN_USES = 2  # references to the storage of an unshared gradient: p.grad, and the query itself
+_SMALL = 1 << 15  # number of elements; smaller gradients are copied into one buffer, which saves kernel launches
+_OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
 
 
 class ParamEntry:

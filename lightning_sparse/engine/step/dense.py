@@ -59,7 +59,7 @@ class DenseBackward(Backward):
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
     def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
-        """Start an all-reduce of flat gradients of one dtype and flags of use. Then write the previous means."""
+        """Start an all-reduce of flat gradients and flags of use. Then write the means of the previous message."""
         among = self._context.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
