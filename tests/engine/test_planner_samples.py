@@ -9,8 +9,8 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.observe import BucketRecord, Span, StepRecord
 from lightning_sparse.engine.planner import Densities, StepPlanner, averaged
 from lightning_sparse.schedule import Merged, plan_buckets
-from lightning_sparse.schedule.merging import predict
 from tests.helpers.examples import load
+from tests.schedule.problems import Problem, slow_total
 
 
 class Told(load("echo").EchoCommunicator):
@@ -94,9 +94,9 @@ def test_the_plan_is_the_optimum_by_the_costs_that_were_seen():
     planner = StepPlanner(schedule, Told(2), recorder, numels, densities, False, lambda: False, lines.append)
     for _ in range(100):
         planner.see_exchange(step_of(schedule, numels, density))
-    problem = (SIZES, [BACKWARD] * len(SIZES), select, lambda elements: exchange(density * elements))
+    problem = Problem(SIZES, [BACKWARD] * len(SIZES), select, lambda elements: exchange(density * elements))
     buckets = plan_buckets(*problem)
     assert planner.plan.buckets == tuple(tuple(f"weight {place}" for place in bucket) for bucket in buckets)
-    assert planner.plan.seconds == pytest.approx(predict(buckets, *problem))
-    assert dict(planner.plan.tried)[1] == pytest.approx(predict([range(len(SIZES))], *problem))
+    assert planner.plan.seconds == pytest.approx(slow_total(buckets, problem))
+    assert dict(planner.plan.tried)[1] == pytest.approx(slow_total([range(len(SIZES))], problem))
     assert len(lines) == 1

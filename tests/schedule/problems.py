@@ -41,6 +41,22 @@ def published(workers):
     )
 
 
+def slow_total(buckets, problem, selection="worker"):
+    """Return the arrival of the last message, event by event. With ``"backward"`` by the paper's recurrences."""
+    backward = channel = 0.0
+    for bucket in buckets:
+        elements = sum(problem.sizes[position] for position in bucket)
+        select_seconds, exchange_seconds = problem.select_cost(elements), problem.exchange_cost(elements)
+        for position in bucket:
+            backward += problem.backward_seconds[position]
+        if selection == "backward":
+            backward += select_seconds
+            channel = max(channel, backward) + exchange_seconds
+        else:
+            channel = max(channel, backward) + select_seconds + exchange_seconds
+    return channel
+
+
 def random_problem(seed, tensors):
     """Draw a problem with backward, selection and exchange times within a factor of tens, and costs of every shape."""
     rng = random.Random(seed)
