@@ -89,7 +89,18 @@ class Engine(SharedOnCopy):
         self.planner = self._planner_of(settings, log)
         self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
-        self.reducer = self._reducer_from(ddp, begin, end)
+        context = ReducerContext(
+            self.pipeline,
+            settings.schedule,
+            self.worker,
+            levels.same_shard,
+            settings.overlaps_backward,
+            isinstance(ddp, ShardedModel),
+            begin,
+            end,
+            packages={},
+        )
+        self.reducer = SparseReducer(ddp, context, is_dense=settings.local_steps is not None)
         self.replicas = self._replicas_of(module)
         self.reducer.track(trained)
         self.send_dense(False)
@@ -103,13 +114,6 @@ class Engine(SharedOnCopy):
     def topology(self) -> Topology:
         """Number of all ranks, and number of ranks per node (with two levels) or per sharded replica."""
         return Topology(self.levels.world.world_size, self.levels.local_world_size)
-
-    def _reducer_from(self, ddp: Wrapper, begin: Callable[[bool], None], end: Callable[[], None]) -> SparseReducer:
-        settings = self._settings
-        parts = (self.worker, self.levels.same_shard)
-        is_sharded = isinstance(ddp, ShardedModel)
-        route = ReducerContext(self.pipeline, settings.schedule, *parts, settings.overlaps_backward, is_sharded, {})
-        return SparseReducer(ddp, route, begin, end, is_dense=settings.local_steps is not None)
 
     def _replicas_of(self, module: nn.Module) -> Replicas:
         settings = self._settings

@@ -24,10 +24,6 @@ def shown(stage: str) -> AbstractContextManager[Any]:
     return profiler.record_function(f"sparse.{stage}") if profiler._is_profiler_enabled else nullcontext()
 
 
-def _no_mark() -> None:
-    """Return no timestamp. On a GPU a timestamp of each gradient would cost a CUDA event."""
-
-
 Timestamp = Any  # host time in seconds (float), or a CUDA event
 _FP32_BYTES = 4
 _ALL = "data that all buckets of a step share"
@@ -289,11 +285,9 @@ class Recorder:
         """Record the time when the last gradient was ready."""
         self.current.backward_end = self.clock.mark()
 
-    def mark_of_gradients(self) -> Callable[[], Optional[Timestamp]]:
-        """Return a function that returns a timestamp of now, or ``None`` if gradients get no timestamps."""
-        if self.clock.is_host:
-            return perf_counter
-        return self.clock.mark if self.watches_gradients else _no_mark
+    def mark_gradient(self) -> Optional[Timestamp]:
+        """Return the timestamp of a ready gradient, or ``None`` on a GPU, where a timestamp costs a CUDA event."""
+        return self.clock.mark() if self.clock.is_host or self.watches_gradients else None
 
     @contextmanager
     def bucket(self, names: Sequence[str]) -> Iterator[None]:

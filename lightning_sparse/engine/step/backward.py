@@ -6,7 +6,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple, Optional
 
@@ -39,13 +39,18 @@ class ParamEntry:
 
 
 class ParamOrder:
-    """The order in which all ranks exchange parameters. Rank 0 sets the order at the end of the first backward."""
+    """The exchanged parameters: in order of definition until rank 0's first backward sets the order of exchange."""
 
-    def __init__(self, members: Sequence[ParamEntry], device: torch.device) -> None:
+    def __init__(self, members: list[ParamEntry], device: torch.device, is_agreed: bool = False) -> None:
         self.members = members
+        self.is_agreed = is_agreed  # whether all ranks exchange in this order
         self.places = {each.name: place for place, each in enumerate(members)}
         self.travelling = [each for each in members if each.numel]  # non-empty parameters, which buckets send
         self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags of use, all 1
+
+    def agreed(self, members: list[ParamEntry]) -> "ParamOrder":
+        """Return the order of exchange of the same parameters."""
+        return ParamOrder(members, self.all_used.device, is_agreed=True)
 
 
 class Package(NamedTuple):
@@ -75,8 +80,10 @@ class ReducerContext(NamedTuple):
     among: Communicator  # ranks that average dense gradients and agree on the order
     overlaps_backward: bool  # whether buckets are sent during backward
     is_sharded: bool  # whether FSDP shards the model
-    packages: dict[tuple[str, ...], "Package"]  # buffers of the previous backward, by parameter names
-    dense_dtype: Optional[torch.dtype] = None  # dtype in which dense gradients of wider dtypes are sent
+    begin: Callable[[bool], None]  # called before the first gradient; true if prepare_for_backward() came first
+    end: Callable[[], None]  # called when all gradients are means
+    packages: dict[tuple[str, ...], Package]  # buffers of the previous backward, by parameter names
+    dense_dtype: Optional[torch.dtype] = None  # dense gradients of wider dtypes are sent in this dtype
 
     def dense_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a dense gradient of ``dtype`` is sent."""
@@ -99,18 +106,18 @@ class Backward(ABC):
 
     Args:
         route: objects and settings of the reducer.
-        order: order of exchange; empty in the first backward.
+        order: order of exchange; not agreed in the first backward.
         used: parameters that this rank has used since the last exchange, in this or an earlier backward.
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # whether a hook announced it; whether its end is queued
+        self.is_announced = self.has_end = False  # begun before the first gradient; end callback queued
+        self.is_finalizing = False  # whether all gradients are collected
         self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
         self._order = order
-        self._waiting = deque(order.members)  # parameters not yet in a bucket
+        self._waiting = deque(order.members if order.is_agreed else ())  # parameters not yet in a bucket
         self._used = used
-        self._mark = route.pipeline.recorder.mark_of_gradients()
         self._bucket: list[ParamEntry] = []
         self._bucket_numel = 0
         self._missing: list[_Missing] = []
@@ -121,7 +128,7 @@ class Backward(ABC):
 
     def take(self, member: ParamEntry) -> None:
         """Record a ready gradient. Put ready gradients into buckets, up to the next missing gradient in the order."""
-        self.marks[member] = self._mark()
+        self.marks[member] = self._context.pipeline.recorder.mark_gradient()
         waiting = self._waiting
         if not (waiting and member is waiting[0] and self._context.overlaps_backward):
             return
@@ -132,7 +139,7 @@ class Backward(ABC):
 
     def finalize_backward(self, order: ParamOrder) -> Set[Tensor]:
         """Send the remaining gradients, wait for all means, and return the parameters that no rank has used."""
-        if not self._order.members:
+        if order is not self._order:  # the first backward has had no order
             self._order, self._waiting = order, deque(order.members)
         while self._waiting:
             self._enqueue(self._waiting.popleft())
@@ -253,8 +260,6 @@ class SparseBackward(Backward):
         self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and package views that receive means
         # Buckets that are not sent yet. With clipping, the norm of all gradients is computed before any bucket is sent.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
-        overlaps = route.overlaps_backward and not route.pipeline.memory.clips_gradients
-        self._has_buckets = overlaps or route.pipeline.compressor.selects_across_bucket
         self._exchanged: list[BucketResult] = []
         self._arrived = arrived
         if route.overlaps_backward and route.pipeline.memory.corrects_adam:
@@ -268,7 +273,10 @@ class SparseBackward(Backward):
     def _closes(self, member: ParamEntry) -> bool:
         # Without overlap, all gradients form one bucket. A selection across a bucket (OMGS) depends on the buckets, so
         # the schedule ends these buckets without overlap, too.
-        return self._has_buckets and self._context.schedule.closes_bucket(member.name, self._bucket_numel)
+        context, pipeline = self._context, self._context.pipeline
+        overlaps = context.overlaps_backward and not pipeline.memory.clips_gradients
+        has_buckets = overlaps or pipeline.compressor.selects_across_bucket
+        return has_buckets and context.schedule.closes_bucket(member.name, self._bucket_numel)
 
     @override
     def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
@@ -305,8 +313,8 @@ class SparseBackward(Backward):
     def _end(self) -> threading.Event:
         recorder = self._context.pipeline.recorder
         recorder.end_backward()
-        # The time of a missing gradient is the end of backward.
-        end = self._mark()
+        # A gradient that is missing counts as ready when backward ends.
+        end = recorder.mark_gradient()
         recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
         return super()._end()
 

@@ -1,7 +1,6 @@
 """The reducer, which collects gradients during backward, and writes means over ranks when backward ends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from enum import Enum
 from functools import partial
 from typing import Any, Optional, Union
 
@@ -47,14 +46,6 @@ class NoOpReducer:
 
     prepare_for_forward = prepare_for_backward = _rebuild_buckets = _delay_all_reduce = _do_nothing
     set_runtime_stats_and_log = set_error_and_log = _do_nothing
-
-
-class State(Enum):
-    """The state of a :class:`SparseReducer`."""
-
-    IDLE = "no gradient waits for its exchange"
-    COLLECTING = "a backward collects gradients"
-    FINALIZING = "all gradients are collected, and the means are not written yet"
 
 
 class ReducedGradients:
@@ -157,35 +148,22 @@ class SparseReducer(SharedOnCopy):
     ends the exchange by :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged as in DDP.
 
     Args:
-        begin: function called before the first gradient of a backward is collected. The argument is true if
-            :meth:`prepare_for_backward` was called for this backward.
-        end: function called when all gradients are means.
         is_dense: whether to average complete gradients at first.
     """
 
-    def __init__(
-        self,
-        wrapper: Wrapper,
-        route: ReducerContext,
-        begin: Callable[[bool], None],
-        end: Callable[[], None],
-        is_dense: bool,
-    ) -> None:
+    def __init__(self, wrapper: Wrapper, context: ReducerContext, is_dense: bool) -> None:
         self.is_dense = is_dense
         self.is_paused = False  # whether gradients are not exchanged, as in local steps
         self.allow_implicit_backward = True  # whether prepare_for_backward is optional
-        self.state = State.IDLE
         self._wrapper = wrapper
-        self._context = route
-        self._begin = begin
-        self._end = end
+        self._context = context
         # Frozen parameters have hooks, too, because a user may unfreeze parameters within a step.
         self._hooked: dict[Tensor, tuple[ParamEntry, Any]] = {}
         self.reduced = ReducedGradients()
         self._used: set[ParamEntry] = set()  # parameters with a gradient since the last exchange
         self._last_graph = -1  # number of the last backward that finalize_backward has ended
         self._model_graph = -1  # number of the backward in which _attend() last ran
-        self._backward: Optional[Backward] = None  # the backward in progress; ``None`` while IDLE
+        self._backward: Optional[Backward] = None  # the backward in progress
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = NoOpReducer()  # type: ignore[assignment]
 
@@ -202,43 +180,44 @@ class SparseReducer(SharedOnCopy):
                 self._hooked[parameter] = member, register_grad_hook(parameter, partial(self._on_grad_ready, member))
             elif parameter in self._hooked:
                 self._hooked[parameter][0].name = name
-        self._members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
-        for position, each in enumerate(self._members):
+        members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
+        for position, each in enumerate(members):
             each.position = position
         self._context.packages.clear()
-        self._order = ParamOrder((), self._context.among.device)
+        self._order = ParamOrder(members, self._context.among.device)
 
     @property
     def order(self) -> list[str]:
         """Names of parameters in the order of exchange. Empty until rank 0 sets the order in the first exchange."""
-        return [each.name for each in self._order.members]
+        return [each.name for each in self._order.members if self._order.is_agreed]
 
     def restore_order(self, names: Sequence[str]) -> None:
-        """If ``names`` are the exchanged parameters, restore this saved order of exchange, and thus the buckets."""
-        known = {each.name: each for each in self._members}
+        """Restore a saved order of exchange, and thus the buckets, if ``names`` are the exchanged parameters."""
+        known = {each.name: each for each in self._order.members}
         if known.keys() == set(names):
-            self._order = ParamOrder([known[name] for name in names], self._order.all_used.device)
+            self._order = self._order.agreed([known[name] for name in names])
 
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
         """From the next backward on, send dense gradients of wider dtypes in ``dtype``. Return the bytes to send."""
         self._context = self._context._replace(dense_dtype=dtype)
-        return sum(each.numel * self._context.dense_dtype_of(each.parameter.dtype).itemsize for each in self._members)
+        dtype_of = self._context.dense_dtype_of
+        return sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in self._order.members)
 
     @property
     def numel(self) -> int:
         """Number of elements of all exchanged parameters on this rank."""
-        return sum(each.numel for each in self._members)
+        return sum(each.numel for each in self._order.members)
 
     @property
     def is_open(self) -> bool:
         """Whether gradients of a backward are collected or exchanged now."""
-        return self.state is not State.IDLE
+        return self._backward is not None
 
     def holds_own(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether a gradient in ``parameters`` was not exchanged, although the reducer is not paused."""
         if self.is_paused or self.is_open or not self._used:
             return False
-        used = {each.parameter for each in self._members if each in self._used}
+        used = {each.parameter for each in self._order.members if each in self._used}
         return any(each in used and each.grad is not None for each in parameters)
 
     def close(self) -> None:
@@ -287,7 +266,7 @@ class SparseReducer(SharedOnCopy):
             if not self._exchanges:
                 self.reduced.keep()  # FSDP adds to gradients without calling tensor hooks
         elif self.reduced.has_means:
-            self.reduced.watch([each.parameter for each in self._members])
+            self.reduced.watch([each.parameter for each in self._order.members])
 
     def _on_grad_ready(self, member: ParamEntry, parameter: Tensor) -> None:
         self._used.add(member)
@@ -311,15 +290,14 @@ class SparseReducer(SharedOnCopy):
         return self.allow_implicit_backward or graph_number() == self._model_graph
 
     def _open(self, is_announced: bool) -> Backward:
-        self._begin(is_announced)
-        used = set(self._members) if self._context.is_sharded else self._used  # FSDP has reduced all gradients
+        self._context.begin(is_announced)
+        used = set(self._order.members) if self._context.is_sharded else self._used  # FSDP has reduced all gradients
         if self.is_dense:
             self._backward = DenseBackward(self._context, self._order, used)
         else:
-            arrived = self.reduced.take_means(each.parameter for each in self._members)
+            arrived = self.reduced.take_means(each.parameter for each in self._order.members)
             self._backward = SparseBackward(self._context, self._order, used, arrived)
         self._backward.is_announced = is_announced or graph_number() == self._model_graph
-        self.state = State.COLLECTING
         return self._backward
 
     def _finalize_at_end(self, backward: Backward) -> None:
@@ -329,32 +307,34 @@ class SparseReducer(SharedOnCopy):
             _LATER(self.finalize_backward)
 
     def finalize_backward(self) -> None:
-        """Exchange all gradients that are not sent yet, and write means. A no-op unless COLLECTING."""
+        """Exchange all gradients that are not sent yet, and write means. A second call is a no-op."""
         self._last_graph = max(self._last_graph, graph_number())
         backward = self._backward
-        if backward is None or self.state is State.FINALIZING:
+        if backward is None or backward.is_finalizing:
             return
-        self.state = State.FINALIZING
-        if not self._order.members:
-            self._order = ParamOrder(self._agreed_order(backward), self._order.all_used.device)
+        backward.is_finalizing = True
+        if not self._order.is_agreed:
+            self._order = self._order.agreed(self._agreed_order(backward))
         with shown("exposed"):
             unused = backward.finalize_backward(self._order)
             if isinstance(backward, SparseBackward):
-                self.reduced.add_means([each.parameter for each in self._members], unused)
-        self._used, self._backward, self.state = set(), None, State.IDLE
-        self._end()
-        if not backward.is_announced:  # The next backward may also begin without an announcement.
+                self.reduced.add_means([each.parameter for each in self._order.members], unused)
+        self._used, self._backward = set(), None
+        self._context.end()
+        if not backward.is_announced:  # no hook may announce the next backward, either
             self._attend()
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:
         """Return rank 0's order of ready gradients, then unused parameters in reverse order of definition."""
-        unused = [each for each in reversed(self._members) if each not in backward.marks]
+        members, among = self._order.members, self._context.among
+        backwards = members[::-1]
         if self._context.is_sharded:  # FSDP reduces a module's gradients at once, in no order
-            return self._members[::-1]
-        route, order = self._context, [*backward.marks, *unused]
-        own = torch.tensor([each.position for each in order]).to(route.among.device)
-        rows = route.worker.run(lambda: route.among.all_gather(own))
-        return [self._members[position] for position in rows[0].tolist()]
+            return backwards
+        places = {each: place for place, each in enumerate(backward.marks)}  # also of parameters without an optimizer
+        order = sorted(backwards, key=lambda each: places.get(each, len(places)))
+        own = torch.tensor([each.position for each in order]).to(among.device)
+        rows = self._context.worker.run(lambda: among.all_gather(own))
+        return [members[position] for position in rows[0].tolist()]
 
 
 def is_in_backward() -> bool:
