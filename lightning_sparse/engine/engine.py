@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import Any, Optional
 from weakref import proxy
 
@@ -18,7 +17,7 @@ from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.memory.residual import Memory, Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
-from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
+from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.backward import ReducerContext
@@ -68,9 +67,6 @@ class Engine(SharedOnCopy):
     ) -> None:
         self.module = module = named_module(ddp)
         compressor = settings.compressor
-        if settings.replicas_diverge:
-            # Before the worker thread starts, averaged() raises an error for a model that cannot be averaged.
-            averaged(chain(module.named_parameters(), module.named_buffers()))
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
         # Each NCCL group takes memory. Existing groups are used if the exchange overlaps with no other collective.
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))

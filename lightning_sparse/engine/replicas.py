@@ -1,7 +1,7 @@
 """Replicas of the model, one per rank: identical after every step, or averaged after several steps."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Optional
@@ -199,45 +199,19 @@ class ReplicaAverager:
 def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return this rank's tensors that must be equal in all replicas. Complex tensors become pairs of real numbers.
 
-    Two kinds of frozen tensors are omitted: views of trained tensors, and subclasses, for example quantized tensors.
-
-    Raises:
-        ValueError: if a frozen tensor shares only a part of a trained tensor's memory.
+    Frozen tensors of a subclass, for example quantized tensors, are omitted, and frozen views of a trained tensor.
     """
-    held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named}
-    trained: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
-    for name, (is_trained, each) in held.items():
-        if is_trained and (place := _place(each)) is not None:
-            trained[place[0]].append((*place[1:], name))
-    found: dict[str, Tensor] = {}
-    for name, (is_trained, each) in held.items():
-        is_dense = type(each) is Tensor and each.layout is torch.strided
-        if each.numel() and (is_trained or (is_dense and not _is_trained_with(each, name, trained))):
-            found[name] = torch.view_as_real(each) if each.is_complex() else each
-    return found
+    held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named if tensor.numel()}
+    trained = {each.data_ptr() for is_trained, each in held.values() if is_trained and _is_plain(each)}
+    return {
+        name: torch.view_as_real(each) if each.is_complex() else each
+        for name, (is_trained, each) in held.items()
+        if is_trained or (_is_plain(each) and each.data_ptr() not in trained)
+    }
 
 
-def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:  # returns the storage's address, first and stop byte
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    start = tensor.storage_offset() * tensor.element_size()
-    return tensor.untyped_storage().data_ptr(), int(start), int(start + reach * tensor.element_size())
-
-
-def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[tuple[int, int, str]]]) -> bool:
-    """Return whether a tensor has the memory of a trained tensor. Raise an error if tensors overlap only in part."""
-    place = _place(tensor)
-    if place is None or place[0] not in trained:
-        return False
-    storage, start, stop = place
-    there = [(first, last, other) for first, last, other in trained[storage] if start < last and first < stop]
-    if there and there[0][:2] != (start, stop):
-        raise ValueError(
-            f"{name!r} overlaps a part of the memory of {there[0][2]!r}, which is trained, so that replicas cannot be"
-            " averaged. Clone the frozen tensor, or make the frozen tensor a view of the whole trained tensor."
-        )
-    return bool(there)
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -248,18 +248,6 @@ def test_whatever_training_writes_is_one_model(pair, is_assigned):
         assert torch.equal(end["trained"], end["matrix"])
 
 
-def overlap(rank):
-    module = Edges().to(DEVICE)
-    module.register_buffer("part", module.matrix.detach()[:1])
-    with sparse_ddp(module, "dense", local_steps=LocalSteps(2)):
-        pass
-
-
-def test_a_buffer_in_a_part_of_what_is_trained_is_refused(pair):
-    for told in pair.run(refuse, overlap):
-        assert "'part' overlaps a part of the memory of 'matrix'" in told
-
-
 def step_unseen(rank):
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(2)) as (ddp, engine):
