@@ -53,8 +53,12 @@ class LocalStepsController(Replicas):
         self._step = 0  # number of steps of the optimizer with the most steps
         self._steps_of: dict[int, int] = {}  # number of steps, by index of the optimizer
         self.has_begun = self._has_steps = False
-        self._is_stale = False  # whether an optimizer has stepped since the last exchange
-        self.is_shared = True  # whether all ranks have the shared model now: before rounds, and after an early end
+        self._is_stale = False  # whether a step has been made since the last exchange
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks hold the shared model now: before rounds, and after an early end."""
+        return not (self.has_begun and (self._is_stale or self.steps_since_ended))
 
     @property
     def steps_since_ended(self) -> int:
@@ -96,13 +100,13 @@ class LocalStepsController(Replicas):
     def leave(self) -> None:
         """Drop this round's changes of parameters, because a checkpoint will be loaded. All ranks must call this."""
         self.shared.swap_out(own=False)
-        self.has_begun, self.is_shared = False, True
+        self.has_begun = False
 
     @override
     def reset_shared_model(self) -> None:
-        """Set the shared model to the mean of the ranks' current models. All ranks must call this."""
+        """Set the shared model to the mean of the ranks' present models. A round restarts. All ranks must call this."""
         self.shared.reset_shared_model()
-        self._is_stale, self.is_shared = False, True
+        self._origin, self._is_stale = self._step, False
 
     @override
     def count_step(self, optimizer: int) -> None:
@@ -113,7 +117,7 @@ class LocalStepsController(Replicas):
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         if not self.has_begun:
             return
-        self._is_stale, self.is_shared = True, False
+        self._is_stale = True
         if self._steps_of[optimizer] > self._step:
             self._step += 1
             if self.steps_since_ended % self.local.every == 0:
@@ -131,7 +135,7 @@ class LocalStepsController(Replicas):
         if have_moved:
             self._exchange(inactive)
         self.shared.unify_rest()
-        self._origin, self.is_shared = self._step, True
+        self._origin = self._step
 
     def _meet(self, ends: bool) -> tuple[frozenset[str], bool]:
         """Compare ranks. Return the parameters that the exchange may omit, and whether any rank has changes."""
@@ -188,4 +192,3 @@ class LocalStepsController(Replicas):
         self._has_steps, self._is_stale = state["has_steps"], state["is_stale"]
         self._step, self._origin, self._begun = state["step"], state["origin"], state["begun"]
         self._steps_of = dict(state["steps_of"])
-        self.is_shared = not (self.has_begun and (self._is_stale or self.steps_since_ended))
