@@ -21,7 +21,7 @@ from lightning_sparse.engine.replicas import ReplicaAverager, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to, runs
+from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to
 from lightning_sparse.schedule import Schedule
 
 
@@ -144,34 +144,47 @@ class SharedModel:
             steps: number of optimizer steps since the last exchange.
         """
         present, recorder = self.exchanged(), self._pipeline.recorder
-        now = [flatten_as(present.get(name, shared), shared) for name, shared in self._shared.items()]
-        before = [self._before(name, each.dtype) for name, each in zip(self._shared, now)]
-        changes = dict(zip(self._shared, _differences(before, now)))
+        changes = {name: self._change(name, present.get(name, shared)) for name, shared in self._shared.items()}
         with recorder.waiting():
             self._worker.run(partial(self._move, changes, inactive, context, steps))
         if present:
             shared = [round_to(self._shared[name], tensor.dtype) for name, tensor in present.items()]
             torch._foreach_copy_(list(present.values()), shared)
 
-    def _before(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of the shared model, rounded to the dtype of the module's tensor."""
-        before = _as(flatten_as(self._shared[name]), dtype)
+    def _change(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the shared tensor, rounded to the dtype of ``tensor``, minus ``tensor``, flat."""
+        now = flatten_as(tensor, self._shared[name])
+        before = _as(flatten_as(self._shared[name]), now.dtype)
         # A buffer may change from infinity to a finite value. The change is finite only if zero replaces the infinity.
-        return before if name in self.trained else before.nan_to_num(0, 0, 0)
+        before = before if name in self.trained else before.nan_to_num(0, 0, 0)
+        return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
 
     def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], context: StepContext, steps: int) -> None:
         """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
         pipeline = self._pipeline
         pipeline.context = context
         moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
-        gradients = [LocalGradient(name, part, None) for name, part in moving.items()]
-        pipeline.commit(pipeline.exchange_in_buckets(gradients, self._schedule.closes_bucket))
+        pipeline.commit([each for bucket in self._buckets(moving) for each in pipeline.exchange(bucket)])
         self._move_beside([changes[name] for name in self._beside])
         self._step(moving)
         pipeline.recorder.current.covered_steps = steps
         pipeline.selector.release()  # frees working memory until the next exchange, many steps later
         pipeline.close_record()
         pipeline.recorder.samples = None  # Each request for samples covers one exchange.
+
+    def _buckets(self, moving: Mapping[str, Tensor]) -> Iterator[list[LocalGradient]]:
+        bucket, numel = list[LocalGradient](), 0
+        for name, change in moving.items():
+            if bucket and bucket[0].gradient.dtype is not change.dtype:  # a bucket has one dtype
+                yield bucket
+                bucket, numel = [], 0
+            bucket.append(LocalGradient(name, change, None))
+            numel += change.numel()
+            if self._schedule.closes_bucket(name, numel):
+                yield bucket
+                bucket, numel = [], 0
+        if bucket:
+            yield bucket
 
     def _move_beside(self, changes: Sequence[Tensor]) -> None:
         """Average the changes of buffers by a dense all-reduce, and apply the means without an outer SGD step."""
@@ -253,12 +266,6 @@ class SharedModel:
             # right from the start, so the buffer must be removed here.
             known = self.trained | state["local"].keys()
             self._shared = {name: each for name, each in self._shared.items() if name in known}
-        for name, tensor in state["local"].items():
-            if name in self._shared and self._shared[name].shape != tensor.shape:
-                raise ValueError(
-                    f"{name!r} has the shape {tuple(self._shared[name].shape)}, but {tuple(tensor.shape)} in the"
-                    " checkpoint. Resume with the model of the checkpoint."
-                )
         unshared = self._unshared()
         for name, tensor in state["unshared"].items():
             if name in unshared and unshared[name].shape == tensor.shape:
@@ -267,19 +274,6 @@ class SharedModel:
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
         self._momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
-
-
-def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return each tensor of ``ones`` minus the tensor of ``others``, flat. Equal infinities have the difference 0."""
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(other.dtype for other in others):
-        alike = [place for place, other in enumerate(others) if other.dtype is dtype]
-        for first, stop, flat in runs([ones[place] for place in alike]):
-            some = alike[first:stop]
-            other = others[some[0]] if len(some) == 1 else torch.cat([others[place] for place in some])
-            difference = (flat - other).masked_fill_(flat == other, 0)
-            found.update(zip(some, difference.split([others[place].numel() for place in some])))
-    return [found[place] for place in range(len(ones))]
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:

@@ -168,24 +168,6 @@ class Pipeline:
             exchanged = [self._exchange_part(part, bucket) for part in parts]
             return [*exchanged, self._exchange_part(last, bucket, used)]
 
-    def exchange_in_buckets(
-        self, gradients: Sequence[LocalGradient], closes_bucket: Callable[[str, int], bool]
-    ) -> list[BucketResult]:
-        """Exchange gradients in buckets of one dtype. A bucket ends if ``closes_bucket(name, numel)`` is true."""
-        exchanged: list[BucketResult] = []
-        bucket: list[LocalGradient] = []
-        numel = 0
-        for local in gradients:
-            if bucket and bucket[0].gradient.dtype is not local.gradient.dtype:  # a bucket has one dtype
-                exchanged += self.exchange(bucket)
-                bucket, numel = [], 0
-            bucket.append(local)
-            numel += local.gradient.numel()
-            if closes_bucket(local.name, numel):
-                exchanged += self.exchange(bucket)
-                bucket, numel = [], 0
-        return exchanged + (self.exchange(bucket) if bucket else [])
-
     def _exchange_part(
         self, part: Part, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None
     ) -> BucketResult:
