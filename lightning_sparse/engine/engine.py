@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, Optional
 from weakref import proxy
 
@@ -52,6 +51,7 @@ class Engine(SharedOnCopy):
 
     Attributes:
         densities: densities of parameters. A caller may raise densities between two steps, equally on all ranks.
+        parameter_names: names of the parameters with exchanged gradients, in the order of the model.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Engine(SharedOnCopy):
         trained: Optional[Mapping[str, Tensor]] = None,
     ) -> None:
         self.module = module = named_module(ddp)
-        compressor = settings.compressor
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
         # Each NCCL group takes memory. Existing groups are used if the exchange overlaps with no other collective.
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
@@ -82,8 +81,8 @@ class Engine(SharedOnCopy):
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
         self._numels: dict[str, int] = {}  # number of elements of each parameter that was ever exchanged
         self._begin(self._layout_of(trained))  # This call may raise an error, so the worker thread starts later.
-        self.planner = self._planner_of(settings, log)
-        self.pipeline = Pipeline(compressor, memory, wires, levels, self.densities.of, self.planner)
+        self.planner = _planner_of(settings, (levels.world, self.recorder, self._numels, self.densities), memory, log)
+        self.pipeline = Pipeline(settings.compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
         context = ReducerContext(
             self.pipeline,
@@ -102,11 +101,6 @@ class Engine(SharedOnCopy):
         self.send_dense(False)
 
     @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of the parameters with exchanged gradients, in the order of the model."""
-        return self._layout.names
-
-    @property
     def topology(self) -> Topology:
         """Number of all ranks, and number of ranks per node (with two levels) or per sharded replica."""
         return Topology(self.levels.world.world_size, self.levels.local_world_size)
@@ -115,8 +109,7 @@ class Engine(SharedOnCopy):
         settings = self._settings
         if (local := settings.local_steps) is not None:
             shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            begin = partial(type(self)._begin_exchange, proxy(self))  # A reference cycle would free memory late.
-            return LocalStepsController(local, shared, self.levels.world, self.worker, begin)
+            return LocalStepsController(local, shared, self.levels.world, self.worker, self.densities.begin_step)
         if settings.replicas_diverge:
             averager = ReplicaAverager(module, self.levels.world)
             return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)
@@ -128,13 +121,13 @@ class Engine(SharedOnCopy):
         return self.replicas if isinstance(self.replicas, LocalStepsController) else None
 
     def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
-        world = self.levels.world
-        return layout_of(self.module, world.rank, world.world_size, world.device, trained)
+        inter = self.levels.inter
+        return layout_of(self.module, inter.rank, inter.world_size, inter.device, trained)
 
     def _begin(self, layout: ModelLayout) -> None:
-        self._layout, inter = layout, self.levels.inter
+        self.parameter_names = layout.names
         numels = tuple(map(self.levels.share_numel, layout.numels))
-        self._settings.compressor.begin(layout._replace(numels=numels, rank=inter.rank, world_size=inter.world_size))
+        self._settings.compressor.begin(layout._replace(numels=numels))
         self._numels.update(zip(layout.names, numels))
 
     def restart(self, trained: Mapping[str, Tensor], names: Renaming) -> None:
@@ -152,8 +145,7 @@ class Engine(SharedOnCopy):
             learned = self.pipeline.compressor.state_dict()
             self._begin(layout)
             self.pipeline.compressor.load_state_dict(renamed(learned, names))
-            if any(was != now for was, now in names.items()):
-                self.memory.rename(names)
+            self.memory.rename(names)
 
         self.worker.run(load)
         self.reducer.track(trained)
@@ -181,14 +173,6 @@ class Engine(SharedOnCopy):
         """Return the mean of a number over ranks. All ranks must call this, between two steps. Synchronizes."""
         return self.worker.run(lambda: self.levels.world.mean_of_numbers([number]))[0]
 
-    def _planner_of(self, settings: Settings, log: Callable[[str], None]) -> Planner:
-        if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
-            return Planner()
-        parts = (settings.schedule, self.levels.world, self.recorder, self._numels, self.densities)
-        memory = proxy(self.memory)  # The planner's generator is in a reference cycle, and would free the memory late.
-        adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
-        return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
-
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
         """Begin a backward with an exchange of compressed gradients. Call this before the first gradient is ready."""
         if self.recorder.current.backward_start is None:  # No hook has recorded the start.
@@ -209,10 +193,6 @@ class Engine(SharedOnCopy):
         if type(self.replicas) is not Replicas:  # The base class does not count steps.
             self.replicas.count_step(optimizer)
         self.recorder.totals.end_step()  # The time of the replicas' exchange belongs to this step.
-
-    def _begin_exchange(self) -> StepContext:
-        self.densities.begin_step()
-        return StepContext()
 
     def compression_stats(self) -> dict[str, float]:
         """Return the statistics of the last complete step, or an empty dictionary before the first step."""
@@ -303,3 +283,11 @@ def _memory_of(module: nn.Module, settings: Settings, levels: FlatTopology) -> M
     local_share = levels.local_share if isinstance(levels, HierarchicalTopology) else None
     total_of = (levels.total_of,) if isinstance(levels, Shards) else ()
     return settings.memory_for(dtypes, levels.inter.world_size, local_share, *total_of)
+
+
+def _planner_of(settings: Settings, parts: tuple[Any, ...], memory: Memory, log: Callable[[str], None]) -> Planner:
+    if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
+        return Planner()
+    memory = proxy(memory)  # The planner's generator is in a reference cycle, and would free the memory late.
+    adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
+    return StepPlanner(settings.schedule, *parts, adapts, lambda: memory.clips_gradients or not overlaps, log)

@@ -20,7 +20,6 @@ from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import SharedModel
-from lightning_sparse.engine.step.step import StepContext
 
 _UNEQUAL = (
     "ranks differ in the number of steps: rank {first} has made {0} optimizer steps{1}, but rank {other} has made"
@@ -41,7 +40,7 @@ class LocalStepsController(Replicas):
         shared: SharedModel,
         communicator: Communicator,
         worker: ExchangeWorker,
-        begin: Callable[[], StepContext] = StepContext,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.local = local
         self.shared = shared
@@ -151,7 +150,8 @@ class LocalStepsController(Replicas):
 
     def _exchange(self, inactive: frozenset[str]) -> None:
         steps, self._begun, self._is_stale = self._step - self._begun, self._step, False
-        self.shared.exchange(inactive, self._begin(), steps)
+        self._begin()
+        self.shared.exchange(inactive, steps)
 
     @override
     @contextmanager

@@ -49,17 +49,16 @@ class Densities:
     def begin_step(self, progress: float = 1.0) -> None:
         """Set a warm-up's stage for the next step. ``progress`` is the finished fraction of Adam's warm-up, 0 to 1."""
         made, length = max(self._steps.values(), default=0), self._warmup_length
-        self._stage = _STAGES if made >= length else _STAGES * made // length
-        self._progress = progress
-        self._compressor.begin_step(self._in_warm_up(self._target, self._stage, progress))
+        self._stage = (_STAGES if made >= length else _STAGES * made // length, progress)
+        self._compressor.begin_step(self._in_warm_up(self._target, *self._stage))
 
     def of(self, name: str) -> float:
         """Return the density of a parameter in the next step."""
         return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
 
     def wanted(self, name: str) -> float:
-        """Return a parameter's density according to user, warm-ups and rules. A plan may only raise this density."""
-        asked = self._in_warm_up(self.target(name), self._stage, self._progress)
+        """Return the density of a parameter by user, warm-ups and rules. A plan may only raise this density."""
+        asked = self._in_warm_up(self.target(name), *self._stage)
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:

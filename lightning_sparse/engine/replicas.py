@@ -133,7 +133,7 @@ class ReplicaAverager:
             are_apart: whether to average all floats. Otherwise only floats that differ between ranks are averaged.
         """
         if tensors is None:
-            tensors = averaged(chain(self._module.named_parameters(), self._module.named_buffers()))
+            tensors = averaged(self._module)
         floats = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
         asked = {name: tensor for name, tensor in tensors.items() if not (are_apart and name in floats)}
         differing = set(self.differing(asked, is_counted=True)) if asked or not are_apart else set[str]()
@@ -196,18 +196,24 @@ class ReplicaAverager:
         return mean, flat
 
 
-def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return this rank's tensors that must be equal in all replicas. Complex tensors become pairs of real numbers.
+def averaged(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model that must be equal in all replicas, complex tensors as pairs of real numbers.
 
     Frozen tensors of a subclass, for example quantized tensors, are omitted, and frozen views of a trained tensor.
     """
+    named = chain(module.named_parameters(), module.named_buffers())
     held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named if tensor.numel()}
     trained = {each.data_ptr() for is_trained, each in held.values() if is_trained and _is_plain(each)}
     return {
-        name: torch.view_as_real(each) if each.is_complex() else each
+        name: as_real(each)
         for name, (is_trained, each) in held.items()
         if is_trained or (_is_plain(each) and each.data_ptr() not in trained)
     }
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers in the same memory, and other tensors unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _is_plain(tensor: Tensor) -> bool:

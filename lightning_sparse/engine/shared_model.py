@@ -7,7 +7,7 @@ Ranks exchange the changes of tensors since the last round. The mean change is t
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, Optional
 
 import torch
@@ -17,9 +17,9 @@ from torch.optim import SGD
 
 from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.memory.residual import Renaming, renamed, widened
-from lightning_sparse.engine.replicas import ReplicaAverager, averaged
+from lightning_sparse.engine.replicas import ReplicaAverager, as_real, averaged
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.step import LocalGradient, Pipeline
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to
 from lightning_sparse.schedule import Schedule
@@ -47,16 +47,15 @@ class SharedModel:
         self._schedule = schedule
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
-        self.device = self._averager.device
-        self.trained = frozenset(names)  # names of trained parameters, which each exchange includes
+        self.trained = frozenset(names)  # names of parameters with exchanged changes
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
         self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter name
-        self._away: Optional[dict[str, Tensor]] = None  # copies of this rank's tensors while shown() is active
-        tensors = averaged(self._named())
-        buffers = {name for name, _ in self.module.named_buffers()}
-        beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
-        self._shared = {  # values of the shared model in fp32 or wider: trained parameters, then buffers
+        self._away: Optional[dict[str, Tensor]] = None  # this rank's tensors inside the context shown()
+        tensors = averaged(module)
+        buffers = [name for name, _ in module.named_buffers()]
+        beside = [name for name in buffers if name in tensors and tensors[name].is_floating_point()]
+        self._shared = {  # shared values in fp32 or wider: trained parameters, then buffers
             name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
         }
 
@@ -67,8 +66,7 @@ class SharedModel:
             trained: names of the parameters to exchange.
             names: new name of each earlier parameter.
         """
-        parts = (self._local, self._pipeline, self._schedule, self._worker)
-        other = SharedModel(self.module, trained, *parts)
+        other = SharedModel(self.module, trained, self._local, self._pipeline, self._schedule, self._worker)
         other._momenta = renamed(self._momenta, names)
         before = renamed({name: each for name, each in self._shared.items() if name in self.trained}, names)
         other._shared.update({name: each for name, each in before.items() if name in other.trained})
@@ -81,15 +79,12 @@ class SharedModel:
         changes the parameter.
         """
         frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
-        held = {name: each for name, each in self.exchanged().items() if name in frozen} if frozen else {}
+        held = {name: each for name, each in self.exchanged().items() if name in frozen}
         return frozenset(held.keys() - self._moved(held))
 
     def _moved(self, tensors: Mapping[str, Tensor]) -> set[str]:
         flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in tensors.items()]
         return set(compress(tensors, torch.stack(flags).tolist())) if flags else set()
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        return chain(self.module.named_parameters(), self.module.named_buffers())
 
     @property
     def _beside(self) -> list[str]:  # names of buffers that each exchange includes
@@ -103,14 +98,13 @@ class SharedModel:
         present = set(self.module.parameters())
         known: dict[str, Tensor] = {name: each for name, each in self._parameters.items() if each in present}
         known.update((name, each) for name, each in self.module.named_buffers() if name not in known)
-        held = {name: local_tensor(each) for name, each in known.items() if name in self._shared}
-        held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
+        held = {name: as_real(local_tensor(each)) for name, each in known.items() if name in self._shared}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _unshared(self) -> dict[str, Tensor]:
         """Return the tensors that no exchange includes. A rank may have written such tensors without an optimizer."""
         known = self.trained | self.exchanged().keys()
-        return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
+        return {name: tensor for name, tensor in averaged(self.module).items() if name not in known}
 
     def has_moved(self) -> bool:
         """Return whether any trained parameter differs from the shared model. The host waits for the device.
@@ -125,7 +119,7 @@ class SharedModel:
         Args:
             all_of_it: whether to average all tensors. Otherwise only trained parameters are averaged.
         """
-        adopted = {name: each for name, each in averaged(self._named()).items() if all_of_it or name in self.trained}
+        adopted = {name: each for name, each in averaged(self.module).items() if all_of_it or name in self.trained}
         self._worker.run(lambda: self._averager.average(adopted))
         self._away = None
         for name, tensor in self.exchanged().items():
@@ -133,86 +127,41 @@ class SharedModel:
                 shared = self._shared[name]  # fp32 values that round to the module's values do not change
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
-    def exchange(self, inactive: frozenset[str], context: StepContext, steps: int) -> None:
+    def exchange(self, inactive: frozenset[str], steps: int) -> None:
         """Exchange this rank's changes, and set the module to the new shared model.
 
         All ranks must exchange the same names. A tensor that the module has lost is sent as a change of zero.
 
         Args:
             inactive: names of parameters to omit.
-            context: step context for the pipeline.
             steps: number of optimizer steps since the last exchange.
         """
         present, recorder = self.exchanged(), self._pipeline.recorder
-        changes = {name: self._change(name, present.get(name, shared)) for name, shared in self._shared.items()}
+        shared, trained = self._shared, self.trained
+        changes = {name: _change(each, present.get(name, each), name in trained) for name, each in shared.items()}
         with recorder.waiting():
-            self._worker.run(partial(self._move, changes, inactive, context, steps))
+            self._worker.run(partial(self._move, changes, inactive, steps))
         if present:
-            shared = [round_to(self._shared[name], tensor.dtype) for name, tensor in present.items()]
-            torch._foreach_copy_(list(present.values()), shared)
+            rounded = [round_to(shared[name], tensor.dtype) for name, tensor in present.items()]
+            torch._foreach_copy_(list(present.values()), rounded)
 
-    def _change(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the shared tensor, rounded to the dtype of ``tensor``, minus ``tensor``, flat."""
-        now = flatten_as(tensor, self._shared[name])
-        before = _as(flatten_as(self._shared[name]), now.dtype)
-        # A buffer may change from infinity to a finite value. The change is finite only if zero replaces the infinity.
-        before = before if name in self.trained else before.nan_to_num(0, 0, 0)
-        return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
-
-    def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], context: StepContext, steps: int) -> None:
-        """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
+    def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], steps: int) -> None:
+        """Exchange changes, and apply the mean change to the shared model. Runs on the worker."""
         pipeline = self._pipeline
-        pipeline.context = context
         moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
-        pipeline.commit([each for bucket in self._buckets(moving) for each in pipeline.exchange(bucket)])
-        self._move_beside([changes[name] for name in self._beside])
-        self._step(moving)
+        pipeline.commit([each for bucket in _buckets(moving, self._schedule) for each in pipeline.exchange(bucket)])
+        if beside := self._beside:
+            _average_buffers([self._shared[name] for name in beside], [changes[name] for name in beside], pipeline)
+        self._momenta.update(_outer_step(self._local, self._shared, moving, self._momenta))
         pipeline.recorder.current.covered_steps = steps
         pipeline.selector.release()  # frees working memory until the next exchange, many steps later
         pipeline.close_record()
         pipeline.recorder.samples = None  # Each request for samples covers one exchange.
 
-    def _buckets(self, moving: Mapping[str, Tensor]) -> Iterator[list[LocalGradient]]:
-        bucket, numel = list[LocalGradient](), 0
-        for name, change in moving.items():
-            if bucket and bucket[0].gradient.dtype is not change.dtype:  # a bucket has one dtype
-                yield bucket
-                bucket, numel = [], 0
-            bucket.append(LocalGradient(name, change, None))
-            numel += change.numel()
-            if self._schedule.closes_bucket(name, numel):
-                yield bucket
-                bucket, numel = [], 0
-        if bucket:
-            yield bucket
-
-    def _move_beside(self, changes: Sequence[Tensor]) -> None:
-        """Average the changes of buffers by a dense all-reduce, and apply the means without an outer SGD step."""
-        if not changes:
-            return
-        replicas = self._pipeline.levels.same_shard
-        means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.world_size)))
-        for name, mean in zip(self._beside, means.split([change.numel() for change in changes])):
-            flatten_as(self._shared[name]).nan_to_num_(0, 0, 0).sub_(mean)
-
-    def _step(self, means: Mapping[str, Tensor]) -> None:
-        how, momentum = self._local, "momentum_buffer"
-        parts = [flatten_as(self._shared[name]) for name in means]
-        # flatten_as() returns new objects in each round, so each round needs a new optimizer. ``foreach`` needs more
-        # memory, and saves time only on a GPU.
-        is_together = self.device.type != "cpu"
-        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
-        for part, (name, mean) in zip(parts, means.items()):
-            part.grad, outer.state[part][momentum] = mean, self._momenta.get(name)
-        outer.step()
-        outer.zero_grad()
-        if how.outer_momentum:
-            self._momenta.update({name: outer.state[part][momentum] for name, part in zip(means, parts)})
-
     def unify_rest(self) -> None:
         """Make all tensors except exchanged parameters equal on all ranks. All ranks must call this."""
         trained = self.trained.intersection(self.exchanged())
-        rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in trained}
+        rest = {name: tensor for name, tensor in averaged(self.module).items() if name not in trained}
         self._worker.run(lambda: self._averager.average(rest))
         for name in self._beside:
             if name in rest and rest[name].shape == self._shared[name].shape:
@@ -273,7 +222,55 @@ class SharedModel:
         for name, tensor in self.exchanged().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
-        self._momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
+        self._momenta = {name: each.to(self._averager.device, copy=True) for name, each in state["momentum"].items()}
+
+
+def _change(shared: Tensor, tensor: Tensor, is_trained: bool) -> Tensor:
+    """Return a shared tensor, rounded to the dtype of the module's ``tensor``, minus ``tensor``, flat."""
+    now = flatten_as(tensor, shared)
+    before = _as(flatten_as(shared), now.dtype)
+    # A buffer may change from infinity to a finite value. The change is finite only if zero replaces the infinity.
+    before = before if is_trained else before.nan_to_num(0, 0, 0)
+    return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
+
+
+def _average_buffers(shared: Sequence[Tensor], changes: Sequence[Tensor], pipeline: Pipeline) -> None:
+    """Average changes by a dense all-reduce, and apply the means to ``shared`` buffers, without an outer step."""
+    replicas = pipeline.levels.same_shard
+    means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.world_size)))
+    for buffer, mean in zip(shared, means.split(list(map(len, changes)))):
+        flatten_as(buffer).nan_to_num_(0, 0, 0).sub_(mean)
+
+
+def _buckets(changes: Mapping[str, Tensor], schedule: Schedule) -> Iterator[list[LocalGradient]]:
+    bucket, numel = list[LocalGradient](), 0
+    for name, change in changes.items():
+        if bucket and bucket[0].gradient.dtype is not change.dtype:  # a bucket has one dtype
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(LocalGradient(name, change, None))
+        numel += change.numel()
+        if schedule.closes_bucket(name, numel):
+            yield bucket
+            bucket, numel = [], 0
+    if bucket:
+        yield bucket
+
+
+def _outer_step(
+    how: LocalSteps, shared: Mapping[str, Tensor], means: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Make an outer step on ``shared`` tensors with ``means`` as gradients, and return the new momenta."""
+    momentum, parts = "momentum_buffer", [flatten_as(shared[name]) for name in means]
+    # flatten_as() returns new objects in each round, so each round needs a new optimizer. ``foreach`` needs more
+    # memory, and saves time only on a GPU.
+    is_together = any(part.device.type != "cpu" for part in parts)
+    outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
+    for part, (name, mean) in zip(parts, means.items()):
+        part.grad, outer.state[part][momentum] = mean, momenta.get(name)
+    outer.step()
+    outer.zero_grad()
+    return {name: outer.state[part][momentum] for name, part in zip(means, parts)} if how.outer_momentum else {}
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
