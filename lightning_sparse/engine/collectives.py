@@ -116,9 +116,8 @@ _CAPTURED = (
     " the step count of this step. Capture only forward and backward of a part of the model, without the exchange and"
     " the optimizer step: use torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead')."
 )
-_ONE_HOP = 2  # number of ranks for which a ring algorithm needs only one hop
-_NUMBERS_AT_ONCE = 1 << 20  # maximum float64 numbers that one all-gather receives from all ranks: 8 MiB
-_PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}
+_ONE_HOP = 2  # ranks of a group in which a ring algorithm has one hop
+_NUMBERS_AT_ONCE = 1 << 20  # float64 numbers in one all-gather, over all ranks: 8 MiB
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
@@ -205,8 +204,8 @@ class Communicator(SharedOnCopy):
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Bytes that a rank sends per byte of input, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
-        return {name: sent_bytes(name, 1, self.world_size) for name in _PROBE_SHAPES}
+        """Bytes that a rank sends per input byte, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
+        return {name: sent_bytes(name, 1, self.world_size) for name in ("all_gather", "all_to_all", "all_reduce")}
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
         """Return the bytes that each rank sends in the collective ``name``. All ranks pass tensors of one size."""
@@ -269,22 +268,6 @@ class Communicator(SharedOnCopy):
         parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
         sums = (reduce(torch.add, self.gather_numbers(part).cpu()) for part in parts)
         return [total / self.world_size for of_part in sums for total in of_part.tolist()]
-
-    def check(self, names: Iterable[str]) -> None:
-        """Run each named collective once on a few bytes. Raise an error if the backend lacks one of the collectives."""
-        # With gloo and NCCL only all-gather runs, because NCCL's first all-to-all takes gigabytes of GPU memory.
-        knows_all = self.backend in ("gloo", "nccl")
-        for name in names:
-            if knows_all and name != "all_gather":
-                continue
-            try:
-                self.issue(name, torch.zeros(self.world_size, 4, device=self.device).view(_PROBE_SHAPES[name]))
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                raise RuntimeError(
-                    f"process_group_backend={self.backend!r} cannot run {name} on {self.device}, which"
-                    " this compressor needs. Use process_group_backend='gloo' on CPU or 'nccl' on CUDA, or another"
-                    " compressor."
-                ) from error
 
     def close(self, has_failed: bool = False) -> None:
         """Destroy the process group, unless it is shared. After an error (``has_failed``) destroy only gloo groups."""

@@ -249,6 +249,7 @@ def _levels_between(
     recorder = Recorder(device, *sizes)
     shared = dist.group.WORLD if shares_groups else None
     world = Communicator(list(range(world_size)), device, timeout, shared=shared, recorder=recorder)
+    world.gather_numbers([0.0])  # connects the ranks before the worker starts collectives on another thread
     if local_world_size == 1:
         return FlatTopology(world)
     nodes = [list(range(first, first + local_world_size)) for first in range(0, world_size, local_world_size)]
@@ -256,7 +257,7 @@ def _levels_between(
     number, place = divmod(world.rank, local_world_size)
     shards, replicas = wrapper.groups if shares_groups and isinstance(wrapper, ShardedModel) else (None, None)
     intra = Communicator(nodes[number], device, timeout, nodes, shards, recorder, is_inside_node=True)
-    intra.check(("all_to_all", "all_gather"))
+    intra.gather_numbers([0.0])
     inter = Communicator(rows[place], device, timeout, rows, replicas, recorder)
     return (Shards if is_sharded else HierarchicalTopology)(intra, inter, world)
 
@@ -265,7 +266,6 @@ def _wires_between(levels: FlatTopology, settings: Settings, log: Callable[[str]
     """Build the wire formats. Log a line if the received selections take more memory than the residual."""
     world_size, shared_by = levels.inter.world_size, levels.local_world_size
     wires = settings.wires_for(levels.inter.rank, world_size)
-    levels.world.check(wires.collectives)
     is_gathered = wires.owners is None and settings.compressor.wire_format == "gather"
     received_bytes = _RECEIVED_BYTES * world_size * settings.density
     if is_gathered and received_bytes > _RESIDUAL_BYTES:

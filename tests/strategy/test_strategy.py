@@ -240,30 +240,6 @@ def test_what_cannot_be_compressed_is_refused(pair):
         assert re.match(r"TypeError: .*phase \(torch\.complex64", message)
 
 
-class Mute(dist.ProcessGroup):
-    """A backend that can do nothing."""
-
-
-def check_mute_backend(rank):
-    if not hasattr(dist.Backend, "MUTE"):
-        dist.Backend.register_backend("mute", lambda store, rank, size, timeout: Mute(rank, size), devices=["cpu"])
-    collectives = Communicator([0, 1], torch.device("cpu"))
-    gloo, collectives.group = collectives.group, dist.new_group([0, 1], backend="mute")
-    try:
-        collectives.check(["all_to_all"])
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group(gloo)
-    return "was not refused"
-
-
-def test_a_backend_without_the_collective_is_refused(forked):
-    for message in forked[2].run(check_mute_backend):
-        assert message.startswith("process_group_backend='mute' cannot run all_to_all on cpu")
-    forked[2].stop()
-
-
 def test_one_process_trains_and_says_that_nothing_is_compressed(forked):
     (ours,), (ddp,) = (fits(forked[1], Small, settings) for settings in ({"density": 0.01}, None))
     assert_same(ours.batches, ddp.batches)

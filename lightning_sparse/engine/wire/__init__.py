@@ -80,11 +80,6 @@ class Wires(NamedTuple):
         wires = (self.sparse, self.owners, self.refresh, self.dense)
         return tuple(dict.fromkeys(wire for wire in wires if wire is not None))
 
-    @property
-    def collectives(self) -> tuple[str, ...]:
-        """Names of the collectives of all formats."""
-        return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
-
     def format_for(self, numel: int, count: int) -> WireFormat:
         """Return the format for ``count`` selected of ``numel`` elements. With ``chooses`` the format may be dense."""
         if self.owners is None or numel < self.owners.world_size:  # some rank would own no element

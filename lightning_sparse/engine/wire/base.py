@@ -39,9 +39,7 @@ Phases = Generator[Payload, Tensor, ExchangeResult]
 
 
 class WireFormat(ABC):
-    """Write and read the messages of ``collectives``. Values are sent in ``dtype``, or quantized to ``bits`` bits."""
-
-    collectives: tuple[str, ...]
+    """Write and read messages. Values have the dtype ``dtype``, or ``bits`` if quantized."""
 
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         self.dtype = dtype
@@ -70,8 +68,6 @@ class WireFormat(ABC):
 
 class LocalFormat(WireFormat):
     """Send nothing, and return this rank's selections as means. The compressor synchronizes ranks after the step."""
-
-    collectives: tuple[str, ...] = ()
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:

@@ -31,8 +31,6 @@ class GatherFormat(WireFormat):
         padding  up to a multiple of 16 bytes
     """
 
-    collectives: tuple[str, ...] = ("all_gather",)
-
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         selected = end_to_end(selection)

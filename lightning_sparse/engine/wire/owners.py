@@ -77,8 +77,6 @@ class OwnersFormat(WireFormat):
     owners selected. Otherwise rejected proposals would accumulate with the number of ranks.
     """
 
-    collectives: tuple[str, ...] = ("all_to_all", "all_gather")
-
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, keep: float) -> None:
         super().__init__(dtype, rank, world_size)
         self._keep = keep

@@ -41,9 +41,9 @@ class ReduceFormat(WireFormat):
     whole blocks. Usage flags are sent like another tensor, or with ``bits`` in a third collective.
     """
 
-    collectives: tuple[str, ...] = ("all_to_all", "all_gather")
-
-    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None, gathers_short: bool = False
+    ) -> None:
         super().__init__(dtype, rank, world_size, bits)
         self._multiple = 1 if bits is None else BLOCK
         # Buffers are reused, because the next allocation of a freed large block would cost more than a copy.

@@ -28,8 +28,6 @@ class UnionFormat(WireFormat):
     Ranks may select different numbers of elements, and the same elements. Without selected elements only phase 1 runs.
     """
 
-    collectives: tuple[str, ...] = ("all_gather", "all_to_all")
-
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
         self._values = ReduceFormat(dtype, rank, world_size)
