@@ -38,7 +38,6 @@ different nodes exchange selections. Commit ends with an all-gather of the share
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
 from itertools import groupby
 from typing import NamedTuple, Optional
 
@@ -243,8 +242,8 @@ class Pipeline:
             if name not in self.context.dense
         }
         before = list(asked.values())
-        after = self._call_finish_step(list(asked), before, finite) if asked else before
-        if after is before:  # The compressor has changed no mean.
+        after = self.compressor.finish_step(list(asked), before, finite, self._gather) if asked else before
+        if after is before:  # a compressor that changes no mean returns the same list
             return means
         changed = dict(zip(asked, after))
         return [
@@ -252,18 +251,8 @@ class Pipeline:
             for exchanged in step
         ]
 
-    def _call_finish_step(self, names: list[str], means: Sequence[Selection], finite: Tensor) -> Sequence[Selection]:
-        encoding = ExitStack()
-
-        def all_gather(tensor: Tensor) -> Tensor:
-            encoding.close()  # the time of the collective must not count as encoding
-            gathered = self.levels.inter.call(Payload("all_gather", tensor))
-            encoding.enter_context(self.recorder.span("encode"))
-            return gathered
-
-        with encoding:
-            encoding.enter_context(self.recorder.span("encode"))
-            return self.compressor.finish_step(names, means, finite, all_gather)
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return self.levels.inter.call(Payload("all_gather", tensor))
 
 
 def _used_anywhere(exchanged: BucketResult, used: Optional[Tensor], places: Mapping[str, int]) -> Optional[Tensor]:
