@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, Optional, TypeVar
 
@@ -117,7 +117,6 @@ _CAPTURED = (
     " the optimizer step: use torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead')."
 )
 _ONE_HOP = 2  # ranks of a group in which a ring algorithm has one hop
-_NUMBERS_AT_ONCE = 1 << 20  # float64 numbers in one all-gather, over all ranks: 8 MiB
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
@@ -260,14 +259,11 @@ class Communicator(SharedOnCopy):
             return self.all_gather(handed_in)
 
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the mean of each number over ranks. The means are bitwise identical on all ranks.
-
-        The CPU adds in rank order, because different GPUs may round differently. Long lists are gathered in parts.
-        """
-        count = max(1, _NUMBERS_AT_ONCE // self.world_size)
-        parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
-        sums = (reduce(torch.add, self.gather_numbers(part).cpu()) for part in parts)
-        return [total / self.world_size for of_part in sums for total in of_part.tolist()]
+        """Return the mean of each number over ranks, equal on all ranks."""
+        handed_in = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
+        with self.translate_errors(f"{len(numbers)} numbers to average", "all_reduce"):
+            means: list[float] = (self.all_reduce(handed_in) / self.world_size).tolist()
+        return means
 
     def close(self, has_failed: bool = False) -> None:
         """Destroy the process group, unless it is shared. After an error (``has_failed``) destroy only gloo groups."""
