@@ -30,12 +30,9 @@ from lightning_sparse.engine.step.topology import (
     Topology,
     named_module,
 )
-from lightning_sparse.engine.wire import Wires
 from lightning_sparse.schedule import Merged
 
 _LOGGER = logging.getLogger(__name__)
-_RECEIVED_BYTES = 12  # bytes of a received element: a float32 value and an int64 index
-_RESIDUAL_BYTES = 4  # bytes of a residual per parameter element
 
 
 class Engine(SharedOnCopy):
@@ -71,7 +68,7 @@ class Engine(SharedOnCopy):
         is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
         shares_groups = is_nccl and local_world_size > 1 and has_their_timeout and not settings.overlaps_backward
         levels = _levels_between(device, ddp, local_world_size, timeout, shares_groups)
-        wires = _wires_between(levels, settings, log)
+        wires = settings.wires_for(levels.inter.rank, levels.inter.world_size)
         memory = _memory_of(module, settings, levels)
 
         self.levels, self.memory = levels, memory
@@ -260,21 +257,6 @@ def _levels_between(
     intra.gather_numbers([0.0])
     inter = Communicator(rows[place], device, timeout, rows, replicas, recorder)
     return (Shards if is_sharded else HierarchicalTopology)(intra, inter, world)
-
-
-def _wires_between(levels: FlatTopology, settings: Settings, log: Callable[[str], None]) -> Wires:
-    """Build the wire formats. Log a line if the received selections take more memory than the residual."""
-    world_size, shared_by = levels.inter.world_size, levels.local_world_size
-    wires = settings.wires_for(levels.inter.rank, world_size)
-    is_gathered = wires.owners is None and settings.compressor.wire_format == "gather"
-    received_bytes = _RECEIVED_BYTES * world_size * settings.density
-    if is_gathered and received_bytes > _RESIDUAL_BYTES:
-        log(
-            f"received selections take {received_bytes / shared_by:.1f} bytes per parameter element, and the residual"
-            f" takes {_RESIDUAL_BYTES / shared_by:g}. Use exchange='auto', which needs memory that does not grow with"
-            " the number of ranks."
-        )
-    return wires
 
 
 def _memory_of(module: nn.Module, settings: Settings, levels: FlatTopology) -> Memory:
