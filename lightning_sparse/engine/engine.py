@@ -181,8 +181,8 @@ class Engine(SharedOnCopy):
     def begin_dense_backward(self, is_warm_up: bool) -> None:
         """Begin a backward that sends dense gradients. In Adam's warm-up, a bfloat16 wire sends bfloat16."""
         wire = self._settings.wire
-        nbytes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
-        self.recorder.add_dense_step(self.reducer.numel, nbytes)
+        sizes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
+        self.recorder.add_dense_step(*sizes)
 
     def end_step(self, optimizer: int = 0) -> None:
         """End a step of the optimizer with the index ``optimizer``."""

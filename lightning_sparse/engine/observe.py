@@ -16,7 +16,7 @@ from torch.autograd import profiler
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, sent_count
 from lightning_sparse.engine.samples import ParameterSamples
-from lightning_sparse.schedule.network import dense_bytes
+from lightning_sparse.schedule.network import dense_bytes, sent_bytes
 
 
 def shown(stage: str) -> AbstractContextManager[Any]:
@@ -25,10 +25,9 @@ def shown(stage: str) -> AbstractContextManager[Any]:
 
 
 Timestamp = Any  # host time in seconds (float), or a CUDA event
-_FP32_BYTES = 4
+_dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element of DDP's all-reduce, by world size
 _ALL = "data that all buckets of a step share"
-_MAX_RECORDS = 256  # maximum number of stored records, which limits the memory
-_dense_bytes_each = cache(partial(dense_bytes, 1))  # returns DDP's sent bytes per element, for a world size
+_MAX_RECORDS = 256  # limits memory if no optimizer step ever ends
 
 
 class Clock:
@@ -112,8 +111,8 @@ class StepRecord:
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return the record of a dense all-reduce of ``numel`` elements, in a ring that leaves each node once."""
-        wire_bytes = _dense_bytes_each(world_size) * (nbytes / _FP32_BYTES)
+        """Return the record of a ring all-reduce of ``numel`` elements in ``nbytes`` that leaves each node once."""
+        wire_bytes = sent_bytes("all_reduce", nbytes, world_size)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
         return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
 
@@ -274,8 +273,7 @@ class Recorder:
     def forget(self) -> None:
         """Drop all records, because the training continues from another state."""
         self.totals = Totals()
-        self.last: Optional[StepRecord] = None  # record of the last complete exchange
-        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # records of the last complete exchanges
+        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # the last complete exchanges
 
     def begin_backward(self) -> None:
         """Record the start of a backward. Of several backwards before an exchange, the last backward counts."""
@@ -364,7 +362,11 @@ class Recorder:
         self.totals.add(record)
         record.step = self.totals.steps + self.begun_steps
         self.records.append(record)
-        self.last = record
+
+    @property
+    def last(self) -> Optional[StepRecord]:
+        """The last complete exchange, or ``None``."""
+        return self.records[-1] if self.records else None
 
     @property
     def last_step(self) -> list[StepRecord]:

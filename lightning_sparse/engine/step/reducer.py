@@ -62,16 +62,11 @@ class ReducedGradients:
         self._taken: dict[Tensor, Tensor] = {}  # means removed from ``p.grad`` while an exchange runs
         self._handles: dict[Tensor, Any] = {}
 
-    @property
-    def has_means(self) -> bool:
-        """Whether any ``p.grad`` contains a mean."""
-        return bool(self._means or self._copies)
-
-    def watch(self, parameters: Sequence[Tensor]) -> None:
+    def watch(self, members: Sequence[ParamEntry]) -> None:
         """Register tensor hooks that copy a mean before a backward adds to ``p.grad``, except on frozen parameters."""
-        if len(self._handles) == len(parameters):
+        if len(self._handles) == len(members) or not (self._means or self._copies):
             return
-        for parameter in parameters:
+        for parameter in (each.parameter for each in members):
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
 
@@ -197,16 +192,12 @@ class SparseReducer(SharedOnCopy):
         if known.keys() == set(names):
             self._order = self._order.agreed([known[name] for name in names])
 
-    def send_dense_in(self, dtype: Optional[torch.dtype]) -> int:
-        """From the next backward on, send dense gradients of wider dtypes in ``dtype``. Return the bytes to send."""
+    def send_dense_in(self, dtype: Optional[torch.dtype]) -> tuple[int, int]:
+        """Send wider dense gradients in ``dtype`` from the next backward on. Return the elements and bytes to send."""
         self._context = self._context._replace(dense_dtype=dtype)
-        dtype_of = self._context.dense_dtype_of
-        return sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in self._order.members)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of all exchanged parameters on this rank."""
-        return sum(each.numel for each in self._order.members)
+        dtype_of, members = self._context.dense_dtype_of, self._order.members
+        nbytes = sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in members)
+        return sum(each.numel for each in members), nbytes
 
     @property
     def is_open(self) -> bool:
@@ -265,8 +256,8 @@ class SparseReducer(SharedOnCopy):
         if self._context.is_sharded:
             if not self._exchanges:
                 self.reduced.keep()  # FSDP adds to gradients without calling tensor hooks
-        elif self.reduced.has_means:
-            self.reduced.watch([each.parameter for each in self._order.members])
+        else:
+            self.reduced.watch(self._order.members)
 
     def _on_grad_ready(self, member: ParamEntry, parameter: Tensor) -> None:
         self._used.add(member)

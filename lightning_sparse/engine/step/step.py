@@ -130,14 +130,13 @@ class Pipeline:
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
         with self.recorder.span("select"):
-            norms = [self._norms_of(together) for together in self.memory.clipped_together(names)]
+            nothing = torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
+            norms = [
+                norms_of([self._shares[name].gradient for name in together]) if together else nothing
+                for together in self.memory.clipped_together(names)
+            ]
         each, total = self.levels.norms_together(norms)
         self.memory.set_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
-
-    def _norms_of(self, names: Sequence[str]) -> Tensor:
-        if not names:  # None of the gradients is clipped.
-            return torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
-        return norms_of([self._shares[name].gradient for name in names])
 
     def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
         """Add residuals to a bucket, send the selected elements, and receive the selections of other ranks.
