@@ -90,11 +90,11 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
     return {name: each for name, each in module.named_parameters() if name not in ignored}
 
 
-def broadcast_buffers(module: Module, group: Optional[dist.ProcessGroup] = None) -> None:
-    """Overwrite buffers with the first rank's values. Autograd does not record this, so earlier forwards stay valid."""
-    group, left_out = group or default_group(), ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)
-    broadcast_tensors(buffers, group)
+def broadcast_buffers(module: Module) -> None:
+    """Copy buffers from rank 0, in place. A backward of an earlier forward still works."""
+    left_out = ddp_ignored_names(module)
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: unseen by autograd
+    broadcast_tensors(buffers, default_group())
 
 
 @contextmanager

@@ -28,13 +28,13 @@ _AVERAGED_AT_ONCE = 1 << 24  # approximate number of elements in one all-reduce
 
 
 def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
-    """Copy a module's parameters and buffers from rank 0, except names in ``known``. Parameter shapes must agree."""
-    group, left_out = default_group(), ddp_ignored_names(module) | set(known)
+    """Copy parameters and buffers from rank 0, except names in ``known``. Raise an error if ranks differ in shapes."""
+    left_out = ddp_ignored_names(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
     if len(set(map(str, all_gather_object([list(each.shape) for each in parameters])))) > 1:
         raise RuntimeError("ranks differ in the number or shapes of parameters. Build the same model on all ranks.")
     buffers = (each for name, each in module.named_buffers() if name not in left_out)
-    broadcast_tensors([*parameters, *buffers], group)
+    broadcast_tensors([*parameters, *buffers], default_group())
 
 
 class Replicas(SharedOnCopy):

@@ -27,7 +27,7 @@ from lightning_sparse.functional.reductions import norm_of_all
 class UnwrappedModule(Module):
     """Wrapper in place of DDP. A call broadcasts buffers and runs the model. Backward reduces no gradients."""
 
-    process_group: Any = None  # process group of the buffer broadcasts; None for all ranks
+    process_group: Any = None  # as of DDP: None for all ranks
     require_backward_grad_sync = require_forward_param_sync = True
 
     def __init__(self, module: Module, broadcast_buffers: bool = True) -> None:
@@ -54,7 +54,7 @@ class UnwrappedModule(Module):
     def begin_forward(self) -> None:
         """Broadcast buffers from rank 0, as DDP does, unless the previous forward was without gradients or exchange."""
         if self.require_forward_param_sync and self.broadcast_buffers:
-            broadcast_buffers(self.module, self.process_group)
+            broadcast_buffers(self.module)
         self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
 
 
