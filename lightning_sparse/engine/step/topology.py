@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -118,7 +119,7 @@ def shard_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     return local_tensor(gradient).view(-1)
 
 
-# Maximum elements of a message inside a node, on a CPU and on a GPU. Links of GPUs need longer messages.
+# Elements after which a message inside a node ends, on a CPU and on a GPU. Links of GPUs need longer messages.
 _MESSAGE_ELEMENTS, _DEVICE_MESSAGE_ELEMENTS = 1 << 22, 1 << 24
 _ALIGNED = 16  # Messages have a multiple of 16 elements, and thus of 16 bytes.
 
@@ -276,10 +277,12 @@ class HierarchicalTopology(DividedRanks):
     @override
     def shares(self, bucket: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         gradients = [local.gradient for local in bucket]
-        shares = [
-            share for message in self._messages_of(gradients) for share in self._intra.run(self._average(message))
-        ]
-        return [local._replace(gradient=share) for local, share in zip(bucket, shares)]
+        most = _MESSAGE_ELEMENTS if self._intra.device.type == "cpu" else _DEVICE_MESSAGE_ELEMENTS
+        ends = accumulate(map(Tensor.numel, gradients))
+        shares: list[Tensor] = []
+        for _, message in groupby(zip(gradients, ends), key=lambda pair: (pair[1] - 1) // most):
+            shares += self._intra.run(self._average([gradient for gradient, _ in message]))
+        return [local._replace(gradient=share, parameter=None) for local, share in zip(bucket, shares)]
 
     @override
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
@@ -305,17 +308,6 @@ class HierarchicalTopology(DividedRanks):
         flat = shares.new_empty(sum(numels))
         self._intra.run(self._hand_out(shares, flat.split(numels), torch.bfloat16))
         return flat
-
-    def _messages_of(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        most = _MESSAGE_ELEMENTS if self._intra.device.type == "cpu" else _DEVICE_MESSAGE_ELEMENTS
-        message, numel = list[Tensor](), 0
-        for gradient in gradients:
-            if message and numel + gradient.numel() > most:
-                yield message
-                message, numel = [], 0
-            message.append(gradient)
-            numel += gradient.numel()
-        yield message
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
         """Average gradients over the node. Return this rank's shares in fp32 or wider, valid until the write-back."""
