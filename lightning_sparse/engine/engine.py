@@ -27,7 +27,6 @@ from lightning_sparse.engine.step.topology import (
     HierarchicalTopology,
     ShardedModel,
     Shards,
-    Topology,
     named_module,
 )
 from lightning_sparse.schedule import Merged
@@ -96,11 +95,6 @@ class Engine(SharedOnCopy):
         self.replicas = self._replicas_of(module)
         self.reducer.track(trained)
         self.send_dense(False)
-
-    @property
-    def topology(self) -> Topology:
-        """Number of all ranks, and number of ranks per node (with two levels) or per sharded replica."""
-        return Topology(self.levels.world.world_size, self.levels.local_world_size)
 
     def _replicas_of(self, module: nn.Module) -> Replicas:
         settings = self._settings

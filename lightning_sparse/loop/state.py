@@ -44,8 +44,9 @@ def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
 
 
 def _header_of(engine: Engine) -> dict[str, Any]:
-    form = {**engine.topology._asdict(), "is_sharded": isinstance(engine.wrapper, ShardedModel)}
-    return {"version": VERSION, "compressor": type(engine.pipeline.compressor).__name__, **form}
+    levels, name = engine.levels, type(engine.pipeline.compressor).__name__
+    sizes = {"world_size": levels.world.world_size, "local_world_size": levels.local_world_size}
+    return {"version": VERSION, "compressor": name, **sizes, "is_sharded": isinstance(engine.wrapper, ShardedModel)}
 
 
 def save_state(state: Mapping[str, Any], folder: str) -> None:
@@ -166,7 +167,7 @@ class _Table:
         self._parameters = dict(engine.module.named_parameters())
         self._is_sharded, self._parts = header["is_sharded"], header["local_world_size"]
         self._rows = header["world_size"] // self._parts
-        self._shards = engine.topology.local_world_size if self._is_sharded else 1
+        self._shards = engine.levels.local_world_size if self._is_sharded else 1
         self._shard = dist.get_rank() % self._shards
         self._sums: dict[Place, Tensor] = {}
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}

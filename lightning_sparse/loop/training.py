@@ -352,7 +352,7 @@ class Training:
 
     def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
         """End the exchange, and remove all hooks. Return whether the worker has ended without an error."""
-        if stats.get("total_steps") and not has_failed and self.engine.topology.world_size > 1:
+        if stats.get("total_steps") and not has_failed and self.engine.levels.world.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
             self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
         self.steps.close()

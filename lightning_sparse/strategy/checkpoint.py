@@ -152,7 +152,8 @@ class Checkpointer:
         if "is_whole" in state:
             header = state["header"]
             group = "in replicas" if header["is_sharded"] else "on nodes"
-            sizes = ((header["world_size"], header["local_world_size"]), engine.topology)
+            present = (engine.levels.world.world_size, engine.levels.local_world_size)
+            sizes = ((header["world_size"], header["local_world_size"]), present)
             before, now = (f"{ranks} ranks{f' {group} of {size}' if size > 1 else ''}" for ranks, size in sizes)
             self._log(f"{before} saved {path}, {now} continue, each from the mean residual: no residual is lost.")
         if unused:

@@ -132,13 +132,6 @@ class LocalGradient(NamedTuple):
     is_used: Optional[bool]  # whether backward has added to the gradient on this rank; ``None`` if untracked
 
 
-class Topology(NamedTuple):
-    """The number of all ranks, and of ranks in a node (with two levels) or in a sharded replica."""
-
-    world_size: int
-    local_world_size: int = 1  # number of ranks that divide each gradient and residual; 1 without division
-
-
 class FlatTopology:
     """A topology in which every rank exchanges complete gradients with all other ranks.
 
