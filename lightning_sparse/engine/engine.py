@@ -1,6 +1,5 @@
 """The engine builds all parts of the exchange for a model, starts the worker thread, and registers gradient hooks."""
 
-import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Optional
@@ -31,8 +30,6 @@ from lightning_sparse.engine.step.topology import (
 )
 from lightning_sparse.schedule import Merged
 
-_LOGGER = logging.getLogger(__name__)
-
 
 class Engine(SharedOnCopy):
     """Exchange the gradients of a wrapped model, from construction until :meth:`close`.
@@ -55,7 +52,7 @@ class Engine(SharedOnCopy):
         ddp: Wrapper,
         settings: Settings,
         timeout: Optional[timedelta] = None,
-        log: Callable[[str], None] = _LOGGER.info,
+        log: Callable[[str], None] = lambda line: None,
         local_world_size: int = 1,
         begin: Callable[[bool], None] = lambda is_explicit: None,
         end: Callable[[], None] = lambda: None,
