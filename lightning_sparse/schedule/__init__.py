@@ -1,8 +1,7 @@
 """Schedules, which divide gradients into buckets by names and sizes, never by values."""
 
 from lightning_sparse.schedule.base import Auto, FixedSize, Layerwise, Merged, Schedule, Single
-from lightning_sparse.schedule.merging import plan_buckets
-from lightning_sparse.schedule.plan import Plan
+from lightning_sparse.schedule.plan import Plan, plan_buckets
 
 SCHEDULES: dict[str, type[Schedule]] = {
     "auto": Auto,

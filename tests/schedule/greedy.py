@@ -12,7 +12,7 @@ INFOCOM 2020. This code follows the released code (github.com/HKBU-HPML/OMGS-SGD
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from lightning_sparse.schedule.merging import Cost
+from lightning_sparse.schedule.plan import Cost
 
 
 class Problem(NamedTuple):

@@ -22,8 +22,7 @@ from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
-_SMALL = 1 << 15  # number of elements; smaller gradients are copied into one buffer, which saves kernel launches
-_OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
+_OWN_USES = 2  # references to the storage of an unshared gradient: p.grad, and the query itself
 
 
 class ParamEntry:
@@ -299,7 +298,7 @@ class SparseBackward(Backward):
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
         # The format "reduce" copies gradients into a flat tensor. A package would be a second copy.
         packs = self._context.pipeline.compressor.wire_format != "reduce"
-        small = [each for each in members if each.numel < _SMALL and self._is_used(each)] if packs else []
+        small = [each for each in members if each.numel < LARGE and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
             return super()._gradients_of(members)
         sources = [laid_as(self._held_gradient(each.parameter), each.parameter) for each in small]
