@@ -168,18 +168,11 @@ class LocalStepsController(Replicas):
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        # A save does not end a round. With two extra ends per round, the final loss of a small GPT was 1.6 to 4.5 %
-        # higher. The measurement used DiLoCo's outer momentum, 300 steps and three seeds.
-        rounds = {
-            "has_begun": self.has_begun,
-            "has_steps": self._has_steps,
-            "step": self._step,
-            "origin": self._origin,
-            "steps_of": dict(self._steps_of),
-            "begun": self._begun,
-            "is_stale": self._is_stale,
-        }
-        return {"rounds": {**rounds, **self.shared.state(self.has_begun, together)}}
+        # A save does not end a round. When saves cut each round in three, the final loss of a small GPT was 1.6 to
+        # 4.5 % higher. This was measured with DiLoCo's outer momentum, over 300 steps and three seeds.
+        flags = {"has_begun": self.has_begun, "has_steps": self._has_steps, "is_stale": self._is_stale}
+        steps = {"step": self._step, "origin": self._origin, "begun": self._begun, "steps_of": dict(self._steps_of)}
+        return {"rounds": {**flags, **steps, **self.shared.state(self.has_begun, together)}}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
