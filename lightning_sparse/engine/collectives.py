@@ -91,9 +91,9 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 
 
 def broadcast_buffers(module: Module) -> None:
-    """Copy buffers from rank 0, in place. A backward of an earlier forward still works."""
+    """Overwrite a module's buffers with rank 0's values. A backward of an earlier forward still works."""
     left_out = ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # .data: unseen by autograd
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # not recorded
     broadcast_tensors(buffers, default_group())
 
 
@@ -116,7 +116,7 @@ _CAPTURED = (
     " the step count of this step. Capture only forward and backward of a part of the model, without the exchange and"
     " the optimizer step: use torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead')."
 )
-_ONE_HOP = 2  # ranks of a group in which a ring algorithm has one hop
+_ONE_HOP = 2  # number of ranks for which a ring algorithm needs only one hop
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
@@ -203,7 +203,7 @@ class Communicator(SharedOnCopy):
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Bytes that a rank sends per input byte, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
+        """Bytes that a rank sends per byte of input, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
         return {name: sent_bytes(name, 1, self.world_size) for name in ("all_gather", "all_to_all", "all_reduce")}
 
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
@@ -259,7 +259,7 @@ class Communicator(SharedOnCopy):
             return self.all_gather(handed_in)
 
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the mean of each number over ranks, equal on all ranks."""
+        """Return the mean of each number over ranks. The means are bitwise identical on all ranks."""
         handed_in = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
         with self.translate_errors(f"{len(numbers)} numbers to average", "all_reduce"):
             means: list[float] = (self.all_reduce(handed_in) / self.world_size).tolist()

@@ -74,7 +74,7 @@ class Engine(SharedOnCopy):
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
         self._numels: dict[str, int] = {}  # number of elements of each parameter that was ever exchanged
         self._begin(self._layout_of(trained))  # This call may raise an error, so the worker thread starts later.
-        self.planner = _planner_of(settings, (levels.world, self.recorder, self._numels, self.densities), memory, log)
+        self.planner = _planner_of(settings, self, log)
         self.pipeline = Pipeline(settings.compressor, memory, wires, levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
         context = ReducerContext(
@@ -258,9 +258,10 @@ def _memory_of(module: nn.Module, settings: Settings, levels: FlatTopology) -> M
     return settings.memory_for(dtypes, levels.inter.world_size, local_share, *total_of)
 
 
-def _planner_of(settings: Settings, parts: tuple[Any, ...], memory: Memory, log: Callable[[str], None]) -> Planner:
+def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) -> Planner:
     if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
         return Planner()
-    memory = proxy(memory)  # The planner's generator is in a reference cycle, and would free the memory late.
+    parts = (settings.schedule, engine.levels.world, engine.recorder, engine._numels, engine.densities)
+    memory = proxy(engine.memory)  # The planner's generator is in a reference cycle, and would free the memory late.
     adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
-    return StepPlanner(settings.schedule, *parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
+    return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)

@@ -27,7 +27,7 @@ def shown(stage: str) -> AbstractContextManager[Any]:
 Timestamp = Any  # host time in seconds (float), or a CUDA event
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element of DDP's all-reduce, by world size
 _ALL = "data that all buckets of a step share"
-_MAX_RECORDS = 256  # limits memory if no optimizer step ever ends
+_MAX_RECORDS = 256  # maximum number of stored records, which limits the memory
 
 
 class Clock:
@@ -111,7 +111,7 @@ class StepRecord:
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return the record of a ring all-reduce of ``numel`` elements in ``nbytes`` that leaves each node once."""
+        """Return the record of a dense all-reduce of ``numel`` elements, in a ring that leaves each node once."""
         wire_bytes = sent_bytes("all_reduce", nbytes, world_size)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
         return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
@@ -273,7 +273,7 @@ class Recorder:
     def forget(self) -> None:
         """Drop all records, because the training continues from another state."""
         self.totals = Totals()
-        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # the last complete exchanges
+        self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # records of the last complete exchanges
 
     def begin_backward(self) -> None:
         """Record the start of a backward. Of several backwards before an exchange, the last backward counts."""

@@ -57,7 +57,7 @@ class Densities:
         return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
 
     def wanted(self, name: str) -> float:
-        """Return the density of a parameter by user, warm-ups and rules. A plan may only raise this density."""
+        """Return a parameter's density according to user, warm-ups and rules. A plan may only raise this density."""
         asked = self._in_warm_up(self.target(name), *self._stage)
         return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 

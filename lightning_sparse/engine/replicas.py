@@ -28,7 +28,7 @@ _AVERAGED_AT_ONCE = 1 << 24  # approximate number of elements in one all-reduce
 
 
 def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
-    """Copy parameters and buffers from rank 0, except names in ``known``. Raise an error if ranks differ in shapes."""
+    """Copy a module's parameters and buffers from rank 0, except names in ``known``. Parameter shapes must agree."""
     left_out = ddp_ignored_names(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
     if len(set(map(str, all_gather_object([list(each.shape) for each in parameters])))) > 1:
@@ -197,9 +197,9 @@ class ReplicaAverager:
 
 
 def averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that must be equal in all replicas, complex tensors as pairs of real numbers.
+    """Return the tensors of a model that must be equal in all replicas. Complex tensors become pairs of real numbers.
 
-    Frozen tensors of a subclass, for example quantized tensors, are omitted, and frozen views of a trained tensor.
+    Two kinds of frozen tensors are omitted: views of trained tensors, and subclasses, for example quantized tensors.
     """
     named = chain(module.named_parameters(), module.named_buffers())
     held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named if tensor.numel()}

@@ -47,15 +47,15 @@ class SharedModel:
         self._schedule = schedule
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
-        self.trained = frozenset(names)  # names of parameters with exchanged changes
+        self.trained = frozenset(names)  # names of trained parameters, which each exchange includes
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
         self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter name
-        self._away: Optional[dict[str, Tensor]] = None  # this rank's tensors inside the context shown()
+        self._away: Optional[dict[str, Tensor]] = None  # copies of this rank's tensors while shown() is active
         tensors = averaged(module)
         buffers = [name for name, _ in module.named_buffers()]
         beside = [name for name in buffers if name in tensors and tensors[name].is_floating_point()]
-        self._shared = {  # shared values in fp32 or wider: trained parameters, then buffers
+        self._shared = {  # values of the shared model in fp32 or wider: trained parameters, then buffers
             name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
         }
 
@@ -146,7 +146,7 @@ class SharedModel:
             torch._foreach_copy_(list(present.values()), rounded)
 
     def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], steps: int) -> None:
-        """Exchange changes, and apply the mean change to the shared model. Runs on the worker."""
+        """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
         pipeline = self._pipeline
         moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
         pipeline.commit([each for bucket in _buckets(moving, self._schedule) for each in pipeline.exchange(bucket)])

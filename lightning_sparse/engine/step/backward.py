@@ -22,7 +22,8 @@ from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 
-_OWN_USES = 2  # references to the storage of an unshared gradient: p.grad, and the query itself
+_SMALL = 1 << 15  # number of elements; smaller gradients are copied into one buffer, which saves kernel launches
+_OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
 
 
 class ParamEntry:
@@ -82,7 +83,7 @@ class ReducerContext(NamedTuple):
     begin: Callable[[bool], None]  # called before the first gradient; true if prepare_for_backward() came first
     end: Callable[[], None]  # called when all gradients are means
     packages: dict[tuple[str, ...], Package]  # buffers of the previous backward, by parameter names
-    dense_dtype: Optional[torch.dtype] = None  # dense gradients of wider dtypes are sent in this dtype
+    dense_dtype: Optional[torch.dtype] = None  # dtype in which dense gradients of wider dtypes are sent
 
     def dense_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a dense gradient of ``dtype`` is sent."""
@@ -110,7 +111,7 @@ class Backward(ABC):
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # begun before the first gradient; end callback queued
+        self.is_announced = self.has_end = False  # whether a hook announced it; whether its end is queued
         self.is_finalizing = False  # whether all gradients are collected
         self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
@@ -298,7 +299,7 @@ class SparseBackward(Backward):
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
         # The format "reduce" copies gradients into a flat tensor. A package would be a second copy.
         packs = self._context.pipeline.compressor.wire_format != "reduce"
-        small = [each for each in members if each.numel < LARGE and self._is_used(each)] if packs else []
+        small = [each for each in members if each.numel < _SMALL and self._is_used(each)] if packs else []
         if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
             return super()._gradients_of(members)
         sources = [laid_as(self._held_gradient(each.parameter), each.parameter) for each in small]
@@ -312,7 +313,7 @@ class SparseBackward(Backward):
     def _end(self) -> threading.Event:
         recorder = self._context.pipeline.recorder
         recorder.end_backward()
-        # A gradient that is missing counts as ready when backward ends.
+        # The time of a missing gradient is the end of backward.
         end = recorder.mark_gradient()
         recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
         return super()._end()

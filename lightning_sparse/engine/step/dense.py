@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.engine.step.backward import Backward, ParamEntry, is_replaceable
+from lightning_sparse.engine.step.backward import Backward, ParamEntry
 from lightning_sparse.engine.step.step import LocalGradient
 
 _FIRST_DENSE_BYTES = 1024 * 1024  # bytes of a step's first message, short so that the network starts early
@@ -65,7 +65,7 @@ class DenseBackward(Backward):
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
         *means, rest = flat.split(numels)
         for mean, gradient in zip(means, gradients):
-            torch.mul(gradient, 1 / among.world_size, out=mean)  # one pass copies and scales, as in DDP
+            torch.mul(gradient, 1 / among.world_size, out=mean)
         if flags is not None:
             rest.copy_(flags)
         before = self._message

@@ -187,13 +187,13 @@ class SparseReducer(SharedOnCopy):
         return [each.name for each in self._order.members if self._order.is_agreed]
 
     def restore_order(self, names: Sequence[str]) -> None:
-        """Restore a saved order of exchange, and thus the buckets, if ``names`` are the exchanged parameters."""
+        """If ``names`` are the exchanged parameters, restore this saved order of exchange, and thus the buckets."""
         known = {each.name: each for each in self._order.members}
         if known.keys() == set(names):
             self._order = self._order.agreed([known[name] for name in names])
 
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> tuple[int, int]:
-        """Send wider dense gradients in ``dtype`` from the next backward on. Return the elements and bytes to send."""
+        """From the next backward on, send dense gradients of wider dtypes in ``dtype``. Return elements and bytes."""
         self._context = self._context._replace(dense_dtype=dtype)
         dtype_of, members = self._context.dense_dtype_of, self._order.members
         nbytes = sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in members)
@@ -312,7 +312,7 @@ class SparseReducer(SharedOnCopy):
                 self.reduced.add_means([each.parameter for each in self._order.members], unused)
         self._used, self._backward = set(), None
         self._context.end()
-        if not backward.is_announced:  # no hook may announce the next backward, either
+        if not backward.is_announced:  # The next backward may also begin without an announcement.
             self._attend()
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:

@@ -242,7 +242,7 @@ class Pipeline:
         }
         before = list(asked.values())
         after = self.compressor.finish_step(list(asked), before, finite, self._gather) if asked else before
-        if after is before:  # a compressor that changes no mean returns the same list
+        if after is before:  # The compressor has changed no mean.
             return means
         changed = dict(zip(asked, after))
         return [

@@ -275,7 +275,7 @@ class HierarchicalTopology(DividedRanks):
         shares: list[Tensor] = []
         for _, message in groupby(zip(gradients, ends), key=lambda pair: (pair[1] - 1) // most):
             shares += self._intra.run(self._average([gradient for gradient, _ in message]))
-        return [local._replace(gradient=share, parameter=None) for local, share in zip(bucket, shares)]
+        return [local._replace(gradient=share) for local, share in zip(bucket, shares)]
 
     @override
     def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:

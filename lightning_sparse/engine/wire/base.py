@@ -39,7 +39,7 @@ Phases = Generator[Payload, Tensor, ExchangeResult]
 
 
 class WireFormat(ABC):
-    """Write and read messages. Values have the dtype ``dtype``, or ``bits`` if quantized."""
+    """Write and read messages. Values are sent in ``dtype``, or quantized to ``bits`` bits."""
 
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         self.dtype = dtype

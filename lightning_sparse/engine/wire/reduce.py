@@ -41,9 +41,7 @@ class ReduceFormat(WireFormat):
     whole blocks. Usage flags are sent like another tensor, or with ``bits`` in a third collective.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None, gathers_short: bool = False
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
         self._multiple = 1 if bits is None else BLOCK
         # Buffers are reused, because the next allocation of a freed large block would cost more than a copy.
