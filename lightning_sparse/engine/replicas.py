@@ -116,7 +116,7 @@ class AveragedReplicas(Replicas):
 
 
 class ReplicaAverager:
-    """Average a module over ranks. ``divergence`` is the RMS distance from the mean, divided by the mean's norm."""
+    """Average the ranks' models. ``divergence`` is their RMS distance from the mean, divided by the mean's norm."""
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         self._module = module

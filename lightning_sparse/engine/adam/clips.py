@@ -58,7 +58,7 @@ class AskedClips:
                 self._asking.remove(number)
 
     def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
-        """Return the clip settings for the next gradients of the parameters in ``names``."""
+        """Return how to clip the next gradients of the parameters in ``names``."""
         clipped: dict[_Asked, set[str]] = {}
         for optimizer, ((norm, value), together) in zip(self._optimizers, self._coming):
             clipping = Clipping(self._norm if norm is None else norm, value)

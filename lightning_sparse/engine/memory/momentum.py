@@ -150,7 +150,7 @@ def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Option
     """Set the momentum of sent elements to zero, in place. Return flags of the selected elements that were not sent."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return None
-    # A value is completely unsent if the message had no space, or if the value was rounded to zero.
+    # A selected value is completely unsent if the message had no space for it, or if it was rounded to zero.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
     return is_whole

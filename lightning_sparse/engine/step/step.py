@@ -67,7 +67,7 @@ _ODD = 0x100000001B3  # FNV prime; multiplication makes the hash depend on the o
 
 
 class StepContext(NamedTuple):
-    """Properties of the current step that come from outside the pipeline."""
+    """Properties of the current step that the caller passes to the pipeline."""
 
     loss_scale: Optional[Tensor] = None  # scale of the loss, one element; residuals are stored unscaled
     hyperparameters: Mapping[str, Hyperparameters] = {}  # settings by parameter name; empty without an optimizer

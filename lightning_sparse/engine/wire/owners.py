@@ -33,7 +33,7 @@ from lightning_sparse.functional.elements import (
 
 MIN_OWNER_NUMEL = 32  # minimum selected elements per owner; with fewer elements, padding costs too many bytes
 _SIGMAS = 4.0  # extra space in a message to an owner, in standard deviations of the number of elements
-_MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # a multiplicative hash; products stay below 2 ** 63
+_MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # constants of a multiplicative hash; products fit in int64
 _PROPOSED = torch.bfloat16  # dtype of proposals; 16 bits are enough to find the largest sums
 
 

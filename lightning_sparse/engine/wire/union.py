@@ -57,7 +57,7 @@ class UnionFormat(WireFormat):
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the transfers for ranks that select equally many elements, and no element in common."""
+        """Return estimated transfers, as if ranks selected equally many elements, and no element in common."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
         first, most = Transfer("all_gather", aligned(_COUNT_BYTES + flags)), -(-selected // self.world_size)
         if not most:
