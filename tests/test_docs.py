@@ -130,10 +130,16 @@ def test_options_of_examples_exist(page):
             assert f'"{option}"' in text, f"{script} {option}"
 
 
+SLOW = ROOT / "examples" / "benchmarks" / "README.md"
+
+
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python") and page != AUTHORS],
-    ids=lambda page: str(page.relative_to(ROOT)),
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.exhaustive] if page == SLOW else [])
+        for page in PAGES
+        if blocks(page, "python") and page != AUTHORS
+    ],
 )
 def test_code_runs(page):
     pytest.importorskip("matplotlib")  # pictures need matplotlib
