@@ -35,6 +35,7 @@ RENAMED: dict[str, str] = {
     "Rule": "DensityRule",
     "Compressor.selects_across_group": "selects_across_bucket",
     "Compressor.adapts_density": "adaptive_density",
+    "LAGS.adapts_density": "adaptive_density",
 }
 
 

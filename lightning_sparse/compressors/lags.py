@@ -12,8 +12,10 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import ErrorFeedback, ModelLayout, checked_density
 from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.compressors.topk import TopK
+from lightning_sparse.removed import refusing
 
 
+@refusing
 class LAGS(TopK):
     """Send the largest magnitudes of every layer, with a density per layer.
 
