@@ -22,7 +22,7 @@ class ParameterFacts(NamedTuple):
 class ParameterSamples:
     """Collect norms and counts as tensors on the device, so that only :meth:`facts` waits for the device.
 
-    If a step has several exchanges, their squared norms are added. The sum is exact for parameters of one exchange.
+    With several exchanges in a step, a norm is the root of the sum of the squared norms of all exchanges.
     """
 
     def __init__(self) -> None:
