@@ -278,8 +278,8 @@ class Communicator(SharedOnCopy):
 class ExchangeWorker:
     """Run tasks in order on a separate thread and, on a GPU, on a separate stream.
 
-    After an error of a task, later tasks are skipped. All collectives start on this thread, because gloo has a race if
-    a callback of one collective starts another collective.
+    After an error of a task, later tasks are skipped. All collectives of an exchange start on this thread, because
+    gloo has a race if a callback of one collective starts another collective.
     """
 
     def __init__(self, device: torch.device) -> None:

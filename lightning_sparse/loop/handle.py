@@ -220,11 +220,12 @@ class GradientSparsifier(Loop):
     def load_state(self, folder: Union[str, Path]) -> None:
         """Load a folder of :meth:`save_state`. All ranks must call. With local steps, load model and optimizers before.
 
-        The same number of ranks resumes bitwise identically. With another number, ranks resume from the mean residual.
+        The same number of ranks resumes bitwise identically. With another number of ranks, or on two levels of ranks
+        per node, ranks resume from the mean residual.
 
         Raises:
             CheckpointError: for files that are missing, damaged, or of another format.
-            ValueError: for a state of another compressor or another model, or on one process.
+            ValueError: for parts of a state that compressor or model cannot use, for another model, or on one process.
         """
         self._check_open()
         if (training := self.training) is None:

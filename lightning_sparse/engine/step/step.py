@@ -144,7 +144,7 @@ class Pipeline:
         The gradients have undefined values until :meth:`commit` writes the means.
 
         Args:
-            bucket: gradients of one dtype.
+            bucket: gradients with the same widened dtype.
             used: uint8 flags of the parameters that this rank has used in the step; only with the last bucket.
         """
         names = [local.name for local in bucket]
