@@ -1,4 +1,4 @@
-"""Compressors select the elements to send. There is a file per paper, and ``base`` has the interface."""
+"""Compressors select the elements to send. Each file implements one paper. ``base`` has the interface."""
 
 import inspect
 
@@ -28,12 +28,12 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 
 
 def available_compressors() -> dict[str, str]:
-    """Return the names for ``compressor=``, each with a one-line description.
+    """Return a dictionary from each name that ``compressor=`` accepts to a one-line description of the compressor.
 
     Example::
 
         >>> available_compressors()["topk"]
-        'Send exactly ``max(1, round(density * n))`` largest magnitudes of every parameter of ``n`` elements.'
+        'Send the ``max(1, round(density * n))`` largest magnitudes of every parameter, which has ``n`` elements.'
     """
     return {name: (inspect.getdoc(kind) or "").partition("\n")[0] for name, kind in COMPRESSORS.items()}
 

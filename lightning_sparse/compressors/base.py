@@ -22,14 +22,14 @@ class ErrorFeedback(NamedTuple):
 
     Attributes:
         keeps_residual: whether unsent values are stored; ``False`` suits only unbiased or exact methods.
-        momentum: momentum that is added before selection instead of in the optimizer (momentum correction of Deep
+        momentum: momentum to apply before selection instead of in the optimizer (momentum correction of Deep
             Gradient Compression): a number, ``"optimizer"`` to use the momentum of the SGD optimizer, or ``None``.
-        nesterov: whether the momentum is Nesterov's; read from the optimizer for ``momentum="optimizer"``.
+        nesterov: whether the momentum is Nesterov's. ``momentum="optimizer"`` uses the optimizer's setting.
         masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking).
         clip_norm: largest norm of the mean gradient, or ``None``. Before accumulation, every rank clips the local
             gradient to ``clip_norm / sqrt(world_size)``.
-        rescale_on_lr_change: whether a new learning rate rescales the residual, so that older gradients act with the
-            earlier rate.
+        rescale_on_lr_change: whether to rescale the residual when the learning rate changes. Gradients in the residual
+            then act with the earlier rate.
         decay: factor of the residual before a gradient is added. Requires ``momentum=None`` and no Adam correction.
     """
 
@@ -65,7 +65,7 @@ NOT_CLIPPED = Clipping()
 
 
 def same_everywhere(power: float) -> float:
-    """Round a power to 12 digits. Math libraries differ in the last digits, and ranks must send equal counts."""
+    """Round a power to 12 digits, so that math libraries that differ in the last digits give all ranks equal counts."""
     return float(f"{power:.12g}")
 
 
@@ -110,7 +110,7 @@ def trained_in(module: Module) -> dict[str, Tensor]:
 def layout_of(
     module: Module, rank: int, world_size: int, device: torch.device, trained: Optional[Mapping[str, Tensor]] = None
 ) -> ModelLayout:
-    """Return the layout of a module, for the parameters in ``trained`` or for all that require a gradient."""
+    """Return the layout of the parameters in ``trained``. Default: all parameters that require a gradient."""
     trained = trained_in(module) if trained is None else trained
     numels = {name: numel for name, tensor in trained.items() if (numel := local_tensor(tensor).numel())}
     frozen = tuple(name for name, _ in module.named_parameters() if name not in numels)
@@ -125,8 +125,8 @@ class Compressor(ABC):
 
     A subclass must define :meth:`select`, ``default_density`` and ``wire_format``. :meth:`select` calls no collective
     and changes no argument. The selection of a tensor does not depend on other tensors (except with
-    ``selects_across_bucket``). If a gradient has a NaN or infinity, at least one must be selected, so that all ranks
-    receive the value. State, for example a threshold, changes only in :meth:`finish_step`.
+    ``selects_across_bucket``). If a gradient has NaNs or infinities, select at least one NaN or infinity, so that all
+    ranks receive the value. State, for example a threshold, changes only in :meth:`finish_step`.
 
     Attributes:
         default_density: fraction of elements to send by default; ``None`` for a method without a density.
@@ -198,13 +198,13 @@ class Compressor(ABC):
         """
 
     def selection_size(self, numel: int, count: int) -> SelectionSize:
-        """Return the size of a selection. Override this if the selection does not have ``count`` elements."""
+        """Return the number of elements that :meth:`select` selects from ``numel``. Override this if not ``count``."""
         return SelectionSize(numel, count)
 
     def finish_step(
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
-        """Update the state after the exchange of a step's last bucket, and return the means for the gradients.
+        """Update the state after the exchange of a step's last bucket, and return the means to write to ``.grad``.
 
         Args:
             names: parameter names in the order of the exchange.
@@ -223,8 +223,8 @@ class Compressor(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the state of the method.
 
-        The state may have been saved with other trained parameters of the same model. Store the entries of parameters
-        that are now frozen, by name.
+        ``state`` may have been saved when other parameters of the model were trained. Store the entries of parameters
+        that are now frozen, so that :meth:`state_dict` returns these entries, too.
 
         Raises:
             ValueError: if the state comes from another method.
@@ -237,7 +237,7 @@ class Compressor(ABC):
 
 
 def checked_density(argument: str, density: Any) -> float:
-    """Return ``density`` as a float, or raise ``ValueError`` for ``argument`` outside ``(0, 1]``."""
+    """Return ``density`` as a float. Outside ``(0, 1]``, raise ``ValueError`` with the name ``argument``."""
     is_number = isinstance(density, Real) and not isinstance(density, bool)
     if not is_number or not 0 < density <= 1:
         raise ValueError(
@@ -248,12 +248,12 @@ def checked_density(argument: str, density: Any) -> float:
 
 
 def is_whole(number: Any, least: int) -> bool:
-    """Return whether a value is an integer (numpy included, bool excluded) of at least ``least``."""
+    """Return whether a number is an integer (numpy included, bool excluded) and at least ``least``."""
     return not isinstance(number, bool) and isinstance(number, Integral) and int(number) >= least
 
 
 def checked_count(argument: str, count: Any, unit: str) -> int:
-    """Return ``count`` as an int, or raise ``ValueError`` for ``argument`` unless the value is a positive integer."""
+    """Return a positive integer as an int. For any other value, raise ``ValueError`` with the name ``argument``."""
     if not is_whole(count, 1):
         raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least 1")
     return int(count)

@@ -25,7 +25,7 @@ _GAIN = 0.05  # gain of the control loop; density settles in about 25 steps, and
 _MIN_GAIN = _GAIN / 100  # minimum of the gain; enough for nearly constant gradients, which settle in hundreds of steps
 _CALMING = 0.5  # factor of the gain after a step in which the density swings
 _RECOVERY = 1.05  # factor of the gain after any other step
-_CHANCE = 2.0  # standard deviations; smaller changes of the density count as chance, not as a swing
+_CHANCE = 2.0  # standard deviations; a smaller change of the density is treated as chance, not as a swing
 _LARGEST_STEP = 0.1  # largest change of ln(threshold) in a step
 _FAR_OFF = 2.0  # if a selection is this many times too large or small, a new histogram replaces small steps
 _SIGMAS = 4.0  # standard deviations; smaller deviations of the count may be chance, and cause no new histogram
@@ -42,12 +42,13 @@ class ExDyna(Compressor):
     rank ``r`` searches partition ``(t + r) mod world_size`` of the accumulated gradient for magnitudes that reach the
     threshold. Every rank then sends all elements that any rank selected, and has no residual at these elements.
     Partitions do not overlap, so the number of sent elements does not grow with the number of ranks. The load of a
-    block is the average number of selected elements. Ranks compute equal loads and partitions without communication.
+    block is a moving average of the number of elements selected in the block. All ranks compute the same loads and the
+    same partitions, without communication.
 
-    A step may have no threshold: at the start, or if the last count was off by a factor of 2. Each rank then selects
-    the largest magnitudes of a partition and builds a histogram. The sum of the histograms (8 KiB per rank) gives the
-    next threshold. The density applies to the whole model, with at least an element per rank. ``docs/papers.md`` lists
-    the differences from the paper.
+    A step has no threshold at the start, and sometimes after a count that was wrong by a factor of 2. Each rank then
+    selects the largest magnitudes of a partition and builds a histogram. The sum of the histograms (8 KiB per rank)
+    gives the next threshold. The density applies to the whole model, with at least an element per rank.
+    ``docs/papers.md`` lists the differences from the paper.
 
     Example::
 
@@ -145,7 +146,7 @@ class ExDyna(Compressor):
         return means
 
     def _rebalance(self, positions: Tensor) -> None:
-        """Update block loads from selected ``positions`` (int64 ``[count]``), and partitions every 16 steps."""
+        """Update the loads of blocks from ``positions`` of selected elements. Every 16 steps, balance partitions."""
         loads = self._partitions.block_loads(positions)
         before = self._loads.to(positions.device, non_blocking=True)
         self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
@@ -154,7 +155,7 @@ class ExDyna(Compressor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the threshold (0 for none), the control loop's gain and error, partitions, block loads."""
+        """Return the step, threshold (0 for none), gain and error of the control loop, partitions, loads of blocks."""
         cuts = torch.tensor(self._partitions.cuts, device="cpu")
         threshold, gain, error = self._threshold
         state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
@@ -187,7 +188,7 @@ class ThresholdState(NamedTuple):
     error: float = 0.0  # ln(density / wanted) of the last step; 0 after a measurement
 
     def updated(self, selected: int, wanted: int) -> "ThresholdState":
-        """Return the state for the next step, after a step that selected ``selected`` elements."""
+        """Return the state for the next step. ``selected`` and ``wanted`` are counts of the last step's elements."""
         assert self.threshold is not None
         error = math.log(max(selected, 0.5) / wanted)
         # After a lower threshold, residuals just below the old threshold are sent all at once. The high count raises

@@ -17,19 +17,19 @@ from lightning_sparse.removed import refusing
 
 @refusing
 class LAGS(TopK):
-    """Send the largest magnitudes of every layer, with a density per layer.
+    """Send the largest magnitudes of every layer. Each layer has a residual and a density.
 
     The paper accumulates learning rate times gradient. Every released implementation, the authors' included,
-    accumulates the gradient. The results differ only while the learning rate changes: the residual acts with the
-    present rate (``"gradient"``) or with the earlier rate (``"update"``, exact for plain SGD).
+    accumulates the gradient. The results differ only if the learning rate changes while a gradient is in the residual.
+    ``"gradient"`` applies this gradient with the new rate, ``"update"`` with the earlier rate (exact for plain SGD).
 
     Args:
         densities: density by parameter name; all other parameters have the strategy's density.
         error_feedback: ``"gradient"`` or ``"update"``.
-        adaptive_density: whether to send more elements of a layer, up to all, if backward hides the exchange. The
-            minimum is the density of the strategy or warm-up (the inverse of ``c_u`` in the paper). Two runs are not
-            bitwise identical, because the first steps measure times. Off by default. Requires
-            ``schedule="merged"``; see :func:`~lightning_sparse.schedule.costs.hidden_densities`.
+        adaptive_density: whether to raise a layer's density, at most to 1, if backward hides the longer exchange. The
+            density of the strategy or of the warm-up is the minimum (the inverse of ``c_u`` in the paper). Densities
+            depend on times measured in the first steps, so two runs are not bitwise identical. Off by default.
+            Requires ``schedule="merged"``; see :func:`~lightning_sparse.schedule.costs.hidden_densities`.
 
     Raises:
         ValueError: for an unknown ``error_feedback`` or a density outside ``(0, 1]``; at the start of training, for

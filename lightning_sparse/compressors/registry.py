@@ -11,7 +11,7 @@ _MAX_LISTED = 20  # names in a message; a model may have thousands of parameters
 
 
 def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choice: Union[str, Item]) -> Item:
-    """Build the object named ``choice`` from a table, or return ``choice`` if it is an instance of ``base``."""
+    """Build the object that ``table`` has for the name ``choice``. Return an instance of ``base`` unchanged."""
     if isinstance(choice, str):
         return table[checked_name(noun, choice, sorted(table))]()
     if not isinstance(choice, base):
@@ -23,7 +23,7 @@ def build_by_name(noun: str, base: type, table: Mapping[str, Callable[[], Item]]
 
 
 def checked_name(noun: str, name: str, known: Sequence[str]) -> str:
-    """Return ``name``, or raise ``ValueError`` if ``known`` does not have the name."""
+    """Return ``name`` if the sequence ``known`` has the name. Otherwise raise ``ValueError``."""
     if name not in known:
         refuse_removed(f"{noun}={name!r}", name)
         raise ValueError(unknown_name(noun, name, known))
@@ -40,7 +40,7 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     written = str(name).lower()
-    # The name is compared as written, in lower case, as a strategy name, and as a dtype of other libraries.
+    # Spellings to look up: as written, in lower case, without "sparse_" (strategy names), with "float" for "fp".
     spellings = (str(name), written, written.removeprefix("sparse_"), written.replace("fp", "float"))
     exact = [each for each in spellings if each in known]
     near = exact or [each for spelling in spellings for each in difflib.get_close_matches(spelling, known, n=1)]

@@ -1,7 +1,7 @@
-"""Selections: indices and values of a tensor's elements, and a flat selection for all tensors of a bucket.
+"""Selections of a tensor's elements (indices and values), and flat selections of all tensors of a bucket.
 
 Many small tensors cost more in kernel launches than in elements. The small gradients of a bucket are therefore
-adjacent in memory, and a single call reads, writes or adds all gradients.
+adjacent in memory, and a single call reads, writes or adds all these gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,10 +42,10 @@ class Selection(NamedTuple):
 
     Attributes:
         values: floating point, ``[count]``, or ``[world_size, count]`` for the selections of several ranks.
-        indices: int64 of the shape of ``values``, distinct and ascending in each row. ``None`` for every element, in
-            order. ``values`` may then have any shape, and end in padding.
+        indices: int64 of the shape of ``values``, distinct and ascending in each row. ``None`` if all elements are
+            selected, in order: ``values`` may then have any shape, and end in padding.
         numel: number of elements of the tensor.
-        filled: bool ``[count]``, true for sent elements. Other elements are sent as zero. ``None`` if all are sent.
+        filled: bool ``[count]``, true for sent elements. Others are zero in the message. ``None`` if all are sent.
     """
 
     values: Tensor
@@ -55,11 +55,11 @@ class Selection(NamedTuple):
 
 
 class FlatSelection(Sequence[Selection]):
-    """Some elements of each tensor of a bucket, as flat tensors, and as a sequence with one selection per tensor.
+    """The selected elements of all tensors of a bucket. Item ``i`` of the sequence is the selection of tensor ``i``.
 
-    ``values`` are ``[count]``, or ``[world_size, count]`` for several ranks. ``indices`` are int64 of the same shape,
-    into the flattened bucket, ascending in each row. ``numels`` and ``counts`` have the elements and the selected
-    elements of each tensor. ``filled`` is as in :class:`~lightning_sparse.Selection`.
+    ``values`` is a tensor ``[count]``, or ``[world_size, count]`` with a row for each rank. ``indices`` (int64, same
+    shape) are indices into the flattened bucket, ascending in each row. Tensor ``i`` has ``numels[i]`` elements, and
+    ``counts[i]`` selected elements. ``filled`` is as in :class:`~lightning_sparse.Selection`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FlatSelection(Sequence[Selection]):
         return [Selection(*piece) for piece in pieces]
 
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each run of tensors adjacent in memory as a flat tensor, with the run's selected indices and values."""
+        """Yield a flat view of each run of tensors adjacent in memory, the selected indices in the view, and values."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
         for first, stop, flat in runs(tensors):
             some = slice(columns[first], columns[stop])
@@ -115,7 +115,7 @@ class FlatSelection(Sequence[Selection]):
 
 
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
-    """Describe a rule that the selection breaks, or return ``None``. ``size`` is the size from ``selection_size()``.
+    """Describe a rule that the selection breaks, or return ``None``. ``size`` is the result of ``selection_size()``.
 
     Example::
 
@@ -160,13 +160,13 @@ def end_to_end(selections: Sequence[Selection]) -> FlatSelection:
 
 
 def grouped(selections: Sequence[Selection]) -> Sequence[Selection]:
-    """Return selections of a bucket unchanged if all are dense, and concatenated otherwise."""
+    """Concatenate the selections of a bucket. If every selection has all elements, return ``selections`` unchanged."""
     are_dense = not isinstance(selections, FlatSelection) and all(each.indices is None for each in selections)
     return selections if are_dense else end_to_end(selections)
 
 
 def overwrite(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
-    """Write the values of :func:`grouped` selections of a rank into flat tensors, in place."""
+    """Write one rank's selected values into flat tensors, in place. ``selections`` is a result of :func:`grouped`."""
     if isinstance(selections, FlatSelection):
         for flat, indices, values in selections.runs(tensors):
             flat.index_copy_(0, indices, values)
@@ -187,7 +187,7 @@ def scatter(tensors: Sequence[Tensor], selections: Sequence[Selection]) -> None:
 
 
 def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
-    """Return, for each selected element, the offset of the tensor in the bucket."""
+    """Return, for each selected element, the offset of the element's tensor in the flattened bucket."""
     return repeat_interleave(starts_of(numels)[:-1], counts, device)
 
 

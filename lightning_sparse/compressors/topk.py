@@ -19,7 +19,7 @@ from lightning_sparse.functional.topk import batched_top_k_indices
 
 
 class TopK(Compressor):
-    """Send exactly ``max(1, round(density * n))`` largest magnitudes of every parameter of ``n`` elements.
+    """Send the ``max(1, round(density * n))`` largest magnitudes of every parameter, which has ``n`` elements.
 
     Example::
 

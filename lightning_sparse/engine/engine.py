@@ -142,7 +142,7 @@ class Engine(SharedOnCopy):
         """Set whether the next steps send dense gradients, as DDP does, or compressed gradients."""
         if self.rounds is None:
             self.reducer.is_dense = is_dense
-            if is_dense:  # Dense steps exchange gradients, so the memory must not store Adam's updates.
+            if is_dense:  # Dense steps change Adam's second moments, so updates in the residual become gradients again.
                 self.reducer.reduced.clear()
                 self.worker.run(self.memory.restore_gradients)
         else:

@@ -1,7 +1,7 @@
 """The shared model of local steps: the model that all ranks hold between two rounds.
 
 Ranks exchange the changes of tensors since the last round. The mean change is the gradient of an outer
-``torch.optim.SGD`` step on the shared model. A module may replace or rename tensors, so each use looks up tensors.
+``torch.optim.SGD`` step on the shared model. A module may replace or rename tensors, so each method looks up tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,7 +183,7 @@ class SharedModel:
             self.swap_out()
 
     def swap_out(self, own: bool = True) -> None:
-        """End the context :meth:`shown`. With ``own`` restore this rank's tensors, otherwise change no tensor."""
+        """End the context :meth:`shown`. If ``own``, restore this rank's tensors. Otherwise change no tensor."""
         tensors = self.exchanged()
         for name, tensor in (self._away or {}).items():  # ``None`` after reset_shared_model()
             if own and name in tensors:
@@ -191,7 +191,7 @@ class SharedModel:
         self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
-        """Return this rank's state, without copies. Before the first round, the model's checkpoint has all values."""
+        """Return this rank's state, without copies. Before a round begins, only the model's checkpoint has tensors."""
         own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
@@ -229,13 +229,13 @@ def _change(shared: Tensor, tensor: Tensor, is_trained: bool) -> Tensor:
     """Return a shared tensor, rounded to the dtype of the module's ``tensor``, minus ``tensor``, flat."""
     now = flatten_as(tensor, shared)
     before = _as(flatten_as(shared), now.dtype)
-    # A buffer may change from infinity to a finite value. The change is finite only if zero replaces the infinity.
+    # If a buffer was infinite and is now finite, zero replaces the infinity, because the change must be finite.
     before = before if is_trained else before.nan_to_num(0, 0, 0)
     return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
 
 
 def _average_buffers(shared: Sequence[Tensor], changes: Sequence[Tensor], pipeline: Pipeline) -> None:
-    """Average changes by a dense all-reduce, and apply the means to ``shared`` buffers, without an outer step."""
+    """Average changes of buffers by a dense all-reduce. Subtract the means from ``shared``, without an outer step."""
     replicas = pipeline.levels.same_shard
     means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.world_size)))
     for buffer, mean in zip(shared, means.split(list(map(len, changes)))):
@@ -260,7 +260,7 @@ def _buckets(changes: Mapping[str, Tensor], schedule: Schedule) -> Iterator[list
 def _outer_step(
     how: LocalSteps, shared: Mapping[str, Tensor], means: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Make an outer step on ``shared`` tensors with ``means`` as gradients, and return the new momenta."""
+    """Make an outer step on the tensors in ``shared``, with ``means`` as gradients. Return the new momenta."""
     momentum, parts = "momentum_buffer", [flatten_as(shared[name]) for name in means]
     # flatten_as() returns new objects in each round, so each round needs a new optimizer. ``foreach`` needs more
     # memory, and saves time only on a GPU.
@@ -274,5 +274,5 @@ def _outer_step(
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round values of the shared model to ``dtype``, so that rounding is no change. The result has the wide dtype."""
+    """Round shared values to the module's ``dtype``, so that rounding is no change. The result has the wide dtype."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)

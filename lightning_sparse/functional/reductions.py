@@ -35,10 +35,10 @@ _DEVICE_PIECE = 1 << 26  # elements per piece on a GPU: kernel launches are expe
 
 
 def sign_totals(tensor: Tensor) -> Tensor:
-    """Return the sum of magnitudes and the number of positive and of negative elements, as rows of float64 ``[2, 2]``.
+    """Return the sum of magnitudes and the count of positive elements (first row), and of negative elements (second).
 
-    A non-finite element makes a sum non-finite. If the dtype is not wider than fp32, a CPU adds the elements of a piece
-    in fp32, which takes half the time, and the sums of pieces in float64. The error is a few fp32 roundings.
+    The result is float64 ``[2, 2]``. A non-finite element makes a sum non-finite. A CPU sums each piece of an fp32 or
+    narrower tensor in fp32, in half the time, and all pieces in float64. The error is a few fp32 roundings.
 
         >>> sign_totals(torch.tensor([1.0, 0.0, -2.0, 3.0]))
         tensor([[4., 2.],
@@ -53,7 +53,7 @@ def sign_totals(tensor: Tensor) -> Tensor:
 
 
 def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums of positive elements, negative elements, signs and positive signs, ``[4, pieces]``."""
+    """Return ``[4, pieces]``: rows with the sums of positive elements, negative elements, signs and positive signs."""
     parts = tensor.split(_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE)
     room = torch.empty_like(parts[0])
     sums = torch.empty(4, len(parts), dtype=dtype, device=tensor.device)
@@ -69,7 +69,7 @@ def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def shift_by_sign(tensors: Sequence[Tensor], above: Tensor, below: Tensor) -> None:
     """Add ``above`` to positive and ``below`` to negative elements of flat tensors of one dtype, in place.
 
-    The shifts are ``[]``. A non-finite shift makes all elements non-finite.
+    Both shifts are scalar tensors ``[]``. A non-finite shift makes all elements non-finite.
     """
     for _, _, flat in runs(tensors):
         for piece in flat.split(_PIECE if flat.device.type == "cpu" else _DEVICE_PIECE):
@@ -100,7 +100,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """Return the magnitude that about ``count`` elements reach, or 0 if fewer elements are non-zero.
 
     ``histogram`` has dtype float64. Within a bin, the logarithm of the count is interpolated linearly in the logarithm
-    of the magnitude. At densities around 0.001 of a normal distribution the error is about 2 % of the count.
+    of the magnitude. For a normal distribution and a density of 0.001, the error is about 2 % of ``count``.
 
         >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001)).double()
         >>> round(magnitude_quantile(counted, 100), 2)
@@ -117,7 +117,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     limit = torch.finfo(torch.float32).max
     lower, upper = edges.nan_to_num_(nan=limit, posinf=limit).tolist()
     reaching_lower, reaching_upper = (*reaching[chosen : chosen + 2].tolist(), 0.0)[:2]
-    # Zero elements have no logarithm and count as half an element.
+    # A count of zero has no logarithm, so half an element replaces a count of zero.
     share = math.log(reaching_lower / count) / math.log(reaching_lower / max(reaching_upper, 0.5))
     return float(lower * (upper / lower) ** share)
 
@@ -130,7 +130,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a checksum, int64 ``[]``: the sum modulo ``2 ** 64`` of each element's bits times a factor of the index.
 
-    One changed element always changes the sum, because factors are odd. Several cancel with probability ``2 ** -64``.
+    Factors are odd, so one changed element always changes the sum. Several changes cancel with probability 2 ** -64.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -22,16 +22,16 @@ class _Asked(NamedTuple):
 
 
 class AskedClips:
-    """Limits for clipping the next gradients, as in each optimizer's last step. ``norm`` is the default limit."""
+    """Clip the next gradients to the limits from each optimizer's last step. ``norm`` is the default maximum norm."""
 
     def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
         self._optimizers = optimizers
         self._norm = norm
         self._coming = [_Asked()] * len(optimizers)
-        self._asking: set[int] = set()  # optimizers that :meth:`ask` has set since their last step
+        self._asking: set[int] = set()  # indices of optimizers with a call of :meth:`ask` in this step
 
     def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Clip the next gradients of all optimizers of the parameters, with one norm.
+        """Clip the next gradients of all optimizers that have any of the parameters, by one common norm.
 
         Args:
             clipping: the largest norm and value.
@@ -58,7 +58,7 @@ class AskedClips:
                 self._asking.remove(number)
 
     def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
-        """Return how to clip the next gradients of the parameters in ``names``."""
+        """Return the clips for the next gradients of the parameters in ``names``, one clip per common norm."""
         clipped: dict[_Asked, set[str]] = {}
         for optimizer, ((norm, value), together) in zip(self._optimizers, self._coming):
             clipping = Clipping(self._norm if norm is None else norm, value)
@@ -83,14 +83,15 @@ class AskedClips:
 class OwnClips:
     """Clip each rank's gradient to the user's limit times a ratio, so that the mean is clipped approximately.
 
-    The ratio is the norm of a rank's gradient divided by the norm of the mean. Updates of second moments measure both.
+    The ratio is the norm of a rank's gradient divided by the norm of the mean gradient. Updates of second moments
+    measure both norms.
     """
 
     world_size: int
     total_of: Callable[[Tensor], Tensor]
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]``: squared norms of rank's gradient and mean
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]`` each: of a rank's gradient, of the mean
     _together: list[list[str]] = field(default_factory=list)  # for each limit, names of the gradients that share a norm
 
     @property
@@ -131,7 +132,7 @@ class OwnClips:
                 torch._foreach_mul_(clipped, factor)
 
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """If finite, update the moving averages of squared norms: of mean gradients, and of ranks' gradients."""
+        """Halve the sums of squared norms of ranks' gradients and of means. If finite, add the new squares."""
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         none = squares.new_zeros(2)
         halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)

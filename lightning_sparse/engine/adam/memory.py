@@ -36,7 +36,7 @@ class AdamMemory(ResidualMemory):
         world_size: number of ranks in the exchange.
         correction: the user's settings.
         rescale_on_lr_change: whether residuals are rescaled when the learning rate changes.
-        local_share: returns this rank's part of a flat tensor, if the ranks of a node divide each gradient.
+        local_share: returns this rank's part of a flat tensor; ``None`` unless the ranks of a node divide gradients.
         total_of: adds numbers over the shards of a replica.
     """
 
@@ -52,7 +52,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, rescale_on_lr_change)
         self._clips = OwnClips(world_size, total_of)
-        self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up; set by the first parameter that completes it
+        self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, set when the first parameter ends the warm-up
         self.correction = correction
         self._world_size = world_size
         self._share_of = local_share or (lambda flat: flat)
@@ -101,7 +101,7 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
         state.is_update = True
-        # ``owed`` is the sum of all later updates that the first moment alone would make. All ranks have the same sum.
+        # ``owed`` is the sum of the updates that the first moment alone would cause later. All ranks have the same sum.
         beta1, first = moments.beta1, moments.first
         owed = in_widened([self._share_of(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
         first.zero_()
@@ -119,7 +119,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def restore_gradients(self) -> None:
-        # Plain DDP changes the second moments, and thus the unit of the residual.
+        # Plain DDP changes the second moments. The divisor of updates in the residual would then be wrong.
         for name, state in list(self.states.items()):
             if state.is_update:
                 self._return_to_gradients(name, state)

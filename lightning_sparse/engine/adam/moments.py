@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sparse.engine.memory.residual import Averages, widened
 from lightning_sparse.functional.adam import AdamScalars
 
-_GROWTH = 0.1  # interval between two updates per step made: after 2000 steps, an interval of 200 steps
+_GROWTH = 0.1  # interval between two updates, divided by the number of steps: 200 steps after step 2000
 _GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
 _MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
 _MESSAGE_ELEMENTS = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
@@ -33,7 +33,7 @@ class AdamMoments(NamedTuple):
     eps: float
     decay: float  # coupled weight decay; 0 if decoupled
     numel: int  # number of elements of the whole parameter, not of a shard
-    is_begun: bool  # whether an earlier backward of the next step had an exchange; equal on all ranks
+    is_begun: bool  # whether an earlier backward of this next step had an exchange; equal on all ranks
 
 
 @dataclass
@@ -53,14 +53,14 @@ class AdamState:
 
     @property
     def scalars(self) -> AdamScalars:
-        """Numbers for the next update. The bias correction is computed for the last update of the second moment."""
+        """Adam's constants for the next update. The bias is for the step of the second moment's last update."""
         current = self.current
         return AdamScalars(current.beta2, 1 - current.beta2**self.second_step, max(current.eps, _MIN_EPS))
 
 
 @dataclass
 class Refreshes:
-    """Updates of second moments: the step of each parameter's next update, and this rank's gradients for the update."""
+    """Update second moments at intervals. Store each parameter's next update step, and this rank's gradient."""
 
     least_steps: int  # minimum number of steps between two updates of a parameter's second moment
     due: dict[str, int] = field(default_factory=dict)  # step number of each parameter's next update
@@ -76,13 +76,13 @@ class Refreshes:
     ) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
 
-        Gradients of the current step are ready too late, so that backward would not hide the time of the average.
+        Gradients of the current step are ready so late in backward that backward would not hide the average's time.
 
         Args:
             next_step: Adam's state for the next step, by parameter name.
             states: states of the corrected parameters.
             averages: collectives.
-            measure: :meth:`OwnClips.measure`, if gradients are clipped by norm.
+            measure: :meth:`OwnClips.measure`, or ``None`` if gradients are not clipped by norm.
         """
         gradients = self.taken(next_step)
         for together in _messages(gradients, next_step):
@@ -91,7 +91,7 @@ class Refreshes:
         self.ask(next_step)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Request gradients for due updates from the next step. The parameters' first updates are spread over steps."""
+        """Request the next step's gradient of each parameter with a due update. Spread first updates over steps."""
         numel = sum(each.numel for each in next_step.values())
         turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
         for number, (name, moments) in enumerate(next_step.items()):
@@ -100,7 +100,7 @@ class Refreshes:
                 self.gradients.setdefault(name, None)
 
     def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in bfloat16. For ``continued`` names, add an earlier backward's gradient."""
+        """Store requested gradients in bfloat16. For names in ``continued``, add an earlier backward's gradient."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -116,7 +116,7 @@ class Refreshes:
         held = [each for each in self.gradients.values() if each is not None]
         if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
             flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # The factor is 1, or infinity, which makes zeros NaN.
+            torch._foreach_mul_(held, flag.reciprocal())  # The factor is 1 or infinity. Zero times infinity is NaN.
 
     def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
         """Remove and return gradients of completed steps, in the order of ``next_step``. Schedule the next updates."""
@@ -165,7 +165,7 @@ def _average(
 def _update_moments(
     seconds: list[Tensor], means: list[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
-    """Update second moments from step ``known`` to ``step``. If the means are not finite, only the bias changes."""
+    """Update second moments from step ``known`` to ``step``. Non-finite means change no bias-corrected moment."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
     # torch stores moments before the bias correction, so that the stored values depend on the step.
     old, new = 1 - beta2**known, 1 - beta2**step

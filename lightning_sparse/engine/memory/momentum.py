@@ -25,13 +25,13 @@ from lightning_sparse.functional.elements import in_batches
 
 
 class MomentumMemory(ResidualMemory):
-    """Apply momentum to each gradient ``g``, and add the result to the residual: ``u = m u + g``, then ``v = v + u``.
+    """Apply momentum ``m`` to each gradient ``g``, and add the momentum buffer ``u`` to the residual ``v``.
 
-    ``u`` is the momentum buffer, ``m`` the momentum and ``v`` the residual. The compressor selects elements of ``v``.
-    With Nesterov momentum, ``u = m (u + g)``, then ``v = v + u + g``. The memory takes 12 bytes per element, or 4
-    without momentum. With ``masks_momentum``, ``u`` of a sent element is reset to zero (momentum factor masking).
-    Dense parameters are not masked, as in momentum SGD. If a step has several exchanges, only the first accepted
-    exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change`` rescales only the residual.
+    Each step computes ``u = m u + g``, then ``v = v + u``. With Nesterov momentum, ``u = m (u + g)``, then
+    ``v = v + u + g``. The compressor selects elements of ``v``. The memory takes 12 bytes per element, or 4 without
+    momentum. With ``masks_momentum``, ``u`` becomes zero at sent elements (momentum factor masking). If all elements of
+    a parameter are sent, ``u`` is not masked, as in momentum SGD. If a step has several exchanges, only the first
+    accepted exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change`` rescales ``v``, and not ``u``.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Add ``momentum_norm`` (norm of all momenta) and ``masked_fraction`` (fraction of momenta that were reset)."""
+        """Add ``momentum_norm`` (norm of all momenta) and ``masked_fraction`` (fraction of momenta set to zero)."""
         momenta = list(self._momenta.values())
         if not momenta:
             return super().statistics()
@@ -132,7 +132,7 @@ class MomentumMemory(ResidualMemory):
 
 
 def _add_momentum(rows: Sequence[Sequence[Any]], is_nesterov: bool) -> None:
-    """Write new momenta to ``velocities``, and gradients plus residuals and momenta to ``gradients``."""
+    """Write new momenta to the rows' velocities, and the sums of gradients, momenta and residuals to the gradients."""
     for momenta, velocities, gradients, residuals, factors in in_batches(*zip(*rows)):
         torch._foreach_copy_(velocities, momenta)
         if is_nesterov:
@@ -150,7 +150,7 @@ def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Option
     """Set the momentum of sent elements to zero, in place. Return flags of the selected elements that were not sent."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return None
-    # A selected value is completely unsent if the message had no space for it, or if it was rounded to zero.
+    # A selected value is completely unsent if the message had no space for the value, or if the value was rounded to 0.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
     return is_whole

@@ -27,7 +27,7 @@ NUMBERS = {
     "warm_up": 2,
 }
 _REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
-_RATE_RANGE = 10.0  # largest factor that rescales a residual; more would persist in the optimizer's momentum
+_RATE_RANGE = 10.0  # largest factor that rescales a residual; a larger residual would persist in the momentum
 
 
 Renaming = Mapping[str, Optional[str]]  # new name by old parameter name; ``None`` for a removed parameter
@@ -47,7 +47,7 @@ def rename_in(holder: object, names: Renaming) -> None:
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds of state that hold unsent updates (residual, momentum). Other kinds only make a resume exact."""
+    """Return the kinds that hold unsent updates (residual, momentum). Other kinds only make a resume exact."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
@@ -58,7 +58,7 @@ class Hyperparameters(NamedTuple):
     momentum: float = 0.0  # momentum that the memory applies in place of the optimizer
     nesterov: bool = False
     adam: Optional[Any] = None  # Adam's state, if Adam's updates are computed before selection
-    continues_step: bool = False  # whether the gradient holds the mean of an earlier backward of this step
+    continues_step: bool = False  # whether the gradient contains the mean of an earlier backward of this step
 
 
 class Clip(NamedTuple):
@@ -75,7 +75,7 @@ class Averages(Protocol):
         """Return means over ranks of bfloat16 gradients, concatenated. ``numels`` are sizes of complete gradients."""
 
     def mean_squares(self, squares: Tensor) -> Tensor:
-        """Return the mean of squared gradient norms over ranks, or over nodes if a node's ranks divide gradients."""
+        """Average squared gradient norms over ranks. If the ranks of a node divide gradients, average over nodes."""
 
 
 class Memory:
@@ -88,7 +88,7 @@ class Memory:
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return flat gradients plus residuals in fp32 or wider. Wide gradients are changed in place."""
+        """Return flat gradients plus residuals in fp32 or wider. Inputs in fp32 or wider are changed in place."""
         return in_widened(gradients)
 
     def update_residual(
@@ -100,7 +100,8 @@ class Memory:
             names: parameter names.
             accumulated: results of :meth:`compensate`; may be changed.
             kept: unsent part of each selection.
-            accepted: bool ``[len(names)]``, or ``[]`` for all; if false, the state of a parameter does not change.
+            accepted: a flag per parameter, bool ``[len(names)]``, or one flag for all, ``[]``. If the flag is false,
+                the state of the parameter does not change.
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -111,7 +112,7 @@ class Memory:
         """Before the first bucket of a step, average the gradients that update Adam's second moments."""
 
     def on_finite(self, finite: Tensor) -> None:
-        """Receive whether all messages of a step are finite, bool ``[]``, before :meth:`update_residual`."""
+        """Receive a flag, bool ``[]``: whether all messages are finite. :meth:`update_residual` runs later."""
 
     def on_unused(self, names: Iterable[str]) -> None:
         """Receive the names of parameters that have no mean gradient, because no rank used the parameters."""
@@ -120,15 +121,15 @@ class Memory:
         """Set the clipping of gradients before Adam's update, from the next step on. All ranks must call this."""
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return a list of names for each norm that clipping needs. The norm is over all gradients of a list."""
+        """Return one list of names for each norm that clipping needs: the norm of all gradients in the list."""
         return [list(names)]
 
     def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
         """Receive fp32 norms of this rank's gradients, before the first bucket of a step.
 
         Args:
-            each: for each list of :meth:`clipped_together`, the norm of every gradient. The norms may contain a loss
-                scale, so only the difference between zero and non-zero matters.
+            each: for each list of :meth:`clipped_together`, the norm of every gradient. A loss scale may multiply
+                these norms. Use these norms only to find zero gradients.
             total: for each list, the norm of all gradients together, without a loss scale.
         """
 
@@ -144,7 +145,7 @@ class Memory:
         self.rename(dict.fromkeys(names))
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return statistics of the last step by name, as scalar tensors. Some require ``is_watched``."""
+        """Return statistics of the last step by name, as scalar tensors. Some statistics require ``is_watched``."""
         return {}
 
     def update_norms(self) -> dict[str, Tensor]:
@@ -270,7 +271,7 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return last learning rates, raised to at least a tenth of the largest. ``rates`` ``[names, 2]`` has both."""
+    """Return last learning rates, raised to at least a tenth of the largest. Columns of ``rates``: last, largest."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 
@@ -287,7 +288,7 @@ def state_like(state: dict[str, Tensor], names: Sequence[str], likes: Sequence[T
 
 
 def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
-    """Overwrite accepted tensors with their sources. ``accepted`` is bool ``[len(tensors)]``, or ``[]`` for all."""
+    """Copy ``sources[i]`` to ``tensors[i]`` if ``accepted[i]`` is true. ``accepted`` may be one flag ``[]`` for all."""
     are_accepted = accepted.expand(len(tensors))
     if accepted.device.type == "cpu":
         places = [place for place, is_accepted in enumerate(are_accepted.tolist()) if is_accepted]
