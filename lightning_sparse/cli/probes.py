@@ -39,7 +39,7 @@ _ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class _OddModel(LightningModule):
-    """A model with prime sizes, a tied weight, an embedding and a bf16 layer. Each rank uses one of two more layers."""
+    """A model with prime sizes, a tied embedding, and a bf16 layer. The last rank uses ``last``, others ``most``."""
 
     def __init__(self, optimizer: Callable[..., Any], coarse: torch.dtype = torch.bfloat16) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class Capability(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """An argument, a callback or an environment that needs capabilities."""
+    """The requirements of a feature, such as an argument, a callback or an environment (Fabric)."""
 
     needs: tuple[str, ...]  # required capabilities, as keys of CAPABILITIES
     instead: str  # advice at the end of an error message, in the imperative
@@ -140,7 +140,7 @@ def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterat
     Args:
         feature: a key of ``FEATURES``.
         settings: the checked settings.
-        given: the argument as the user wrote it, for the message.
+        given: text of the user's argument, for the message.
     """
     for capability in map(CAPABILITIES.__getitem__, FEATURES[feature].needs):
         if not capability.is_given(settings):
@@ -152,7 +152,10 @@ def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterat
 
 
 def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield error messages for ``asked`` arguments that need missing capabilities. Messages show ``given`` values."""
+    """Yield an error message for each missing capability that an argument in ``asked`` needs.
+
+    Both dictionaries have values by argument name. A message shows the value in ``given``, if ``given`` has the name.
+    """
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]
         if name in asked and is_asked(asked[name]):

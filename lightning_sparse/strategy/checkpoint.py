@@ -123,7 +123,7 @@ class Checkpointer:
         return self.loaded is not None and self.loaded[1] is not None
 
     def restore(self, model: str, training: Training) -> None:
-        """Load the state of the named model from the recorded checkpoint. All ranks must call."""
+        """Load the compression state of the model with the name ``model``. All ranks must call this."""
         if self.loaded is None:
             return
         path, header = self.loaded

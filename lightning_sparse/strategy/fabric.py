@@ -99,7 +99,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         return model
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return a context that disables the exchange of a model's gradients, if ``enabled``."""
+        """If ``enabled`` is true, return a context that disables the exchange of a model's gradients."""
         assert isinstance(module, UnwrappedModule)
         return module.no_sync() if enabled else nullcontext()
 
@@ -156,14 +156,15 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             yield
 
     def synchronize(self) -> None:
-        """End the rounds of local steps of all models early. All ranks must call."""
+        """End the current round of local steps of each model early. All ranks must call this."""
         for handle in self._handles.values():
             handle.synchronize()
 
     def close(self) -> None:
-        """End the exchanges. To continue training, set the models up again. Safe to call twice.
+        """End the exchanges of all models. To continue training, set up the models again. A second call is allowed.
 
-        With local steps all ranks must call, because ``close`` ends the rounds. The exit of a process ends no round.
+        ``close`` ends rounds of local steps, so all ranks must then call ``close``. A process that exits without
+        ``close`` ends no round.
         """
         for handle in self._handles.values():
             handle.close()
@@ -261,7 +262,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             self._checkpointer.save(states, state, path, write_file)
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
-        """Return the handle of each model in ``state``, by key, if ``state`` also holds an optimizer of the model."""
+        """Return the handles of the models in ``state``, by key, except models without an optimizer in ``state``."""
         models = {key: each for key, each in state.items() if isinstance(each, Module)}
         for model in models.values():
             if model in self._waiting and self._optimizers_of(model):

@@ -100,7 +100,7 @@ def _save_and_requeue(trainer: Trainer) -> None:
     trainer.save_checkpoint(path)
     rank_zero_info(f"saved {path} after step {trainer.global_step}")
     if trainer.strategy.broadcast(trainer.is_global_zero and _requeue()):
-        raise SystemExit(0)  # otherwise the requeued job would repeat the later steps of this job
+        raise SystemExit(0)  # further steps would be lost: the requeued job resumes after this step
 
 
 def _requeue() -> bool:

@@ -131,7 +131,7 @@ def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -
 
 @_invariant([{}])
 def selections_are_valid(pool: Pool, compressor: Subject) -> None:
-    """Selected indices are distinct, ascending and inside the tensor. ``selection_size()`` gives their number."""
+    """Selected indices are distinct, ascending and inside the tensor. ``selection_size()`` gives the right number."""
     pool.run(balance, settings_of(compressor), 2)  # `BucketSelector` raises an error for invalid indices
 
 
@@ -168,7 +168,7 @@ def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
 
 
 class GivenGradients(nn.Module):
-    """A model with given gradients, the arguments of :meth:`forward`. All other parameters are unused."""
+    """A model with the gradients that :meth:`forward` receives. Parameters without a given gradient are unused."""
 
     def __init__(self, gradients: Tensors) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class GivenGradients(nn.Module):
         self.weights = nn.ParameterDict(weights)
 
     def forward(self, gradients: Tensors) -> Tensor:
-        """Return a loss with the given gradients by parameter."""
+        """Return a loss. The gradient of each parameter is the tensor of the same name in ``gradients``."""
         return torch.stack([(self.weights[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
 
 
@@ -320,7 +320,7 @@ GAPS = list(product((float("nan"), float("inf"), float("-inf")), _PLACES))
 
 
 def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[list[str], bool, bool]]:
-    """For each of ``GAPS``, train a step in which rank ``gap_rank`` has this value in a gradient, and a normal step.
+    """For each of ``GAPS``, train a step in which a gradient of rank ``gap_rank`` has the gap, and a normal step.
 
     Return for each pair of steps: changes of the engine's state in the first step, whether this rank's exchanged
     gradient is non-finite, and whether all gradients of the second step are finite.

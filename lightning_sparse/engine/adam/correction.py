@@ -21,7 +21,7 @@ class AdamCorrection:
 
     A dense warm-up estimates the second moment. Later steps update the estimate from mean gradients in 16 bits. During
     backward, each step averages a few parameters' gradients of the previous step. The first moment is moved into the
-    residual and stays zero. Like a moment, the residual averages gradients, and both would delay updates too much.
+    residual and stays zero. The residual also averages gradients, and both averages would delay updates too much.
 
     1-bit Adam and 0/1 Adam (arXiv 2102.02888, 2202.06009) also have a common second moment, updated at growing
     intervals. These methods send the signs of the first moment, and divide after the exchange.
@@ -32,7 +32,7 @@ class AdamCorrection:
         density_decay_steps: number of steps after the warm-up in which the density falls geometrically to the target.
             ``None`` for five times the warm-up, and at most a tenth of a training of known length.
         second_moment_interval: minimum number of steps between two updates of a parameter's second moment. The interval
-            grows to a tenth of the steps made. With the default of 10 and at least 5 million parameters, the updates
+            grows to a tenth of the steps so far. With the default of 10 and at least 5 million parameters, the updates
             take at most a twentieth of DDP's bytes per step. Smaller models update more parameters in a step.
 
     Raises:

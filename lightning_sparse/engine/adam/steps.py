@@ -29,7 +29,7 @@ _UNSUPPORTED = ("amsgrad", "differentiable", "maximize")
 
 
 class _Flat(NamedTuple):
-    """Flat views of Adam's tensors of a parameter, and the original tensors to detect a replacement."""
+    """Flat views of a parameter and of the parameter's moments, with the viewed tensors to detect a replacement."""
 
     kept: list[Tensor]  # the optimizer's tensors, in the order of ``_KINDS``
     address: int  # the parameter's data pointer
@@ -37,7 +37,7 @@ class _Flat(NamedTuple):
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer runs the ``step`` of torch's Adam or AdamW, without the options above."""
+    """Return whether an optimizer runs the ``step`` of torch's Adam or AdamW, without options in ``_UNSUPPORTED``."""
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group[name] for group in optimizer.param_groups for name in _UNSUPPORTED)
@@ -173,7 +173,7 @@ class AdamSteps:
             for parameter, name, count in members:
                 second, state = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.states.get(name)
                 if not count or second is None or state is None or state.moments is None:
-                    continue  # directly after a load, any tensor counts as the loaded one
+                    continue  # also directly after a load, when no earlier tensor is recorded
                 if state.moments.second.data_ptr() != local_tensor(second).data_ptr():
                     state.second_step = count
                     self._memory.refreshes.drop(name)
@@ -192,7 +192,7 @@ class AdamSteps:
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
         groups = [] if is_dense else list(self.counts.groups())
-        # If several optimizers have a parameter, each optimizer needs estimated moments, because any one may step.
+        # If several optimizers have a parameter, each needs estimated moments, because any optimizer may step.
         whole = {
             name
             for *_, members in groups
@@ -214,10 +214,10 @@ class AdamSteps:
         return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
-        """Set a function that warns once if other code changes mean gradients before an optimizer step.
+        """Warn once, by a call of ``tell``, if other code changes mean gradients before an optimizer step.
 
         Args:
-            tell: the function.
+            tell: function that warns.
             unscaling_changes: number of in-place changes of a gradient by a gradient scaler, which do not count.
         """
         self._tell, self._unscaling_changes = tell, unscaling_changes
@@ -306,7 +306,7 @@ class AdamSteps:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Set the gradients of corrected parameters to ``None`` inside the context, after a check for changes."""
+        """Check for changed mean gradients. Inside the context, ``.grad`` of corrected parameters is ``None``."""
         for optimizer in self._optimizers if self._arrived else ():
             self._look_for_changes(optimizer)
         self._arrived = {}
