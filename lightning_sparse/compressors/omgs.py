@@ -10,7 +10,7 @@ from lightning_sparse.compressors.topk import TopK
 
 
 class OMGS(TopK):
-    """Send the ``max(1, round(density * n))`` largest magnitudes of all layers of a bucket with ``n`` elements in all.
+    """Send the ``max(1, round(density * n))`` largest magnitudes of every bucket, which has ``n`` elements.
 
     Layers of a bucket compete, so the result depends on the schedule. With a layer per bucket this is layer-wise top-k,
     and with a single bucket top-k of the whole model. Differences from the paper or the released code:

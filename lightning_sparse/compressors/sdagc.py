@@ -142,7 +142,7 @@ def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 
 def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
-    """Return a mask of the elements that reach the tensor's threshold. The largest always passes, a zero never."""
+    """Return a mask of the elements that reach the tensor's threshold. The largest always counts, a zero never."""
     magnitudes = values.abs().float()
     floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
     # A NaN is not below any threshold, so that NaNs are sent to all ranks.

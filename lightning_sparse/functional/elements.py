@@ -58,7 +58,7 @@ def as_dtensor(held: Tensor, like: Any) -> Tensor:
 
 
 def flatten_as(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
-    """Flatten a tensor in memory order, as DDP flattens a gradient, or, if given, in the memory order of ``like``."""
+    """Flatten a tensor in the memory order of ``like``. Default: the tensor's own memory order, as in DDP."""
     if like is not None and not has_layout_of(tensor, like):
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -110,7 +110,7 @@ def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tens
 
 
 def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean of rows in ``dtype``. Rows are added in order. ``rows`` with this dtype are overwritten."""
+    """Return the mean of rows in ``dtype``. Rows are added in order. ``rows`` is overwritten if of this dtype."""
     # Each row is divided before the addition, so that a sum of large values stays finite.
     if rows.dtype is dtype:  # one division for all rows, because with many ranks every call counts
         mean, *rest = rows.div_(len(rows)).unbind()

@@ -1,8 +1,8 @@
 """The exact ``count`` largest magnitudes of flat tensors, without a sort.
 
-On a CPU a cheap vectorised pass first discards nearly all elements of a large tensor. Only the rest is compared. A
-strided sample gives a threshold, a little too low on purpose. If the sample was misleading (or many elements are
-equal), ``torch.topk`` selects among all elements.
+On a CPU, a cheap vectorised pass first discards nearly all elements of a large tensor: all magnitudes below a
+threshold. The threshold comes from a strided sample, and is a little too low on purpose. ``torch.topk`` selects among
+the remaining elements, or, if the sample was misleading (or many elements are equal), among all elements.
 
 On a GPU ``torch.topk`` selects among all elements, without a synchronization. Results depend only on the tensor.
 Tensors of equal size share kernel launches, which cost more than small tensors.
@@ -117,7 +117,7 @@ def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]
 
 def _flagged(mask: Tensor) -> Tensor:
     """Return the ascending indices of true elements of a flat mask. The mask's size is a multiple of ``_WORD``."""
-    # Eight flags are one word. Most words have no true flag, and one comparison skips them.
+    # Eight flags are one word. Most words have no true flag, so one comparison skips eight flags.
     words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
     row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)
     return words.index_select(0, row).mul_(_WORD).add_(flag)

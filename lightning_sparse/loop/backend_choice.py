@@ -105,7 +105,7 @@ class AutoBackend(SharedOnCopy):
     def end_step(self) -> None:
         """Record the end of an optimizer step. All ranks must call."""
         if self._is_comparing and self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)  # the current device may be another device
+            torch.get_device_module(self._device).synchronize(self._device)  # torch's current device may differ
         border, self._border = self._border, perf_counter()
         self._course.send(self._border - border)
 
@@ -144,7 +144,7 @@ class AutoBackend(SharedOnCopy):
         self._is_comparing = False
         if not is_dense:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
-            # A step that sends dense gradients, such as in Adam's warm-up, has NaN as exposed seconds.
+            # The exposed seconds are NaN if a step sends dense gradients (Adam's warm-up). The median omits NaNs.
             self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed, dtype=torch.float64).nanmedian()))
         return seen
 

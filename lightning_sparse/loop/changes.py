@@ -34,8 +34,8 @@ class TrainedParameters:
     Args:
         module: the model.
         optimizer_parameters: parameters of all optimizers.
-        exchanged: earlier exchanged parameters. If an optimizer holds a frozen parameter of this collection, ranks
-            still exchange the parameter.
+        exchanged: parameters that were exchanged earlier. If an optimizer holds a frozen parameter of this collection,
+            ranks still exchange the parameter.
 
     Attributes:
         parameters: parameters that are exchanged, by name.
@@ -106,7 +106,7 @@ class TrainedParameters:
 
 
 def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
-    """Raise an error on every rank, unless all ranks call within ``timeout`` and with the same ``changes``."""
+    """Check that all ranks call within ``timeout``, with equal ``changes``. Otherwise, raise an error on every rank."""
     try:
         everywhere = all_gather_via_store(changes, timeout)
     except RuntimeError as error:
@@ -149,7 +149,8 @@ class Watch(SharedOnCopy):
 class LoadedParameters:
     """Collect parameters if ``load_state_dict`` loads weights or optimizer states between two exchanges.
 
-    Weights that equal the earlier weights at the next exchange, such as after a validation of averages, do not count.
+    If weights equal the earlier weights again at the next exchange (after a validation of averages), the load of these
+    weights does not count.
     """
 
     def __init__(self, module: Module, optimizers: Sequence[Optimizer]) -> None:

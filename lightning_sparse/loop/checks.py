@@ -252,7 +252,7 @@ class ReplicaError(RuntimeError):
 
 
 def check_replicas(engine: Engine, when: str) -> None:
-    """Raise :class:`ReplicaError` on all ranks unless all have bitwise identical parameters. All ranks must call."""
+    """If parameters are not bitwise identical on all ranks, raise :class:`ReplicaError`. All ranks must call this."""
     parameters = local_tensors(engine.module)
     if (rounds := engine.rounds) is not None and not rounds.is_shared:
         # During a round, parameters without an optimizer, such as moving averages, may differ, and are not checked.

@@ -356,7 +356,7 @@ _OPEN: WeakSet[GradientSparsifier] = WeakSet()  # open handles
 
 @contextmanager
 def clipped_before(clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Request clipping of the gradients for Adam's next updates. Inside the context, hide the present updates.
+    """Set the clipping of the gradients before Adam's next updates. Inside the context, hide the present updates.
 
     The request applies to each model that has any of the parameters, because an optimizer may train several models.
     """

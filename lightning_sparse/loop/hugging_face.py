@@ -28,7 +28,7 @@ class SparsifyCallback(TrainerCallback):
 
     Args:
         trainer: the Trainer that receives the callback.
-        resume_from: checkpoint folder from which ``train`` resumes, if not in the output folder of this training.
+        resume_from: checkpoint folder from which ``train`` resumes. ``None`` for the folder in ``output_dir``.
         resume_compression: whether to load the compression state. ``False`` starts with empty residuals.
         **settings: arguments of :func:`~lightning_sparse.sparsify_gradients`.
 

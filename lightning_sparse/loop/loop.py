@@ -89,7 +89,7 @@ class Loop:
     def state(self) -> Optional[dict[str, Any]]:
         """Return this rank's compression state, not copied. After training, return the final state, or ``None``.
 
-        All ranks must call between two steps, because ranks compare some tensors.
+        All ranks must call this between two steps, because ranks compare some tensors.
         """
         training = self.training
         state = self.final_state if training is None else training.state(together=True)
@@ -104,7 +104,7 @@ class Loop:
         self.final_state: Optional[dict[str, Any]] = None
 
     def end(self, has_failed: bool = False, keeps_state: bool = False) -> None:
-        """End the training, and store the final state on the CPU if ``keeps_state``. A second call does nothing.
+        """End the training. If ``keeps_state``, store the final state on the CPU. A second call does nothing.
 
         ``has_failed`` means that this rank has raised an error.
         """

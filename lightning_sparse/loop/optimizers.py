@@ -37,7 +37,7 @@ _LINEAR = (SGD, ASGD)
 
 
 class OptimizerView:
-    """Read the optimizers' hyperparameters, and disable momentum in updates if momentum is applied before compression.
+    """Read hyperparameters. If momentum is applied before compression, disable momentum in optimizer steps.
 
     Momentum amplifies weight decay by ``1 / (1 - momentum)``, so an update without momentum uses ``weight_decay /
     (1 - momentum)``. Momentum and weight decay change only during the update, after the closure. Hooks and closures
@@ -87,7 +87,8 @@ class OptimizerView:
     ) -> StepContext:
         """Return the :class:`StepContext` of the next exchange.
 
-        Parameters in ``begun`` were exchanged earlier in this step. In ``continued``, ``.grad`` still holds the mean.
+        Parameters in ``begun`` were exchanged earlier in this step. ``.grad`` of parameters in ``continued`` still
+        holds the mean of this exchange.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
         return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
@@ -121,7 +122,7 @@ class OptimizerView:
 
     @contextmanager
     def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Request clipping for Adam's next updates. In the context, ``.grad`` of corrected parameters is ``None``."""
+        """Set the clipping before Adam's next updates. Inside, ``.grad`` of corrected parameters is ``None``."""
         if self.adam is not None:
             self.adam.clips.ask(clipping, parameters)
         with nullcontext() if self.adam is None else self.adam.hidden():
@@ -157,7 +158,7 @@ class OptimizerView:
 
 
 class CountedSteps:
-    """Count optimizer steps, also steps through a wrapper. Warn if weights change without a step.
+    """Count optimizer steps, also steps through a wrapper. Warn if weights change without a counted step.
 
     Hooks call ``end(optimizer)`` after every counted step of one of ``optimizers``.
     """
@@ -202,7 +203,7 @@ class CountedSteps:
         self._end(optimizer)
 
     def count_skipped(self, scaler: GradScaler) -> None:
-        """Count also the steps that a scaler skips: one rank may skip alone, but all ranks end a round together."""
+        """Also count steps that a scaler skips: one rank may skip alone, and all ranks must count equally."""
         step = scaler.step
 
         def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ class CheckpointError(RuntimeError):
 
 
 def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
-    """Return the engine's state as tensors and numbers, without copies. All ranks must call if ``together``."""
+    """Return the engine's state as tensors and numbers, without copies. If ``together``, all ranks must call this."""
     return {"header": _header_of(engine), "layouts": _layouts_of(engine.module), **engine.state_dict(together)}
 
 
@@ -155,7 +155,7 @@ def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
 
 
 class _Table:
-    """Mean of saved states, if another number of ranks continues.
+    """Mean of saved states, for a training with another number of ranks than the saved training.
 
     Each saved rank, node or replica is a row, with one file per part of the residuals. Ranks that hold the same part
     each read some of the rows, and all-reduce the sums. ``state`` is the content of file ``number``.
@@ -205,7 +205,7 @@ class _Table:
             tensor = self._part_of(parameter, tensor, part) if self._parts != self._shards else tensor
         self._forms[place] = tensor.shape, tensor.dtype
         if _is_number(place):
-            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # a summed 1 counts files with the number
+            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # the sum of these 1s counts the files
         self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
 
     def _part_of(self, parameter: Tensor, tensor: Tensor, part: int) -> Tensor:

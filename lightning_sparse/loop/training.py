@@ -76,7 +76,7 @@ class RuntimeOptions(NamedTuple):
 
 
 class Training:
-    """One training of a wrapped model, until :meth:`close`. Ranks exchange gradients or changes by local steps."""
+    """One training of a wrapped model, until :meth:`close`. With local steps, ranks exchange changes of parameters."""
 
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
@@ -117,7 +117,7 @@ class Training:
         self.steps.handles += hooks
 
     def restart_if_changed(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Continue with the present trained parameters and optimizers if these have changed since the last batch.
+        """If trained parameters or optimizers have changed since the last batch, use the present objects from now on.
 
         All ranks must make the same change. A parameter's residual stays with the parameter if the name changes.
         Parameters that were exchanged and then frozen count as unused.
@@ -209,7 +209,7 @@ class Training:
         return self.settings.local_steps is not None and not self.is_dense
 
     def begin_steps(self) -> None:
-        """Begin local steps, if the next step is a local step. All ranks must call before an update."""
+        """If the next step is a local step, begin local steps. All ranks must call this before an update."""
         if (rounds := self.engine.rounds) is not None and not self.is_dense:
             rounds.begin_steps()
 
@@ -321,7 +321,7 @@ class Training:
         self.after_step()
 
     def state(self, together: bool = False) -> dict[str, Any]:
-        """Return this rank's state, between two steps, without a copy. With ``together`` all ranks must call."""
+        """Return this rank's state, between two steps, without a copy. If ``together``, all ranks must call this."""
         if together:
             self.engine.worker.drain()
         clips = [] if self.view.adam is None else self.view.adam.clips.state()

@@ -27,7 +27,7 @@ _OWN_USES = 2  # number of references to the storage of an unshared gradient: p.
 
 
 class ParamEntry:
-    """A parameter to exchange. As a dictionary key, an entry hashes faster than a tensor."""
+    """A parameter to exchange. Dictionaries have entries as keys, because an entry hashes faster than a tensor."""
 
     __slots__ = ("name", "numel", "parameter", "position")
 
@@ -49,7 +49,7 @@ class ParamOrder:
         self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags of use, all 1
 
     def agreed(self, members: list[ParamEntry]) -> "ParamOrder":
-        """Return the order of exchange of the same parameters."""
+        """Return the agreed order of exchange: the same parameters, in the order of ``members``."""
         return ParamOrder(members, self.all_used.device, is_agreed=True)
 
 
@@ -80,7 +80,7 @@ class ReducerContext(NamedTuple):
     among: Communicator  # ranks that average dense gradients and agree on the order
     overlaps_backward: bool  # whether buckets are sent during backward
     is_sharded: bool  # whether FSDP shards the model
-    begin: Callable[[bool], None]  # called before the first gradient; true if prepare_for_backward() came first
+    begin: Callable[[bool], None]  # called before the first gradient, with true after prepare_for_backward()
     end: Callable[[], None]  # called when all gradients are means
     packages: dict[tuple[str, ...], Package]  # buffers of the previous backward, by parameter names
     dense_dtype: Optional[torch.dtype] = None  # dtype in which dense gradients of wider dtypes are sent
@@ -101,8 +101,8 @@ class Backward(ABC):
 
     All ranks exchange all parameters in one order. A bucket is sent when this bucket and all earlier buckets are
     complete. Gradients that are missing when backward ends are sent as zeros. The last message has the flags of use:
-    one flag per parameter, set if this rank has used the parameter. Gradient and residual of a parameter that no rank
-    has used do not change.
+    one flag per parameter, set if this rank has used the parameter. If no rank has used a parameter, the gradient and
+    the residual of the parameter do not change.
 
     Args:
         route: objects and settings of the reducer.
@@ -111,7 +111,7 @@ class Backward(ABC):
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # whether a hook announced it; whether its end is queued
+        self.is_announced = self.has_end = False  # whether a hook ran first; whether finalize_backward is queued
         self.is_finalizing = False  # whether all gradients are collected
         self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
@@ -156,7 +156,7 @@ class Backward(ABC):
                 parameter.grad = gradient
 
     def _enqueue(self, member: ParamEntry) -> None:
-        if not member.numel:  # An empty parameter is not sent. It gets an empty gradient if any rank used it.
+        if not member.numel:  # not sent; the gradient becomes an empty tensor if any rank used the parameter
             self._local_of(member)
             return
         dtype = member.parameter.dtype
@@ -225,7 +225,7 @@ class Backward(ABC):
         assert gradient is not None
         if self._context.is_sharded:
             return shard_of(parameter, gradient).view_as(local_tensor(parameter))
-        return gradient.detach() if gradient.requires_grad else gradient  # after create_graph=True
+        return gradient.detach() if gradient.requires_grad else gradient  # true after create_graph=True
 
     def _flags(self) -> Tensor:
         all_used = self._order.all_used

@@ -13,7 +13,7 @@ from lightning_sparse.engine.step.backward import Backward, ParamEntry
 from lightning_sparse.engine.step.step import LocalGradient
 
 _FIRST_DENSE_BYTES = 1024 * 1024  # bytes of a step's first message, short so that the network starts early
-_DENSE_BYTES = 25 * 1024 * 1024  # maximum bytes of a message, as in DDP; each message doubles the size
+_DENSE_BYTES = 25 * 1024 * 1024  # maximum bytes of a message, as in DDP; sizes double up to this maximum
 
 
 class _Message(NamedTuple):

@@ -49,7 +49,7 @@ class NoOpReducer:
 
 
 class ReducedGradients:
-    """Record of the means in ``p.grad``, if several backwards of one optimizer step each end with an exchange.
+    """Record of the means in ``p.grad``, for optimizer steps with several backwards that each end with an exchange.
 
     A later backward adds this rank's gradient to a mean. Before the exchange, :meth:`take_means` removes the mean from
     ``p.grad``. After the exchange, :meth:`add_means` adds the removed mean to the new mean.
@@ -103,7 +103,7 @@ class ReducedGradients:
             if parameter.grad is mean:
                 self._taken[parameter], parameter.grad = mean, None
         for parameter, mean in copies.items():
-            if parameter.grad is not None and parameter not in self._taken:  # inf - inf is NaN, still non-finite
+            if parameter.grad is not None and parameter not in self._taken:  # an infinite mean gives inf - inf = NaN
                 self._taken[parameter], parameter.grad = mean, (parameter.grad - mean).detach()
         members = list(parameters)
         if self.begun.isdisjoint(members):
@@ -111,7 +111,7 @@ class ReducedGradients:
         return [local_tensor(self._taken[each]) for each in members if each in self._taken]
 
     def add_means(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
-        """Add removed means to new means, and record the sums. ``unused`` parameters do not count as exchanged."""
+        """Add removed means to new means, and record the sums. Parameters in ``unused`` count as not exchanged."""
         for parameter, mean in self._taken.items():  # not in place, because several gradients may share memory
             parameter.grad = mean if parameter.grad is None else (mean + parameter.grad).detach()
         self._taken.clear()
@@ -129,7 +129,7 @@ class ReducedGradients:
             self._copies.pop(parameter, None)
 
     def clear(self) -> None:
-        """Drop all records, so that the next exchange sends every ``p.grad`` as a gradient of this rank."""
+        """Drop all records of means. The next exchange then treats every ``p.grad`` as this rank's own gradient."""
         self.begun.clear()
         self._means.clear()
         self._copies.clear()
@@ -193,7 +193,7 @@ class SparseReducer(SharedOnCopy):
             self._order = self._order.agreed([known[name] for name in names])
 
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> tuple[int, int]:
-        """From the next backward on, send dense gradients of wider dtypes in ``dtype``. Return elements and bytes."""
+        """Send later dense gradients in ``dtype``, if narrower. Return a dense step's number of elements and bytes."""
         self._context = self._context._replace(dense_dtype=dtype)
         dtype_of, members = self._context.dense_dtype_of, self._order.members
         nbytes = sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in members)

@@ -183,7 +183,7 @@ class BucketSelector:
         return self._wires.sparse if wire is self._wires.dense else wire
 
     def release(self) -> None:
-        """End the step: release working memory, and buffers of wire formats that this step did not use."""
+        """End the step: release working memory, and let wire formats free buffers that this step did not use."""
         self._workspace.release()
         for wire in self._holding:
             if wire in self._used or wire in self._used_before:
@@ -204,7 +204,7 @@ class BucketSelector:
         flat, mean = (self._workspace.take(sum(numels), tensors[0]) for _ in range(2))
         torch.cat(tensors, out=flat)
         for piece, is_used in zip(flat.split(numels), are_used):
-            if is_used is False:  # otherwise the residual of an unused parameter would be selected
+            if is_used is False:  # zeros, so that no element of an unused parameter's residual is selected
                 piece.zero_()
         count = _merged_count(tensors, densities)
         selection = grouped(self._ask(names, [flat], [count]))

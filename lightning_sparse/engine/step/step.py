@@ -200,7 +200,7 @@ class Pipeline:
         finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
         finite = self.levels.all_of(finite)  # Other ranks of the node checked other parts of gradients.
         self.memory.on_finite(finite)
-        # If a value is not finite, an infinite scale makes all gradients non-finite, so no optimizer applies a part.
+        # If any value is not finite, an infinite scale makes all gradients non-finite. No part is then applied.
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)

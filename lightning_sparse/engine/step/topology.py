@@ -28,7 +28,7 @@ from lightning_sparse.functional.reductions import norm_of_all
 class UnwrappedModule(Module):
     """Wrapper in place of DDP. A call broadcasts buffers and runs the model. Backward reduces no gradients."""
 
-    process_group: Any = None  # as of DDP: None for all ranks
+    process_group: Any = None  # attribute of DDP's wrapper; None means all ranks
     require_backward_grad_sync = require_forward_param_sync = True
 
     def __init__(self, module: Module, broadcast_buffers: bool = True) -> None:
@@ -53,7 +53,7 @@ class UnwrappedModule(Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_forward(self) -> None:
-        """Broadcast buffers from rank 0, as DDP does, unless the previous forward was without gradients or exchange."""
+        """Broadcast buffers from rank 0, as DDP does. Skip this after a forward without gradients or exchange."""
         if self.require_forward_param_sync and self.broadcast_buffers:
             broadcast_buffers(self.module)
         self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
@@ -183,7 +183,7 @@ class FlatTopology:
         """End the step. With two levels, all-gather shares inside the node, and write complete gradients."""
 
     def any_of(self, flags: Tensor) -> Tensor:
-        """Return the uint8 flags that are set on any rank of this rank's node."""
+        """Return uint8 flags: each is 1 if the flag in ``flags`` is 1 on any rank of this node."""
         return flags
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
