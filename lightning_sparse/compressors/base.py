@@ -65,7 +65,7 @@ NOT_CLIPPED = Clipping()
 
 
 def same_everywhere(power: float) -> float:
-    """Round a power to 12 digits, so that math libraries that differ in the last digits give all ranks equal counts."""
+    """Round a power to 12 digits, so that all ranks send equal counts. Math libraries differ in the last digits."""
     return float(f"{power:.12g}")
 
 

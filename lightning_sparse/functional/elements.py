@@ -110,7 +110,7 @@ def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tens
 
 
 def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean of rows in ``dtype``. Rows are added in order. ``rows`` is overwritten if of this dtype."""
+    """Return the mean of rows in ``dtype``, added in order. If ``rows`` has this dtype, ``rows`` is overwritten."""
     # Each row is divided before the addition, so that a sum of large values stays finite.
     if rows.dtype is dtype:  # one division for all rows, because with many ranks every call counts
         mean, *rest = rows.div_(len(rows)).unbind()

@@ -198,18 +198,18 @@ class GradientSparsifier(Loop):
                 check_replicas(self.engine, "here")
 
     def synchronize(self) -> None:
-        """End the round of local steps early, and continue from the shared model. All ranks must call."""
+        """End the round of local steps early, and continue from the shared model. All ranks must call this."""
         self.replicas.synchronize()
 
     def reset_shared_model(self) -> None:
-        """Make the present model the shared model, such as after a load during training. All ranks must call.
+        """Make the present model the shared model, such as after a load during training. All ranks must call this.
 
         With local steps, other changes of weights between two batches count as changes by training.
         """
         self.replicas.reset_shared_model()
 
     def save_state(self, folder: Union[str, Path]) -> None:
-        """Write the compression state of each rank into a folder, between two optimizer steps. All ranks must call.
+        """Write each rank's compression state into a folder, between two optimizer steps. All ranks must call this.
 
         Save model and optimizers as usual, on one rank. Use a new folder for each save. One process writes nothing.
         """

@@ -163,7 +163,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def close(self) -> None:
         """End the exchanges of all models. To continue training, set up the models again. A second call is allowed.
 
-        ``close`` ends rounds of local steps, so all ranks must then call ``close``. A process that exits without
+        With local steps, all ranks must call ``close``, because ``close`` ends the rounds. A process that exits without
         ``close`` ends no round.
         """
         for handle in self._handles.values():

@@ -131,7 +131,7 @@ def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -
 
 @_invariant([{}])
 def selections_are_valid(pool: Pool, compressor: Subject) -> None:
-    """Selected indices are distinct, ascending and inside the tensor. ``selection_size()`` gives the right number."""
+    """Selected indices are distinct, ascending, inside the tensor, and as many as ``selection_size()`` announces."""
     pool.run(balance, settings_of(compressor), 2)  # `BucketSelector` raises an error for invalid indices
 
 
@@ -320,7 +320,7 @@ GAPS = list(product((float("nan"), float("inf"), float("-inf")), _PLACES))
 
 
 def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[list[str], bool, bool]]:
-    """For each of ``GAPS``, train a step in which a gradient of rank ``gap_rank`` has the gap, and a normal step.
+    """For each of ``GAPS``, train a step with this value in a gradient of rank ``gap_rank``, and a normal step.
 
     Return for each pair of steps: changes of the engine's state in the first step, whether this rank's exchanged
     gradient is non-finite, and whether all gradients of the second step are finite.

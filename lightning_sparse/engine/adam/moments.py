@@ -165,7 +165,7 @@ def _average(
 def _update_moments(
     seconds: list[Tensor], means: list[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
-    """Update second moments from step ``known`` to ``step``. Non-finite means change no bias-corrected moment."""
+    """Update second moments from step ``known`` to ``step``. Without finite means, only rescale to ``step``'s bias."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
     # torch stores moments before the bias correction, so that the stored values depend on the step.
     old, new = 1 - beta2**known, 1 - beta2**step

@@ -27,7 +27,7 @@ NUMBERS = {
     "warm_up": 2,
 }
 _REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
-_RATE_RANGE = 10.0  # largest factor that rescales a residual; a larger residual would persist in the momentum
+_RATE_RANGE = 10.0  # largest factor that rescales a residual; the optimizer's momentum would store larger residuals
 
 
 Renaming = Mapping[str, Optional[str]]  # new name by old parameter name; ``None`` for a removed parameter
@@ -58,7 +58,7 @@ class Hyperparameters(NamedTuple):
     momentum: float = 0.0  # momentum that the memory applies in place of the optimizer
     nesterov: bool = False
     adam: Optional[Any] = None  # Adam's state, if Adam's updates are computed before selection
-    continues_step: bool = False  # whether the gradient contains the mean of an earlier backward of this step
+    continues_step: bool = False  # whether ``p.grad`` contained the mean of an earlier backward of this step
 
 
 class Clip(NamedTuple):

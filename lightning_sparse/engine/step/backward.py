@@ -111,7 +111,7 @@ class Backward(ABC):
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # whether a hook ran first; whether finalize_backward is queued
+        self.is_announced = self.has_end = False  # whether a hook saw the start; whether finalize_backward is queued
         self.is_finalizing = False  # whether all gradients are collected
         self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
