@@ -1,7 +1,8 @@
 """A residual memory for updates of Adam. :class:`AdamCorrection` documents the method and the papers."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Optional
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.adam.clips import OwnClips
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.moments import AdamMoments, AdamState, Refreshes
 from lightning_sparse.engine.memory.residual import (
@@ -20,6 +20,7 @@ from lightning_sparse.engine.memory.residual import (
     Renaming,
     ResidualMemory,
     cloned,
+    factors_to,
     in_widened,
     rename_in,
     state_like,
@@ -27,6 +28,66 @@ from lightning_sparse.engine.memory.residual import (
 from lightning_sparse.functional.adam import accumulate_updates, denominator, to_gradients
 
 _UNCORRECTED = Hyperparameters(0.0)
+
+
+@dataclass
+class OwnClips:
+    """Clip each rank's gradient to the user's limit times a ratio, so that the mean is clipped approximately.
+
+    The ratio is the norm of a rank's gradient divided by the norm of the mean gradient. Updates of second moments
+    measure both norms.
+    """
+
+    world_size: int
+    total_of: Callable[[Tensor], Tensor]
+    clips: Sequence[Clip] = ()
+    factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
+    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]`` each: of a rank's gradient, of the mean
+    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of the gradients that share a norm
+
+    @property
+    def limits(self) -> list[tuple[float, frozenset[str]]]:
+        """Maximum norms for clipping, each with the names of the parameters that are clipped together."""
+        return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
+
+    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
+        """Return and store groups of gradient names. Each group is clipped together, by one maximum norm."""
+        self._together = [[name for name in names if name in together] for _, together in self.limits]
+        return self._together
+
+    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+        """Compute the clip factor for each limit. The arguments are as in :meth:`Memory.set_norms`."""
+        limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
+        self.factors = factors_to(torch.stack(limits), total)
+
+    def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
+        """Return the norm of a rank's gradient divided by the norm of the mean gradient."""
+        none = norms.new_zeros(2)
+        squares = [self.squared_norms.get(name, none) for name in names]
+        # Parameters without a gradient in this backward do not count.
+        total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
+        own, mean = self.total_of(total).unbind()
+        # Before the first measurement, the gradients of ranks are assumed to be independent.
+        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
+
+    def clip(self, gradients: Mapping[str, Tensor]) -> None:
+        """Clip gradients, in place."""
+        factors = iter(() if self.factors is None else self.factors.unbind())
+        for (norm, value), names in self.clips:
+            factor = None if norm is None else next(factors)
+            clipped = [gradient for name, gradient in gradients.items() if name in names]
+            if clipped and value is not None:
+                torch._foreach_clamp_min_(clipped, -value)
+                torch._foreach_clamp_max_(clipped, value)
+            if clipped and factor is not None:
+                torch._foreach_mul_(clipped, factor)
+
+    def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
+        """Halve the sums of squared norms of ranks' gradients and of means. If finite, add the new squares."""
+        squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
+        none = squares.new_zeros(2)
+        halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
+        self.squared_norms.update(zip(names, torch._foreach_add(list(squares.unbind()), halves)))
 
 
 class AdamMemory(ResidualMemory):

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_sparse.engine.adam.clips import AskedClips
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine.adam.correction import WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.moments import AdamMoments
-from lightning_sparse.engine.memory.residual import Hyperparameters, in_one, in_widened
+from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
@@ -34,6 +34,65 @@ class _Flat(NamedTuple):
     kept: list[Tensor]  # the optimizer's tensors, in the order of ``_KINDS``
     address: int  # the parameter's data pointer
     tensors: tuple[Tensor, Tensor, Tensor]  # first moment, second moment, parameter
+
+
+class _Asked(NamedTuple):
+    """Clipping limits, and the indices of the optimizers that share one norm of all their gradients."""
+
+    clipping: Clipping = NOT_CLIPPED
+    together: tuple[int, ...] = ()
+
+
+class AskedClips:
+    """Clip the next gradients to the limits from each optimizer's last step. ``norm`` is the default maximum norm."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
+        self._optimizers = optimizers
+        self._norm = norm
+        self._coming = [_Asked()] * len(optimizers)
+        self._asking: set[int] = set()  # indices of optimizers with a call of :meth:`ask` in this step
+
+    def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
+        """Clip the next gradients of all optimizers with any of ``parameters`` to ``clipping``, by one common norm."""
+        if clipping == NOT_CLIPPED:
+            return
+        given = set(parameters)
+        held = (
+            {each for group in optimizer.param_groups for each in group["params"]} for optimizer in self._optimizers
+        )
+        together = tuple(number for number, parameters_of in enumerate(held) if not given.isdisjoint(parameters_of))
+        for number in together:
+            self._coming[number] = _Asked(clipping, together)
+        self._asking.update(together)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """End an optimizer's step. Without a call of :meth:`ask` in the step, the optimizer's clipping ends."""
+        for number, each in enumerate(self._optimizers):
+            if each is optimizer and number not in self._asking:
+                self._coming[number] = _Asked()
+            elif each is optimizer:
+                self._asking.remove(number)
+
+    def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
+        """Return the clips for the next gradients of the parameters in ``names``, one clip per common norm."""
+        clipped: dict[_Asked, set[str]] = {}
+        for optimizer, ((norm, value), together) in zip(self._optimizers, self._coming):
+            clipping = Clipping(self._norm if norm is None else norm, value)
+            if clipping != NOT_CLIPPED:
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                known = clipped.setdefault(_Asked(clipping, together), set())
+                known.update(names[parameter] for parameter in parameters if parameter in names)
+        return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
+
+    def state(self) -> list[list[Any]]:
+        """Return the clipping limits of each optimizer for a checkpoint."""
+        return [[*clipping, list(together)] for clipping, together in self._coming]
+
+    def load(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Load a result of :meth:`state` for the same optimizers. Optimizers that ``saved`` lacks do not change."""
+        loaded = [_Asked(Clipping(norm, value), tuple(together)) for norm, value, together in saved]
+        self._coming[: len(loaded)] = loaded
+        self._asking.difference_update(range(len(loaded)))
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
