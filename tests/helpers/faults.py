@@ -42,7 +42,7 @@ class Point(NamedTuple):
     )
 
 
-_NUMBERS = r"waited in vain in all_gather of \d+ numbers on which ranks agree.*longer timeout=.*ckpt_path"
+_NUMBERS = r"waited in vain in all_reduce of \d+ numbers to average.*longer timeout=.*ckpt_path"
 _ANYWHERE = r"waited in vain in \w+.*: another rank has died.*longer timeout=.*ckpt_path"
 _SAVING = r"waited in vain in all_gather of errors \(.* was not written\).*: another rank has died.*ckpt_path"
 POINTS = {
