@@ -130,9 +130,10 @@ class Pipeline:
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
         with self.recorder.span("select"):
-            nothing = torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
             norms = [
-                norms_of([self._shares[name].gradient for name in together]) if together else nothing
+                norms_of([self._shares[name].gradient for name in together])
+                if together
+                else torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
                 for together in self.memory.clipped_together(names)
             ]
         each, total = self.levels.norms_together(norms)
