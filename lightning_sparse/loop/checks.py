@@ -18,13 +18,14 @@ from torch.optim import SGD, Optimizer, SparseAdam
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import optimizer_parameters
 from lightning_sparse.engine.requirements import refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.reducer import NoOpReducer
 from lightning_sparse.engine.step.topology import fsdp_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.optimizers import calls_hooks, chain_of, listed, optimizer_parameters
+from lightning_sparse.loop.optimizers import calls_hooks, chain_of, listed
 from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'

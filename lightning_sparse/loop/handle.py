@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_backward
@@ -36,7 +37,7 @@ from lightning_sparse.loop.checks import (
 )
 from lightning_sparse.loop.levels import Node, agreed_ranks_of_node
 from lightning_sparse.loop.loop import Loop
-from lightning_sparse.loop.optimizers import all_optimizer_parameters, optimizer_parameters
+from lightning_sparse.loop.optimizers import all_optimizer_parameters
 from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
 from lightning_sparse.loop.training import RuntimeOptions, Training
 from lightning_sparse.removed import refuse_removed

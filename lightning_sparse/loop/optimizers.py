@@ -15,7 +15,7 @@ from torch.optim import ASGD, SGD, Optimizer
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
+from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable, optimizer_parameters
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import after_closure
@@ -319,11 +319,6 @@ def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
         return None if is_torchs_own(optimizer, kwargs) else act(optimizer, args, kwargs)
 
     return hook
-
-
-def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def all_optimizer_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:

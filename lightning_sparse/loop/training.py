@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import optimizer_parameters
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
@@ -34,7 +35,6 @@ from lightning_sparse.loop.optimizers import (
     can_correct,
     chain_of,
     listed,
-    optimizer_parameters,
     warn_of_adaptive,
 )
 from lightning_sparse.loop.state import collect_state, match_state

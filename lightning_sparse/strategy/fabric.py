@@ -16,12 +16,12 @@ from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
+from lightning_sparse.engine.adam.steps import optimizer_parameters
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_device, check_facts
 from lightning_sparse.loop.handle import GradientSparsifier, clipped_before
-from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.loop.training import RuntimeOptions
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike

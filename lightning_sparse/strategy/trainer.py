@@ -16,6 +16,7 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule
@@ -24,7 +25,6 @@ from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_set
 from lightning_sparse.loop.checks import check_bare, check_device, check_model, check_total_steps
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.loop import Loop
-from lightning_sparse.loop.optimizers import optimizer_parameters
 from lightning_sparse.loop.summary import describe
 from lightning_sparse.loop.training import RuntimeOptions, Training
 from lightning_sparse.schedule import Plan

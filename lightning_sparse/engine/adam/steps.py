@@ -5,7 +5,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, Optional
 
@@ -57,10 +56,8 @@ class AskedClips:
         if clipping == NOT_CLIPPED:
             return
         given = set(parameters)
-        held = (
-            {each for group in optimizer.param_groups for each in group["params"]} for optimizer in self._optimizers
-        )
-        together = tuple(number for number, parameters_of in enumerate(held) if not given.isdisjoint(parameters_of))
+        held = enumerate(map(optimizer_parameters, self._optimizers))
+        together = tuple(number for number, trained in held if not given.isdisjoint(trained))
         for number in together:
             self._coming[number] = _Asked(clipping, together)
         self._asking.update(together)
@@ -79,9 +76,8 @@ class AskedClips:
         for optimizer, ((norm, value), together) in zip(self._optimizers, self._coming):
             clipping = Clipping(self._norm if norm is None else norm, value)
             if clipping != NOT_CLIPPED:
-                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
                 known = clipped.setdefault(_Asked(clipping, together), set())
-                known.update(names[parameter] for parameter in parameters if parameter in names)
+                known.update(names[each] for each in optimizer_parameters(optimizer) if each in names)
         return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
 
     def state(self) -> list[list[Any]]:
@@ -93,6 +89,11 @@ class AskedClips:
         loaded = [_Asked(Clipping(norm, value), tuple(together)) for norm, value, together in saved]
         self._coming[: len(loaded)] = loaded
         self._asking.difference_update(range(len(loaded)))
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[Parameter]:
+    """Return the parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
@@ -116,8 +117,7 @@ class StepCounts:
     def groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
         """Yield each optimizer and param group, with a list of parameters (also frozen), names and step counts."""
         for optimizer in self.optimizers:
-            trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-            known = ((parameter, self.names.get(parameter)) for parameter in trained)
+            known = ((each, self.names.get(each)) for each in optimizer_parameters(optimizer))
             named = {each: name for each, name in known if name is not None and self.target_of(name) < 1}
             counts = self._of(optimizer, named)
             for group in optimizer.param_groups:
@@ -289,7 +289,7 @@ class AdamSteps:
 
     def _look_for_changes(self, optimizer: Optimizer) -> None:
         """Warn once if other code has changed a mean gradient since the exchange."""
-        own = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        own = [each for each in optimizer_parameters(optimizer) if each.grad is not None]
         arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
         is_changed = any(
             each.grad is not gradient or gradient._version > version + self._unscaling_changes
