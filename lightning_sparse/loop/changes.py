@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.adam.steps import optimizer_parameters
 from lightning_sparse.engine.collectives import SharedOnCopy
-from lightning_sparse.engine.memory.residual import Renaming
+from lightning_sparse.engine.memory.residual import Renaming, optimizer_parameters
 from lightning_sparse.engine.step.topology import reshard
 from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.functional.elements import local_tensor

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.steps import optimizer_parameters
+from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.requirements import refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.reducer import NoOpReducer

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.steps import optimizer_parameters
+from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_backward

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.steps import optimizer_parameters
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
+from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import Wrapper, after_closure

@@ -17,7 +17,7 @@ from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine.adam.correction import WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.moments import AdamMoments
-from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened
+from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened, optimizer_parameters
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
@@ -89,11 +89,6 @@ class AskedClips:
         loaded = [_Asked(Clipping(norm, value), tuple(together)) for norm, value, together in saved]
         self._coming[: len(loaded)] = loaded
         self._asking.difference_update(range(len(loaded)))
-
-
-def optimizer_parameters(optimizer: Optimizer) -> list[Parameter]:
-    """Return the parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_correctable(optimizer: Optimizer) -> bool:

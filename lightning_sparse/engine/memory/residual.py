@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Optional, Protocol, Union
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping
@@ -49,6 +51,11 @@ def rename_in(holder: object, names: Renaming) -> None:
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
     """Return the kinds that hold unsent updates (residual, momentum). Other kinds only make a resume exact."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[Parameter]:
+    """Return the parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Hyperparameters(NamedTuple):
