@@ -251,7 +251,7 @@ class Settings:
         return is_wanted and leaves_room and not self.compressor.replicas_diverge
 
     def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
-        """Return settings with the momentum, masking and clip norm of ``correction``, by default the compressor's."""
+        """Return settings with the momentum, masking and clip norm of ``correction``; ``None``: of the compressor."""
         own = self.compressor.feedback
         if correction is None:
             asked = own._replace(decay=self.asked.decay)

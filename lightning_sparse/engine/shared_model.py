@@ -235,7 +235,7 @@ def _change(shared: Tensor, tensor: Tensor, is_trained: bool) -> Tensor:
 
 
 def _average_buffers(shared: Sequence[Tensor], changes: Sequence[Tensor], pipeline: Pipeline) -> None:
-    """Average changes of buffers by a dense all-reduce. Subtract the means from ``shared``, without an outer step."""
+    """Subtract the means over ranks of buffer changes from ``shared``, without the outer optimizer."""
     replicas = pipeline.levels.same_shard
     means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.world_size)))
     for buffer, mean in zip(shared, means.split(list(map(len, changes)))):

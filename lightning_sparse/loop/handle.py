@@ -203,9 +203,9 @@ class GradientSparsifier(Loop):
         self.replicas.synchronize()
 
     def reset_shared_model(self) -> None:
-        """Make the present model the shared model, such as after a load during training. All ranks must call this.
+        """Make the present model the shared model, for example after a load during training. All ranks must call this.
 
-        With local steps, other changes of weights between two batches count as changes by training.
+        Without this call, local steps treat a change of weights between two batches as a change by training.
         """
         self.replicas.reset_shared_model()
 
@@ -293,7 +293,7 @@ class GradientSparsifier(Loop):
     def _before_forward(self, training: Training, inputs: Any) -> None:
         """Before a training forward, begin a batch. Before an evaluation, check that the model is the shared model."""
         is_training, has_grad = self.module.training, torch.is_grad_enabled()
-        if has_grad and is_training and not is_in_backward():  # recomputation is no batch
+        if has_grad and is_training and not is_in_backward():  # a forward inside backward recomputes activations
             if training.engine.rounds is None:
                 training.restart_if_changed()
             else:

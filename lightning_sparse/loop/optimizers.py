@@ -97,7 +97,7 @@ class OptimizerView:
         """Return the hyperparameters of the next step, by parameter name. The result is empty if none are needed."""
         if self._feedback.momentum is None and not self._feedback.rescale_on_lr_change:
             return {}
-        self._give_back()  # needed after a failed update and in a repeated closure, when momentum is still zero
+        self._give_back()  # restores the optimizer's momentum if an update failed, or a closure runs again
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
         for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
             if self.takes_momentum:

@@ -39,7 +39,7 @@ UNCOUNTED = (
 
 
 def describe(settings: Settings) -> str:
-    """Describe settings in one line: message, warm-up, schedule, exchange, wire and correction."""
+    """Describe settings in one line: compressor, warm-up, schedule, exchange, wire and correction."""
     compressor, local = settings.compressor, settings.local_steps
     what = "gradient" if local is None else "change of parameters"
     if compressor.default_density is not None:

@@ -1,11 +1,10 @@
 """Estimates of the seconds for a bucket, and of the densities at which backward hides the exchange (LAGS-SGD).
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose a compression ratio for
-each layer: the lowest ratio that hides selection and exchange behind the backward of the next layer. ``c_u`` is the
-upper bound of ratios. The printed formula takes the larger of ``c_u`` and the lowest ratio, although only the smaller
-is within the bound. The released code has a rule that never runs, and that ignores the time of selection. If backward
-could hide a dense exchange of a layer, that rule sends a twentieth of the layer. Here buckets replace layers, and a
-bucket of density 1 is sent densely.
+each layer: the lowest ratio that hides selection and exchange behind the backward of the next layer, at most ``c_u``.
+The printed formula takes the larger of the two, which contradicts the bound ``c_u``, so this module takes the smaller.
+A rule in the released code never runs, and this module omits the rule: a layer sends a twentieth if backward could hide
+a dense exchange. This module chooses a density per bucket instead of per layer. A bucket of density 1 is sent densely.
 """
 
 from bisect import bisect_left

@@ -77,7 +77,7 @@ def best_of(seconds: Mapping[Stops, float]) -> Stops:
 def plan_buckets(
     sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
 ) -> list[list[int]]:
-    """Divide tensors, in the order of backward, into buckets with the earliest end of the last exchange.
+    """Divide tensors, in the order of backward, into buckets, so that the last exchange ends as early as possible.
 
     This is the optimization problem of OMGS-SGD. The greedy rule of the paper (Shi et al., INFOCOM 2020) is not
     optimal. In the paper, backward stops during selection. In this engine a thread, the worker, selects and exchanges

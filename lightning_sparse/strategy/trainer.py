@@ -292,7 +292,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
-    """Data-parallel training that sends the largest part of each gradient, and the unsent part with later gradients.
+    """Data-parallel training that sends each gradient's largest elements, and other elements with later gradients.
 
     All else is as in :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients during
     backward, bucket by bucket, in a separate process group (on CUDA, in a separate stream). Unsent elements stay in a

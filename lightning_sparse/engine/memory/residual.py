@@ -29,7 +29,7 @@ NUMBERS = {
     "warm_up": 2,
 }
 _REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
-_RATE_RANGE = 10.0  # largest factor that rescales a residual; the optimizer's momentum would store larger residuals
+_RATE_RANGE = 10.0  # largest factor that rescales a residual; a larger residual would stay in the optimizer's momentum
 
 
 Renaming = Mapping[str, Optional[str]]  # new name by old parameter name; ``None`` for a removed parameter
@@ -278,7 +278,7 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return last learning rates, raised to at least a tenth of the largest. Columns of ``rates``: last, largest."""
+    """Return the larger of each row's last rate and a tenth of its largest rate. Columns of ``rates``: last, largest."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 

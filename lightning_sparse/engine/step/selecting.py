@@ -64,7 +64,7 @@ class Part(NamedTuple):
         return result._replace(means=whole(mean.split(numels)), kept=whole(kept))
 
     def _sent(self) -> Sequence[Selection]:
-        """Split the selection of a merged part by parameter. The host waits for the device."""
+        """Split the selection of a part that merges several parameters. The host waits for the device."""
         values, indices, _, filled = self.selection[0]
         if indices is None:
             return whole(self.tensors)

@@ -1,4 +1,4 @@
-"""Wire formats encode selections as messages of exact size, except ``union``. Other code runs the collectives."""
+"""Wire formats, which encode selections as messages for collectives. Other code runs the collectives."""
 
 import math
 from collections.abc import Sequence
