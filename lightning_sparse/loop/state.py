@@ -173,7 +173,7 @@ class _Table:
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
 
     def read(self) -> None:
-        """Sum the tensors of this rank's share of the files. Ranks with the same part of the residuals share the files."""
+        """Sum the tensors of this rank's files. Ranks with the same part of the residuals divide the files."""
         is_cut = self._parts != self._shards
         first = self._file(self._replicas.rank % self._rows, self._shard % self._parts)
         if self._is_sharded and is_cut:

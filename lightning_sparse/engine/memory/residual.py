@@ -278,7 +278,7 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return the larger of each row's last rate and a tenth of its largest rate. Columns of ``rates``: last, largest."""
+    """Return the larger of the last rate and a tenth of the largest rate. Columns of ``rates``: last, largest."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 
