@@ -33,7 +33,7 @@ class AdamCorrection:
             ``None`` for five times the warm-up, and at most a tenth of a training of known length.
         second_moment_interval: minimum number of steps between two updates of a parameter's second moment. The interval
             grows to a tenth of the steps so far. With the default of 10 and at least 5 million parameters, the updates
-            take at most a twentieth of DDP's bytes per step. Smaller models update more parameters in a step.
+            take a twentieth of DDP's bytes per step on average. Smaller models update more parameters in a step.
 
     Raises:
         ValueError: for a number out of range.
