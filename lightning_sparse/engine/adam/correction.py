@@ -15,9 +15,10 @@ _FALL = 5  # number of steps with falling density per step of the dense warm-up
 class AdamCorrection:
     """Divide gradients by the root of Adam's second moment before selection, so that updates are sent, not gradients.
 
-    With sparse gradients, Adam receives one large value in place of a hundred small gradients. The estimate of the
-    second moment is then wrong. With the correction, every rank divides the local gradient by the root of a second
-    moment that is equal on all ranks. The largest updates are sent, and all other updates stay in the residual.
+    With sparse gradients, Adam receives one large value in place of a hundred small gradients, and estimates a wrong
+    second moment. With the correction, all ranks have the same second moment. Every rank adds a part of the rank's
+    squared gradient, which limits outliers, and divides the rank's gradient by the root of the sum. Ranks send the
+    largest of these updates, and the residual stores all other updates.
 
     A dense warm-up estimates the second moment. Later steps update the estimate from mean gradients in 16 bits. During
     backward, each step averages a few parameters' gradients of the previous step. The first moment is moved into the

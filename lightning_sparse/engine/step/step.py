@@ -24,8 +24,9 @@ separate message. This requires a compressor with a ``dense_wire_format``.
 
 - The first steps are dense, and the optimizer runs unchanged, until the second moment is estimated. Then the density
   falls.
-- Then stage 1 replaces ``g`` by Adam's update ``g / sqrt(second moment)``, and the residual accumulates updates.
-  The first moment is moved into the residual once, and is zero from then on.
+- Then stage 1 replaces ``g`` by Adam's update (:func:`~lightning_sparse.functional.adam.accumulate_updates`), and the
+  residual accumulates updates. The first corrected step moves the first moment into the residual, also if the step is
+  not finite. The first moment is zero from then on.
 - At the start of every step, ranks average a few parameters' gradients of the previous step, in 16 bits. The means
   update the second moments of these parameters. The messages are sent during backward.
 - Stage 4 converts the mean update to an equivalent gradient, for code that reads gradients before the optimizer step.
