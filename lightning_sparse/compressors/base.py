@@ -28,9 +28,9 @@ class ErrorFeedback(NamedTuple):
         masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking).
         clip_norm: largest norm of the mean gradient, or ``None``. Before accumulation, every rank clips the local
             gradient to ``clip_norm / sqrt(world_size)``.
-        rescale_on_lr_change: whether to rescale the residual when the learning rate changes. Gradients in the residual
-            then act with the earlier rate.
-        decay: factor of the residual before a gradient is added. Requires ``momentum=None`` and no Adam correction.
+        rescale_on_lr_change: whether to rescale the residual when the learning rate changes, so that each gradient in
+            the residual is applied with the rate of its own step.
+        decay: factor that multiplies the residual in each step. Requires ``momentum=None`` and no Adam correction.
     """
 
     keeps_residual: bool = True
@@ -65,7 +65,7 @@ NOT_CLIPPED = Clipping()
 
 
 def same_everywhere(power: float) -> float:
-    """Round a power to 12 digits, so that all ranks send equal counts. Math libraries differ in the last digits."""
+    """Round the result of a power to 12 digits, because the math libraries of ranks may differ in the last digits."""
     return float(f"{power:.12g}")
 
 
@@ -132,14 +132,14 @@ class Compressor(ABC):
         default_density: fraction of elements to send by default; ``None`` for a method without a density.
         default_warmup_steps: default number of optimizer steps over which the density falls to the target, or a
             fraction of the training.
-        has_density_by_parameter: whether the density of a parameter is the fraction of elements sent. Density rules
-            can then raise the density.
+        has_density_by_parameter: whether :meth:`select` selects exactly ``counts`` elements, so that density rules can
+            raise the counts.
         wire_format: wire format of the selections, see :mod:`lightning_sparse.engine.wire`.
         dense_wire_format: wire format of selections without indices, and of parameters of density 1, which skip
             :meth:`select`. Must be equal on all ranks. ``None`` to call :meth:`select` at density 1 too.
         selects_across_bucket: whether :meth:`select` gets the parameters of a bucket as a single tensor.
         fills_selection: whether a selection always has as many elements as the message can hold.
-        wire: value that replaces the user's ``wire=`` of 16 or more bits; ``None`` to use the user's ``wire=``.
+        wire: value that replaces a user's ``wire=`` of 16 or more bits; ``None`` if the user's value applies.
         is_lossless: whether all elements are sent, so that only the rounding of the wire creates a residual.
         replicas_diverge: whether ranks apply different updates.
         param_sync_every: steps between averages of diverged parameters over ranks; ``None`` for never.
@@ -194,11 +194,11 @@ class Compressor(ABC):
             names: names of the bucket's parameters.
             accumulated: gradient plus residual of each parameter, flat and read-only. With ``selects_across_bucket``, a
                 single tensor for all parameters.
-            counts: number of elements per tensor for the current density.
+            counts: number of elements to select from each tensor, for the current density.
         """
 
     def selection_size(self, numel: int, count: int) -> SelectionSize:
-        """Return the number of elements that :meth:`select` selects from ``numel``. Override this if not ``count``."""
+        """Return the size of a selection from ``numel`` elements. Override this unless ``select`` selects ``count``."""
         return SelectionSize(numel, count)
 
     def finish_step(

@@ -37,8 +37,8 @@ class QSGD(Dense):
 
     * Elements are rounded to the nearest level, and the residual stores the error. The paper rounds at random and
       has no residual. With a residual no randomness is necessary, and the error is smaller.
-    * A block of 64 elements is scaled by the largest magnitude, as in the experiments of the paper (with larger
-      blocks, there called buckets). The theorems use the Euclidean norm.
+    * A block of 64 elements is scaled by the largest magnitude, as in the paper's experiments. The paper's blocks are
+      larger, and called buckets. The theorems use the Euclidean norm.
     * Codes have a fixed width, because ranks need the message size in advance. The paper uses Elias codes.
     * Each rank averages a share of the elements, and sends the means in 4 bits too. The received bytes do not grow
       with the number of ranks. In the paper every rank receives all gradients.

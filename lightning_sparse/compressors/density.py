@@ -34,7 +34,7 @@ class Measurement(NamedTuple):
     Attributes:
         gradient_norms: norms of the local gradients, before the residual is added.
         residual_norms: norms of the residuals after the step.
-        update_norms: norms of the local Adam updates, for parameters with a residual of updates.
+        update_norms: norms of the local Adam updates, for parameters with Adam updates in the residual.
     """
 
     gradient_norms: Mapping[str, float]
@@ -128,7 +128,7 @@ _FALLING = 0.9  # an error below this fraction of the last error is falling, so 
 class ErrorBudget(DensityRule):
     """Limit the compression error of every layer, ``norm(residual) / norm(gradient)``, to a budget.
 
-    With Adam and AdamW the error is the norm of the residual of updates over the norm of a step's update.
+    With Adam and AdamW, the residual holds updates. The error is then ``norm(residual) / norm(update of a step)``.
 
     Each measurement changes densities. If an error exceeds the budget and is not already falling, the layer's density
     is multiplied by ``error / budget``, at most by 2. If an error is below 0.7 of the budget, the density is divided by

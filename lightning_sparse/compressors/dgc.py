@@ -16,13 +16,13 @@ class DGC(TopK):
     Selection is exact. The paper estimates a threshold from a sample of each layer, which is no faster here (see
     :mod:`lightning_sparse.functional.topk`). As published, the method has momentum correction, optional momentum
     factor masking, and clipping of each local gradient to ``clip_norm / sqrt(world_size)`` before accumulation (the
-    released code lacks ``sqrt(world_size)``). The warm-up has four stages, for example 25 %, 6.3 %, 1.6 % and 0.4 %,
-    before the density of 0.1 %. In the paper, a stage is an epoch (``warmup_steps=4 * steps_per_epoch``). The default
-    warm-up is a tenth of the training. With Adam and AdamW the optimizer correction replaces the momentum.
+    released code lacks ``sqrt(world_size)``). The warm-up has four stages, for example 25 %, 6.3 %, 1.6 % and 0.4 % for
+    a target of 0.1 %. In the paper, a stage is an epoch (``warmup_steps=4 * steps_per_epoch``). By default, all stages
+    together take a tenth of the training. With Adam and AdamW the optimizer correction replaces the momentum.
 
     Args:
         momentum: ``"optimizer"`` applies the (Nesterov) momentum of the SGD optimizer before selection instead of in
-            the optimizer; a number is for an optimizer without momentum; ``None`` for no correction.
+            the optimizer. Use a number for an optimizer without momentum, ``None`` for no momentum correction.
         nesterov: whether a ``momentum`` given as a number is Nesterov's.
         masks_momentum: whether the momentum of a sent element is reset to zero (momentum factor masking), as
             published. Off by default: during warm-up most momentum would be reset in every step, and the accuracy of a

@@ -29,7 +29,7 @@ _CHANCE = 2.0  # standard deviations; a smaller change of the density is treated
 _LARGEST_STEP = 0.1  # largest change of ln(threshold) in a step
 _FAR_OFF = 2.0  # if a selection is this many times too large or small, a new histogram replaces small steps
 _SIGMAS = 4.0  # standard deviations; smaller deviations of the count may be chance, and cause no new histogram
-_BLOCKS = 1024  # number of blocks, as published: enough for balance, few enough to store a load per block
+_BLOCKS = 1024  # number of blocks, as published: enough to balance partitions, few enough to store a load per block
 _MIN_BLOCK = 32  # elements per block, as published; fewer only if the model has fewer elements per rank
 _LOAD_MEMORY = 0.95  # decay of a block's load per step; a single step selects too few elements to compare blocks
 _STEPS_BETWEEN_CUTS = 16
@@ -45,10 +45,10 @@ class ExDyna(Compressor):
     block is a moving average of the number of elements selected in the block. All ranks compute the same loads and the
     same partitions, without communication.
 
-    A step has no threshold at the start, and sometimes after a count that was wrong by a factor of 2. Each rank then
-    selects the largest magnitudes of a partition and builds a histogram. The sum of the histograms (8 KiB per rank)
-    gives the next threshold. The density applies to the whole model, with at least an element per rank.
-    ``docs/papers.md`` lists the differences from the paper.
+    The first step has no threshold, and a step after a count that is wrong by a factor of 2 may have none. Without a
+    threshold, each rank selects the largest magnitudes of a partition, and builds a histogram. The sum of the
+    histograms (8 KiB per rank) gives the next threshold. The density applies to the whole model, with at least an
+    element per rank. ``docs/papers.md`` lists the differences from the paper.
 
     Example::
 
@@ -146,7 +146,7 @@ class ExDyna(Compressor):
         return means
 
     def _rebalance(self, positions: Tensor) -> None:
-        """Update the loads of blocks from ``positions`` of selected elements. Every 16 steps, balance partitions."""
+        """Update the loads of blocks from ``positions`` of selected elements. Every 16 steps, cut new partitions."""
         loads = self._partitions.block_loads(positions)
         before = self._loads.to(positions.device, non_blocking=True)
         self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
@@ -184,8 +184,8 @@ class ThresholdState(NamedTuple):
     """A threshold for the whole model, equal on all ranks, with the state of the control loop."""
 
     threshold: Optional[float] = None  # threshold of the next step; None to measure a new threshold
-    gain: float = _GAIN  # change of ln(threshold) per ln(density / wanted)
-    error: float = 0.0  # ln(density / wanted) of the last step; 0 after a measurement
+    gain: float = _GAIN  # change of ln(threshold) per ln(selected / wanted)
+    error: float = 0.0  # ln(selected / wanted) of the last step; 0 after a measurement
 
     def updated(self, selected: int, wanted: int) -> "ThresholdState":
         """Return the state for the next step. ``selected`` and ``wanted`` are counts of the last step's elements."""

@@ -21,11 +21,11 @@ class LAGS(TopK):
 
     The paper accumulates learning rate times gradient. Every released implementation, the authors' included,
     accumulates the gradient. The results differ only if the learning rate changes while a gradient is in the residual.
-    ``"gradient"`` applies this gradient with the new rate, ``"update"`` with the earlier rate (exact for plain SGD).
 
     Args:
         densities: density by parameter name; all other parameters have the strategy's density.
-        error_feedback: ``"gradient"`` or ``"update"``.
+        error_feedback: ``"gradient"`` applies a gradient of the residual with the learning rate of the step that sends
+            the gradient, ``"update"`` with the rate of the step that computed the gradient (exact for plain SGD).
         adaptive_density: whether to raise a layer's density, at most to 1, if backward hides the longer exchange. The
             density of the strategy or of the warm-up is the minimum (the inverse of ``c_u`` in the paper). Densities
             depend on times measured in the first steps, so two runs are not bitwise identical. Off by default.

@@ -19,24 +19,24 @@ from lightning_sparse.compressors.selection import FlatSelection, Selection, Sel
 from lightning_sparse.compressors.topk import TopK, largest_of_each
 from lightning_sparse.functional.elements import copied_to
 
-_GAIN = 0.05  # change of ln(alpha) per ln(density / wanted)
+_GAIN = 0.05  # change of ln(alpha) per ln(sent / wanted), the numbers of elements
 _LARGEST_STEP = 0.1  # largest change of ln(alpha); without the limit, or with thrice the gain, the loop oscillates
 _ALPHA_RANGE = (0.5, 50.0)
 _MIN_DENSITY = 1e-6
 
 
 class SDAGC(TopK):
-    """Send elements above ``alpha`` standard deviations of the layer. ``alpha`` follows the density (reconstruction).
+    """Send elements above ``alpha`` standard deviations of the layer, with an adaptive ``alpha`` (reconstruction).
 
     For a parameter with gradient plus residual ``v``, elements with ``|v| >= alpha * std(v)`` are sent, largest first:
-    at least 1, and at most ``capacity`` times the number that the density gives. All other elements are the residual.
-    Messages have a fixed size and contain no count. After a step, ``alpha`` of each layer, on each rank, follows the
-    density: ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` does not work: the residual
-    raises the deviation, so that fewer and fewer elements are sent (see ``tests/compressors/test_sdagc.py``). The
-    warm-up is the same as in :class:`~lightning_sparse.compressors.DGC`.
+    at least 1, and at most ``capacity`` times the number wanted at the target density. All other elements stay in the
+    residual. Messages have a fixed size and contain no count. After a step, each rank adapts ``alpha`` of each layer:
+    ``ln alpha += clip(0.05 ln(sent / wanted), -0.1, 0.1)``. A fixed ``alpha`` does not work: the residual raises the
+    standard deviation, so that fewer and fewer elements are sent (see ``tests/compressors/test_sdagc.py``). The warm-up
+    is the same as in :class:`~lightning_sparse.compressors.DGC`.
 
     Args:
-        alpha: initial value; ``None`` for the value that gives the density if elements have a Laplace distribution.
+        alpha: initial value; ``None`` for the value that fits the density if elements have a Laplace distribution.
         capacity: size of a message, as a multiple of the wanted number of elements; unused space is sent as padding.
         momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         nesterov: as in :class:`~lightning_sparse.compressors.DGC`.
@@ -142,7 +142,7 @@ def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 
 def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
-    """Return a mask of the elements that reach the tensor's threshold. The largest always counts, a zero never."""
+    """Return a mask: the elements that reach the tensor's threshold, and the largest element. Zeros are excluded."""
     magnitudes = values.abs().float()
     floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
     # A NaN is not below any threshold, so that NaNs are sent to all ranks.

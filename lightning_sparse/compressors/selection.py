@@ -106,7 +106,7 @@ class FlatSelection(Sequence[Selection]):
         return [Selection(*piece) for piece in pieces]
 
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield a flat view of each run of tensors adjacent in memory, the selected indices in the view, and values."""
+        """For each run of tensors that are adjacent in memory, yield a flat view, the selected indices, and values."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
         for first, stop, flat in runs(tensors):
             some = slice(columns[first], columns[stop])
@@ -115,12 +115,12 @@ class FlatSelection(Sequence[Selection]):
 
 
 def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] = None) -> Optional[str]:
-    """Describe a rule that the selection breaks, or return ``None``. ``size`` is the result of ``selection_size()``.
+    """Describe a rule that the selection breaks, or return ``None``. ``size`` is the announced size, if there is one.
 
     Example::
 
         >>> broken_rule(Selection(torch.ones(2), torch.tensor([3, 1]), 4), 4)
-        'with indices that do not ascend, each once'
+        'with indices that are not distinct and ascending'
     """
     values, indices = selection.values, selection.indices
     if selection.numel != numel:
@@ -128,7 +128,7 @@ def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] 
     if indices is None:
         return None
     if indices.dtype is not torch.int64 or indices.dim() != 1 or values.shape != indices.shape:
-        return f"of values {tuple(values.shape)} and {indices.dtype} indices {tuple(indices.shape)}; want int64 [count]"
+        return f"of values {tuple(values.shape)} and {indices.dtype} indices {tuple(indices.shape)}, not int64 [count]"
     if size is not None and len(indices) != size.selected:
         return f"with {len(indices)} indices, although selection_size() announces {size.selected}"
     if not len(indices):
@@ -136,7 +136,7 @@ def broken_rule(selection: Selection, numel: int, size: Optional[SelectionSize] 
     least, most = map(int, indices.aminmax())
     if least < 0 or most >= numel:
         return f"with an index out of range: {least if least < 0 else most}"
-    return None if bool((indices.diff() > 0).all()) else "with indices that do not ascend, each once"
+    return None if bool((indices.diff() > 0).all()) else "with indices that are not distinct and ascending"
 
 
 def whole(tensors: Sequence[Tensor]) -> list[Selection]:

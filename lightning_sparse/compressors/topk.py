@@ -39,7 +39,7 @@ class TopK(Compressor):
 
 def largest_of_each(tensors: Sequence[Tensor], counts: Sequence[int]) -> FlatSelection:
     """Select the ``counts[i]`` largest magnitudes of each flat tensor ``i``."""
-    alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)  # tensors of a list share one call
+    alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)  # tensors with one key share a call
     for position, (tensor, count) in enumerate(zip(tensors, counts)):
         alike[tensor.numel(), count, tensor.dtype].append(position)
     indices: dict[int, Tensor] = {}

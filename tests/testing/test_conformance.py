@@ -63,8 +63,8 @@ def test_all_checks_run_by_one_call_that_has_a_time_limit():
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda indices: indices.flip(0), "do not ascend"),
-        (lambda indices: indices.clamp_min(int(indices[1])), "each once"),
+        (lambda indices: indices.flip(0), "not distinct and ascending"),
+        (lambda indices: indices.clamp_min(int(indices[1])), "not distinct and ascending"),
         (lambda indices: indices + 10**6, "out of range"),
         (lambda indices: indices[:-1], "selection_size"),
         (lambda indices: indices.int(), "int64"),
