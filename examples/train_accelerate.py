@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/train_accelerate.py --folder runs/accelerat
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Optional, Union
 
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse
 from lightning_sparse import AdamCorrection
-from lightning_sparse.loop.hugging_face import save_with
 
 
 def train(
@@ -45,31 +45,33 @@ def train(
     ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     # What comes next is all that is added.
     handle = None
+    clip = partial(accelerator.clip_grad_norm_, [*ddp.parameters()], 10.0)
     if density is not None:
         handle = lightning_sparse.sparsify_gradients(
             ddp, optimizer, "lags", density=density, optimizer_correction=correction, total_steps=steps
         )
-        save_with(accelerator, handle)
+        clip = partial(handle.clip, norm=10.0)
     first = 0
     if resumes:
         accelerator.load_state(str(folder))
         first = save_at
+        if handle is not None:
+            handle.load_state(folder / "residuals")
     step, loss = first, torch.zeros(())
     for rows, targets in accelerator.skip_first_batches(loader, 2 * first):
         with accelerator.accumulate(ddp):
             loss = (ddp(rows) - targets).square().mean()
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                if handle is None:
-                    accelerator.clip_grad_norm_(ddp.parameters(), 10.0)
-                else:
-                    handle.clip(norm=10.0)
+                clip()
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             step += 1
             if step == save_at and not resumes:
                 accelerator.save_state(str(folder))
+                if handle is not None:
+                    handle.save_state(folder / "residuals")
     parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
     if handle is not None:
         ratio = handle.compression_stats().get("total_compression_ratio", 1.0)

@@ -8,7 +8,7 @@ import torch
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
-from tests.helpers.entry_points import SAVED, as_hugging_face_wants, through_hugging_face
+from tests.helpers.entry_points import as_hugging_face_wants
 from tests.helpers.examples import load
 
 CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)
@@ -53,48 +53,12 @@ def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
         assert_same(resumed, whole)
 
 
-def test_a_search_for_hyperparameters_is_refused():
-    state = import_module("transformers").TrainerState(is_hyper_param_search=True)
-    callback = import_module("lightning_sparse.loop.hugging_face").SparsifyCallback(mock.Mock())
-    callback._handle = mock.Mock()
-    with pytest.raises(ValueError, match="save_strategy='no'"):
-        callback.on_save(None, state, None)
-
-
-def stopping(event, step):
-    left = [step]
-
-    def stop(self, args, state, control, **others):
-        if left == [state.global_step]:
-            left.clear()
-            raise KeyboardInterrupt
-
-    return type("Stopping", (import_module("transformers").TrainerCallback,), {event: stop})()
-
-
-def stopped_and_resumed(rank, settings, folder, event):
-    transformers = import_module("transformers")
-    train = transformers.Trainer.train
-
-    def train_twice(trainer, **arguments):
-        trainer.add_callback(stopping(event, SAVED + 1))
-        with pytest.raises(KeyboardInterrupt):
-            train(trainer)
-        train(trainer, resume_from_checkpoint=True)
-
-    with mock.patch.object(transformers.Trainer, "train", train_twice):
-        return through_hugging_face(rank, settings, folder, False)
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("settings", "event"),
-    [
-        ({"density": 0.1, "optimizer_correction": CORRECTION}, "on_step_begin"),
-        # The shared model is swapped in during the evaluation.
-        ({"compressor": "lags", "density": 0.1, "local_steps": 5}, "on_evaluate"),
-    ],
+    ("arguments", "searches"), [({"auto_find_batch_size": True}, False), ({"save_strategy": "steps"}, True)]
 )
-def test_stopped_a_trainer_resumes_to_the_bit(pair, tmp_path, settings, event):
-    whole = pair.run(through_hugging_face, settings, tmp_path / "whole", False)
-    assert_same(pair.run(stopped_and_resumed, settings, tmp_path, event), whole)
+def test_trainings_that_start_anew_are_refused(tmp_path, arguments, searches):
+    transformers = import_module("transformers")
+    callback = import_module("lightning_sparse.loop.hugging_face").SparsifyCallback(mock.Mock())
+    state = transformers.TrainerState(is_hyper_param_search=searches)
+    with pytest.raises(ValueError, match="save_strategy='no'"):
+        callback.on_train_begin(transformers.TrainingArguments(str(tmp_path), **arguments), state, None)
