@@ -1,16 +1,12 @@
 """Stop or requeue all ranks after the same step, on SIGTERM or on SLURM's signal before the time limit."""
 
-import os
-import shutil
 import signal
-import subprocess
 import threading
 from time import perf_counter
 from types import FrameType
 from typing import Any, Optional
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse.strategy.lightning import Callback, LightningModule, SIGTERMException, SLURMEnvironment, Trainer
@@ -21,7 +17,8 @@ class GracefulStop(Callback):
 
     Strategies add this callback for a fit, in place of Lightning's handlers. Lightning's handlers save and communicate
     in the middle of a step. Since Lightning 2.6, all ranks also synchronize in every batch (Lightning's issue 21487).
-    Here, the signal handler only sets a flag. The ranks compare flags every few seconds, after a step.
+    Here, the signal handler only sets a flag. The ranks compare flags every few seconds, after a step. To save and
+    requeue, all ranks then call Lightning's handler.
     """
 
     SECONDS = 5.0  # approximate seconds between two comparisons of flags
@@ -64,7 +61,7 @@ class GracefulStop(Callback):
         self._step, self._next_step, self._began = step, step + max(1, round(self.SECONDS / seconds)), perf_counter()
         if requeues:
             self._received.discard(self._requeue_signal)
-            _save_and_requeue(trainer)
+            self._replaced[self._requeue_signal](self._requeue_signal, None)
         if ends:
             raise SIGTERMException
 
@@ -91,24 +88,3 @@ class GracefulStop(Callback):
 def remove_callback(trainer: Any, callback: Callback) -> None:
     """Remove a callback from the Trainer's current list, which users or hyperparameter searches may have replaced."""
     trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
-
-
-def _save_and_requeue(trainer: Trainer) -> None:
-    # Lightning resumes the next job from the file with the largest number.
-    name = f"hpc_ckpt_{trainer.global_step}.ckpt"
-    path = trainer.strategy.broadcast(os.path.join(trainer.default_root_dir, name))
-    trainer.save_checkpoint(path)
-    rank_zero_info(f"saved {path} after step {trainer.global_step}")
-    if trainer.strategy.broadcast(trainer.is_global_zero and _requeue()):
-        raise SystemExit(0)  # further steps would be lost: the requeued job resumes after this step
-
-
-def _requeue() -> bool:
-    job = os.environ["SLURM_JOB_ID"]
-    if shutil.which("scontrol") is None:
-        rank_zero_warn(f"scontrol is not found here, perhaps in a container. Job {job} trains on until its end.")
-        return False
-    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)  # noqa: S603, S607
-    if done.returncode > 0:  # a negative code means that a signal ended scontrol: SLURM may have ended the job
-        rank_zero_warn(f"SLURM does not requeue job {job}, which trains on until its end: {done.stderr.strip()}")
-    return done.returncode <= 0

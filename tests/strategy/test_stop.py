@@ -1,6 +1,5 @@
 import os
 import signal
-import warnings
 from threading import Thread
 from unittest import mock
 
@@ -54,19 +53,17 @@ def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None
             except SystemExit as error:
                 ends.append(type(error).__name__)
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.filterwarnings("always", message=".*trains on until its end")
-            if in_thread and rank == 1:
-                thread = Thread(target=fit)
-                thread.start()
-                thread.join()
-            else:
-                fit()
+        if in_thread and rank == 1:
+            thread = Thread(target=fit)
+            thread.start()
+            thread.join()
+        else:
+            fit()
     is_restored = [signal.getsignal(each) for each in numbers] == before
     is_restored &= not any(isinstance(each, GracefulStop) for each in trainer.callbacks)
     is_restored &= "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
     signal.signal(signal.SIGTERM, first)
-    return ends, trainer.global_step, len(seen), is_restored, [str(each.message) for each in caught]
+    return ends, trainer.global_step, len(seen), is_restored
 
 
 @pytest.mark.parametrize(
@@ -81,45 +78,26 @@ def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None
 )
 def test_all_ranks_end_and_save_after_the_same_step(signalled, batch, more, settings, stop, pair, tmp_path):
     ends = pair.run(fit_signalled, str(tmp_path), signalled, batch, signal.SIGTERM, 0.0, more, settings)
-    assert ends == [(["SIGTERMException"], stop, int(rank in signalled), True, []) for rank in range(2)]
+    assert ends == [(["SIGTERMException"], stop, int(rank in signalled), True) for rank in range(2)]
     (saved,) = (tmp_path / "saves").glob("*.ckpt")
     assert torch.load(saved, map_location="cpu", weights_only=True)["global_step"] == stop
 
 
 def test_ranks_compare_every_few_seconds_and_at_the_end(pair, tmp_path):
     ends = pair.run(fit_signalled, str(tmp_path), (1,), 5, signal.SIGTERM, 3600.0)
-    assert ends == [(["SIGTERMException"], STEPS, int(rank == 1), True, []) for rank in range(2)]
+    assert ends == [(["SIGTERMException"], STEPS, int(rank == 1), True) for rank in range(2)]
 
 
 def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair, tmp_path):
     ends = pair.run(fit_signalled, str(tmp_path), (0,), 5, signal.SIGTERM, 0.0, None, None, True)
-    assert ends == [(["SIGTERMException"], 6, int(rank == 0), True, []) for rank in range(2)]
+    assert ends == [(["SIGTERMException"], 6, int(rank == 0), True) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("signalled", "end"),
-    [((0,), "exit 0"), ((1,), "exit 0"), ((0, 1), "kill -TERM $$")],  # SLURM may also end scontrol before its reply
-)
+@pytest.mark.parametrize(("signalled", "end"), [((0,), "exit 0"), ((1,), "exit 0"), ((0, 1), "exit 1")])
 def test_all_ranks_save_and_requeue_after_the_same_step(signalled, end, pair, tmp_path):
     put_scontrol(tmp_path, end)
     ends = pair.run(fit_signalled, str(tmp_path), signalled, 4, signal.SIGUSR1)
-    assert ends == [(["SystemExit"], 5, 0, True, [])] * 2
+    assert ends == [([], STEPS, 0, True)] * 2
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
-    saved = torch.load(tmp_path / "hpc_ckpt_5.ckpt", map_location="cpu", weights_only=True)
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", map_location="cpu", weights_only=True)
     assert saved["global_step"] == 5
-
-
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [
-        ("echo no such job >&2; exit 1", "SLURM does not requeue job 77, which trains on until its end: no such job"),
-        (None, "scontrol is not found here, perhaps in a container. Job 77 trains on"),
-    ],
-)
-def test_a_job_that_is_not_requeued_saves_and_trains_on(end, said, pair, tmp_path):
-    if end is not None:
-        put_scontrol(tmp_path, end)
-    first, second = pair.run(fit_signalled, str(tmp_path), (0, 1), 4, signal.SIGUSR1)
-    assert first[:4] == second[:4] == ([], STEPS, 0, True)
-    assert said in first[4][0]
-    assert (tmp_path / "hpc_ckpt_5.ckpt").exists()
