@@ -1,7 +1,7 @@
 """Choice between compression and plain DDP, from measured times of optimizer steps.
 
-Times are averaged over ranks, so that all ranks make the same choice after the same step. Only a comparison
-synchronizes ranks and devices after a step. Compression is chosen only if the saved time clearly exceeds a minimum.
+Times are averaged over ranks, so that all ranks make the same choice after the same step. Ranks and devices
+synchronize after steps only in a comparison. Compression is chosen only if the saved time clearly exceeds a minimum.
 """
 
 import math
@@ -22,7 +22,7 @@ _SIGMAS = 2.0  # number of standard errors in ``Comparison.error``
 _TO_SIGMA = 1.4826  # ratio of standard deviation to median absolute deviation, for a normal distribution
 _ERROR_OF_MEDIAN = 1.2533  # ratio of a median's standard error to a mean's, for a normal distribution
 _SETTLING_STEPS = 2  # untimed steps after a switch of backend
-_TIMED_STEPS = 6  # maximum number of timed steps for each backend in a turn
+_TIMED_STEPS = 6  # maximum number of timed steps per backend in a turn, which times both
 _TURNS = 2  # minimum number of turns; with several turns, other load on the machine affects both backends
 _MAX_TURNS = 6  # maximum number of turns of a comparison, even if the result is not clear
 _HOPELESS = 2.0  # timing of DDP stops early if DDP's median time is this multiple of compression's
@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
 
     ours: float
     theirs: float
-    gain: float  # seconds per step that compression saves: median over pairs of timings with and without
+    gain: float  # seconds per step that compression saves: median over turns
     error: float  # two standard errors of ``gain``, in seconds
     wanted: float  # minimum gain in seconds: a smaller gain does not outweigh the delay of gradients
 
@@ -131,7 +131,7 @@ class AutoBackend(SharedOnCopy):
                 yield
 
     def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
-        """Time steps of a backend. Return means over ranks. Stop early if the median reaches ``hopeless`` seconds."""
+        """Time steps of a backend. Return mean seconds over ranks, by step. Stop if the median reaches ``hopeless``."""
         self.wants_dense = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):

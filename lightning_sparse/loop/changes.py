@@ -147,10 +147,10 @@ class Watch(SharedOnCopy):
 
 
 class LoadedParameters:
-    """Collect parameters if ``load_state_dict`` loads weights or optimizer states between two exchanges.
+    """Collect the parameters of all weights and optimizer states that are loaded between two exchanges.
 
-    If weights equal the earlier weights again at the next exchange (after a validation of averages), the load of these
-    weights does not count.
+    A load does not count if the next exchange finds the weights from before the load. Example: a validation loads
+    averaged weights, and then restores the weights of the training.
     """
 
     def __init__(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
@@ -176,7 +176,7 @@ class LoadedParameters:
         self._of_optimizers.update(optimizer_parameters(optimizer))
 
     def clear(self) -> None:
-        """Drop all records, when an exchange begins, or when residuals for the loaded weights are loaded, too."""
+        """Drop all records. Called at each exchange, and after a load of weights together with residuals."""
         self._fingerprints.clear()
         self._of_optimizers.clear()
 

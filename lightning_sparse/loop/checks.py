@@ -30,7 +30,7 @@ from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 _ON_NCCL = "and NCCL may deadlock if ranks launch on two communicators in different orders"
-# Names, because the classes need imports.
+# Class names, because some classes are in other packages.
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 
 
@@ -201,7 +201,7 @@ def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
         raise ValueError(
             f"{given} accumulates momentum before compression, instead of SGD's momentum, and {name} needs gradients"
             " instead of velocities: choose torch.optim.SGD; or torch.optim.AdamW for the whole model, with"
-            " optimizer_correction='auto'; or a memory without momentum: no MomentumCorrection callback, and"
+            " optimizer_correction='auto'; or no momentum before compression: no MomentumCorrection callback, and"
             " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
         )
     for group in optimizer.param_groups:
@@ -209,8 +209,8 @@ def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
             raise ValueError(f"{given} supports no dampening={group['dampening']} of {name}: use dampening=0")
         if feedback.momentum != FROM_OPTIMIZER and group["momentum"]:
             raise ValueError(
-                f"{given} of the memory conflicts with momentum={group['momentum']} of {name}: use only one momentum,"
-                " or the optimizer's momentum and momentum='optimizer' of the memory"
+                f"{given} before compression conflicts with momentum={group['momentum']} of {name}: use only one, or"
+                " momentum='optimizer', which applies the optimizer's momentum before compression"
             )
 
 

@@ -44,7 +44,7 @@ from lightning_sparse.removed import refuse_removed
 
 _CLOSED = (
     "the handle is closed. To continue training, call sparsify_gradients on the model again, in a new"
-    " DistributedDataParallel if the model was in one, or train a copy of the model alone"
+    " DistributedDataParallel if the model was in one. To train without an exchange, train a copy of the model"
 )
 
 
@@ -94,7 +94,7 @@ class GradientSparsifier(Loop):
             if self.training is not None:
                 self.training.expect_steps(total_steps)
                 self._register_hooks(self.training, given.scaler)
-        except BaseException:  # user settings may turn warnings into errors
+        except BaseException:  # a warning filter of the user may raise errors
             self._leave(has_failed=True)
             raise
         _OPEN.add(self)
@@ -138,7 +138,7 @@ class GradientSparsifier(Loop):
     ) -> None:
         """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
 
-        With corrected Adam, ``.grad`` holds updates after backward, and updates must not be clipped. Instead this call
+        If Adam is corrected, ``.grad`` holds Adam's updates after backward, which must not be clipped. This call then
         clips the gradients of the next step, before updates are made. With a gradient scaler call ``unscale_`` first.
 
         Args:
@@ -186,7 +186,7 @@ class GradientSparsifier(Loop):
             finally:
                 self._is_shown = before
                 if recorder is not None:
-                    recorder.totals.resume()  # not a stored object, because a load inside the context replaces totals
+                    recorder.totals.resume()  # a load inside the context replaces ``totals``
 
     def check_replicas(self) -> None:
         """Check between two steps that all ranks hold the same parameters. All ranks must call.
@@ -221,8 +221,8 @@ class GradientSparsifier(Loop):
     def load_state(self, folder: Union[str, Path]) -> None:
         """Load a folder of :meth:`save_state`. All ranks must call. With local steps, load model and optimizers before.
 
-        The same number of ranks resumes bitwise identically. With another number of ranks, or on two levels of ranks
-        per node, ranks resume from the mean residual.
+        The same number of ranks resumes bitwise identically. With another number of ranks (on two levels, also of ranks
+        per node), each rank resumes from the mean residual.
 
         Raises:
             CheckpointError: for files that are missing, damaged, or of another format.
@@ -231,7 +231,7 @@ class GradientSparsifier(Loop):
         self._check_open()
         if (training := self.training) is None:
             if exists(str(folder)):
-                raise ValueError(f"one process has no use for {folder}: start several, or skip load_state")
+                raise ValueError(f"one process cannot use {folder}: start several, or skip load_state")
             return
         state = load_state(str(folder), training.engine)
         act_together(partial(self._check_state, state, training.engine, folder), f"{folder} does not fit")
@@ -248,8 +248,8 @@ class GradientSparsifier(Loop):
             engine.rounds.leave()
         if state["shared model"] != self._prints():
             raise ValueError(
-                f"{folder} belongs to another model than the present one: before load_state, load the model that was"
-                " saved with the state, during training inside `with handle.shared_model():`"
+                f"{folder} belongs to another model. Before load_state, load the model that was saved together with"
+                " this folder. During training, save the model inside `with handle.shared_model():`"
             )
 
     def _prints(self) -> Optional[list[int]]:
@@ -348,7 +348,7 @@ class GradientSparsifier(Loop):
 def _refuse_join(**settings: Any) -> Any:
     raise RuntimeError(
         "torch's Join and ddp_model.join() are not supported, because they repeat DDP's collectives on ranks without a"
-        " batch: give all ranks equally many batches (DistributedSampler, or the number of the shortest rank)"
+        " batch: give all ranks equally many batches (use DistributedSampler, or skip the excess batches)"
     )
 
 
@@ -357,9 +357,9 @@ _OPEN: WeakSet[GradientSparsifier] = WeakSet()  # open handles
 
 @contextmanager
 def clipped_before(clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Set the clipping of the gradients before Adam's next updates. Inside the context, hide the present updates.
+    """Clip the gradients before Adam's next updates. Inside the context, ``.grad`` of corrected parameters is ``None``.
 
-    The request applies to each model that has any of the parameters, because an optimizer may train several models.
+    The clipping applies to each model that has any of the parameters, because an optimizer may train several models.
     """
     clipped = set(parameters)
     with ExitStack() as hidden:

@@ -22,8 +22,8 @@ _NAME = "lightning_sparse"  # folder name inside a checkpoint folder
 class SparsifyCallback(TrainerCallback):
     """Compress gradients in Hugging Face's Trainer, like :func:`~lightning_sparse.sparsify_gradients`.
 
-    The callback also replaces the clipping to ``max_grad_norm``: with AdamW ``.grad`` holds updates, which must not be
-    clipped. With local steps the Trainer evaluates and saves the shared model of all ranks. After ``train`` the model
+    The callback also replaces the clipping to ``max_grad_norm``, because with AdamW ``.grad`` holds updates, not
+    gradients. With local steps the Trainer evaluates and saves the shared model of all ranks. After ``train`` the model
     is the shared model. Each checkpoint folder also holds the compression state of all processes. Add this callback
     after callbacks that request evaluations or saves, because this callback acts on the requests.
 

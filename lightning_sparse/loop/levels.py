@@ -12,8 +12,8 @@ from lightning_sparse.loop.optimizers import listed
 
 Node = Union[int, str]
 _TOLD_APART = (
-    "The nodes of the ranks are {}: the number in Lightning's cluster environment or, in a plain loop, torchrun's"
-    " GROUP_RANK, else the host name. Containers may share a host name: set a different GROUP_RANK on each node."
+    "The nodes of the ranks are {}. Lightning's environment numbers nodes. In a plain loop, GROUP_RANK (of torchrun)"
+    " or else the host name identifies a node. If containers share a host name, set another GROUP_RANK on each node."
 )
 
 
@@ -35,7 +35,7 @@ def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], No
     count = ranks_of_node(settings, nodes) if len(nodes) > 1 else 1
     if count > 1:
         together = "average their gradients before they exchange with other nodes."
-        log(f"two levels, the {count} ranks of each of {len(nodes) // count} nodes {together}")
+        log(f"two levels: the {count} ranks of each of {len(nodes) // count} nodes {together}")
     return count
 
 
@@ -44,7 +44,7 @@ def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     reason = None
     if len(set(nodes)) == 1:
-        reason = "all ranks are on one node, so a second level has no faster network"
+        reason = "all ranks are on one node, and two levels need several nodes"
     elif len(sizes) != len(set(nodes)):
         reason = "the ranks of a node are not consecutive: with SLURM use srun --distribution=block"
     elif len(set(sizes)) > 1:

@@ -24,10 +24,10 @@ from lightning_sparse.schedule import Plan
 
 
 class Loop:
-    """State of a strategy, or of a model in Fabric or a plain loop: settings, and the current training or ``None``."""
+    """Settings and current training (or ``None``) of a strategy, or of one model in Fabric or a plain loop."""
 
     def __init__(self, settings: Settings, log: Log) -> None:
-        self.settings = settings  # checked user settings; ``start`` sets ``adam`` if Adam is corrected
+        self.settings = settings  # checked user settings; ``start`` adds ``adam`` if Adam is corrected
         self._log = log
         self.training: Optional[Training] = None  # ``None`` also while a single process trains without an exchange
         self.optimizers: Sequence[Optimizer] = ()  # optimizers of the current or the last training
@@ -76,8 +76,8 @@ class Loop:
     def compression_stats(self) -> dict[str, float]:
         """Return this rank's statistics of the last step's exchange, and of all exchanges, as plain floats.
 
-        :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats` lists the names. In a plain loop, all time between
-        two steps counts for ``exposed_share``, except the time inside ``shared_model()``. The dictionary is empty
+        :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats` lists the names. In a plain loop, the step time in
+        ``exposed_share`` is all time between two steps, except inside ``shared_model()``. The dictionary is empty
         before the first step, and on one process. After training, the dictionary holds the last values.
         """
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
@@ -87,7 +87,7 @@ class Loop:
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def state(self) -> Optional[dict[str, Any]]:
-        """Return this rank's compression state, not copied. After training, return the final state, or ``None``.
+        """Return this rank's compression state without copies. After training, return the stored state or ``None``.
 
         All ranks must call this between two steps, because ranks compare some tensors.
         """

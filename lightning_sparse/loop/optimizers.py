@@ -94,7 +94,7 @@ class OptimizerView:
         return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
-        """Return the hyperparameters of the next step, by parameter name. The result is empty if none are needed."""
+        """Return the hyperparameters of the next step, by parameter name; empty if compression uses none."""
         if self._feedback.momentum is None and not self._feedback.rescale_on_lr_change:
             return {}
         self._give_back()  # restores the optimizer's momentum if an update failed, or a closure runs again
@@ -303,7 +303,7 @@ def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether torch's sharded checkpoints make this step, with zero gradients, to create optimizer states."""
+    """Return whether torch's sharded checkpoints make this step. The step only creates optimizer states."""
     if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
         return False
     gradients = (each.grad for each in optimizer_parameters(optimizer) if each.grad is not None)

@@ -52,8 +52,8 @@ def sparsify_gradients(
         compressor: name of a compressor, or an object. Compressors with diverging replicas are not supported.
         density: fraction of elements sent; ``None`` for the default density.
         scaler: the gradient scaler, or ``None``. Residuals are stored unscaled.
-        total_steps: optimizer steps of the whole training, for Adam's warm-up and a ``warmup_steps`` that is a
-            fraction (``"dgc"``, ``"sdagc"``: 0.1 by default); ``None`` if unknown.
+        total_steps: optimizer steps of the whole training, which Adam's warm-up depends on; ``None`` if unknown.
+            Required if ``warmup_steps`` is a fraction, as by default with ``"dgc"`` and ``"sdagc"``.
         timeout: maximum time that an exchange waits for other ranks; ``None`` for the timeout of the process group.
         **given: settings of :class:`~lightning_sparse.Compression`. ``levels`` identifies nodes by torchrun's node
             numbers, or by host names. With ``local_steps`` all ranks must make equally many steps, and call

@@ -125,8 +125,8 @@ def _read(path: str) -> dict[str, Any]:
         is_ours = version != VERSION or (names <= state["header"].keys() and isinstance(state["memory"], dict))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing: each rank writes one file, without a shared file system on its node's disk. Resume"
-            f" with the same ranks on the same nodes, or copy all files to every node. {HINT}"
+            f"{path} is missing: each rank writes one file, perhaps on the disk of the rank's node. Resume with the"
+            f" same ranks on the same nodes, or copy all files to every node. {HINT}"
         ) from error
     except Exception as error:  # torch raises many kinds of errors for a damaged file
         raise CheckpointError(
@@ -147,7 +147,7 @@ def check_version(version: Any, source: str) -> None:
 
 
 def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
-    # If fewer ranks have saved than continue, a rank without a file reads rank 0's file.
+    # More ranks may resume than have saved. A rank without a file reads rank 0's file.
     if exists(_path_of(folder, rank)):
         return rank, _read(_path_of(folder, rank))
     state = _read(_path_of(folder, 0))
@@ -173,7 +173,7 @@ class _Table:
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
 
     def read(self) -> None:
-        """Sum the tensors of this rank's files. Ranks with the same part of the residuals divide the files."""
+        """Read some files, and sum the tensors. Ranks with the same part of the residuals read different files."""
         is_cut = self._parts != self._shards
         first = self._file(self._replicas.rank % self._rows, self._shard % self._parts)
         if self._is_sharded and is_cut:

@@ -45,7 +45,7 @@ def describe(settings: Settings) -> str:
     if compressor.default_density is not None:
         sent = f"{settings.density:g} of each {what}"
     else:
-        sent = f"each {what} whole" if compressor.wire_format == "reduce" else f"each {what} in a code of its own"
+        sent = f"each {what} whole" if compressor.wire_format == "reduce" else f"each {what} in a custom encoding"
     parts = {"warm-up": _warm_up(settings), "schedule": _schedule(settings)}
     if local is not None:
         first = f", the first {local.synchronous_steps} steps are synchronous" if local.synchronous_steps else ""
@@ -139,7 +139,7 @@ def _warm_up(settings: Settings) -> str:
         words.append(f"over {length}, down to {settings.density:g}")
     if settings.adam is not None:
         words.append("whole gradients in Adam's first steps")
-    return ", or, if more is sent, ".join(words) or "none"
+    return ", and ".join(words) or "none"
 
 
 def _schedule(settings: Settings) -> str:

@@ -1,4 +1,4 @@
-"""One training: batches, backwards, steps and changes, between the start and the end of an exchange."""
+"""One training from start to end: batches, backwards, optimizer steps, and changes of the model."""
 
 import inspect
 import warnings

@@ -40,8 +40,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         compressor: like in :class:`~lightning_sparse.SparseDDPStrategy`, except compressors with diverging replicas.
         density: like in ``SparseDDPStrategy``.
         resume_compression: whether ``fabric.load`` restores the compression state.
-        total_steps: optimizer steps of the whole training, for Adam's warm-up and a ``warmup_steps`` that is a
-            fraction (``"dgc"``, ``"sdagc"``: 0.1 by default); ``None`` if unknown.
+        total_steps: optimizer steps of the whole training, which Adam's warm-up depends on; ``None`` if unknown.
+            Required if ``warmup_steps`` is a fraction, as by default with ``"dgc"`` and ``"sdagc"``.
         gradient_as_bucket_view: accepted without effect, because DDP's buckets are not used.
         **given: settings of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
             ``DistributedDataParallel``.
