@@ -14,14 +14,14 @@ from lightning_sparse.functional.elements import in_batches
 
 Tensors = Sequence[Tensor]  # flat tensors
 
-# Weight of the squared gradient in the divisor of a gradient; 1 is the weight in Adam. For the GPT of the benchmarks at
+# Weight of a gradient's square in the divisor of the same gradient. Adam has weight 1. For the GPT of the benchmarks at
 # density 0.01, the loss was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. With a weight of 0, some
 # trainings did not recover from outliers.
 _OUTLIERS = 4.0
 
 
 class AdamScalars(NamedTuple):
-    """Adam's constants for one parameter at one step. ``weight = 1 - beta2 ** step`` is the second moment's bias."""
+    """Adam's constants for a parameter at a step. ``weight = 1 - beta2 ** step`` corrects the second moment's bias."""
 
     beta2: float
     weight: float
@@ -91,7 +91,7 @@ def apply_updates(
         seconds: second moments.
         scalars: Adam's constants for each parameter.
         rate: learning rate.
-        shrinkage: factor of decoupled weight decay.
+        shrinkage: factor that multiplies the parameters, for decoupled weight decay.
     """
     for several, means, olds, known in in_batches(parameters, gradients, seconds, scalars):
         if shrinkage != 1:

@@ -50,8 +50,8 @@ def quantized_nbytes(numel: int, bits: int) -> int:
 def quantize(rows: Tensor, bits: int) -> Tensor:
     """Round values to ``2 ** bits - 1`` equidistant levels, from minus to plus the scale of a block.
 
-    With 4 bits the scale is the block's largest magnitude. With 2 bits nearly all values would then round to zero, so
-    the scale is the mean magnitude of the larger values, and only small values round to zero. ``rows`` is floating
+    With 4 bits the scale is the block's largest magnitude. With 2 bits, that scale would round nearly all values to 0.
+    The scale is then the mean magnitude of the larger values, and only small values round to 0. ``rows`` is floating
     point ``[rows, numel]``, with ``numel`` a multiple of ``BLOCK``; ``bits`` is 2 or 4. Returns uint8 ``[rows,
     quantized_nbytes(numel, bits)]``, scales first. A non-finite value makes all values of the block non-finite.
 

@@ -74,7 +74,7 @@ def has_layout_of(tensor: Tensor, like: Tensor) -> bool:
 
 
 def laid_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a view with the strides of ``like`` if layouts agree. Other strides disable fused ``_foreach`` copies."""
+    """If layouts agree, return a view with the strides of ``like``. Unequal strides disable fused ``_foreach`` code."""
     is_same = tensor.stride() == like.stride() or not has_layout_of(tensor, like)
     return tensor if is_same else tensor.as_strided(tensor.shape, like.stride())
 
@@ -88,7 +88,7 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
 
 
 def shard_numel(numel: int, world_size: int, multiple: int = 1) -> int:
-    """Return the elements in each rank's shard of ``numel`` elements, rounded up to a multiple of ``multiple``."""
+    """Return the size of each rank's shard of ``numel`` elements, rounded up to a multiple of ``multiple``."""
     return -(-numel // (world_size * multiple)) * multiple
 
 
@@ -262,7 +262,7 @@ def in_batches(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[tu
 
     Args:
         tensors: flat tensors.
-        others: lists of tensors of the same sizes, or of other objects, which are repeated for each piece.
+        others: lists of tensors of the same sizes, or of other objects. All pieces of a tensor get the same object.
     """
     limit = _CPU_BATCH if tensors and tensors[0].device.type == "cpu" else _DEVICE_BATCH
     batch, numel = list[tuple[Any, ...]](), 0

@@ -109,7 +109,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """
     histogram = histogram.cpu()
     reaching = histogram.flip(0).cumsum(0).flip(0)
-    # Chosen is the highest bin with `count` elements in this and higher bins. The chosen bin is therefore not empty.
+    # The chosen bin is the highest bin for which this and all higher bins have `count` elements, so it is not empty.
     chosen = int(torch.searchsorted(-reaching, -count, right=True)) - 1
     if chosen <= 0:
         return 0.0
@@ -129,9 +129,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a checksum, int64 ``[]``: the sum modulo ``2 ** 64`` of each element's bits times a factor of the index.
+    """Return a checksum, int64 ``[]``: the sum modulo ``2 ** 64`` of each element's bits, weighted by the index.
 
-    Factors are odd, so one changed element always changes the sum. Several changes cancel with probability 2 ** -64.
+    Weights are odd, so one changed element always changes the sum. Several changes cancel with probability 2 ** -64.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -4,8 +4,8 @@ On a CPU, a cheap vectorised pass first discards nearly all elements of a large 
 threshold. The threshold comes from a strided sample, and is a little too low on purpose. ``torch.topk`` selects among
 the remaining elements, or, if the sample was misleading (or many elements are equal), among all elements.
 
-On a GPU ``torch.topk`` selects among all elements, without a synchronization. Results depend only on the tensor.
-Tensors of equal size share kernel launches, which cost more than small tensors.
+On a GPU ``torch.topk`` selects among all elements, without a synchronization. Tensors of equal size share kernel
+launches, because a launch costs more than the work on a small tensor. Results do not depend on other tensors.
 """
 
 import math
@@ -16,11 +16,11 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-_SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
+_SMALL = 1 << 15  # largest tensor, in elements, for which torch.topk alone is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
-_SAMPLE_STRIDE = 8  # minimum stride of a sample; a denser sample costs more time than surplus candidates
-_SAMPLE = 1 << 16  # elements in a sample: the rank of the threshold is exact to about 1 %
-_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; too high a threshold costs one torch.topk
+_SAMPLE_STRIDE = 8  # minimum stride of a sample; a denser sample costs more time than it saves later
+_SAMPLE = 1 << 16  # elements in a sample; the number of elements above the threshold is then exact to about 1 %
+_SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; if still too high, torch.topk runs as well
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB), which stay in a core's second-level cache between two passes
 _FEW = 1 << 12  # elements; for smaller tensors, the number of torch calls determines the time
 _WORD = 8  # boolean flags; eight are read as one int64
