@@ -15,8 +15,8 @@ class Schedule(ABC):
     """Divide gradients into buckets, in the order of backward.
 
     All ranks must form the same buckets, so :meth:`closes_bucket` must return the same value on all ranks. If the
-    exchange starts after backward, all gradients form a single bucket, and the schedule is not called. If the
-    compressor has ``selects_across_bucket``, the schedule always forms the buckets.
+    exchange starts after backward, all gradients form a single bucket, and the schedule is not called, except with
+    ``selects_across_bucket`` of the compressor.
     """
 
     @abstractmethod
@@ -69,11 +69,11 @@ class FixedSize(Schedule):
 
 
 class Merged(Schedule):
-    """Time steps with several divisions into buckets, on the user's model and network, and use the fastest division.
+    """Try several plans, which divide gradients into buckets, and use the fastest plan for the model and the network.
 
-    A plan divides gradients into buckets. The first steps time several plans. :func:`plan_buckets` computes another
-    plan from these times, to compare with the fastest plan. The fastest of all plans is used. A new order of gradients
-    restarts the trials. Plans change results only with ``selects_across_bucket`` or ``adaptive_density``.
+    The first steps of a training time several plans. :func:`plan_buckets` computes one more plan from these times, and
+    further steps time this plan. The fastest of all plans is used. A new order of gradients restarts the trials. Plans
+    change results only with ``selects_across_bucket`` or ``adaptive_density``.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Merged(Schedule):
 class Auto(Merged):
     """Compress gradients and exchange like :class:`Merged`, or use plain DDP if compression saves too little time.
 
-    Steps with compression and steps of DDP are timed in turns. Compression must save a minimum share of DDP's step,
-    because compression delays gradients. DDP is used unless saved time exceeds the minimum by the measurement error.
-    The comparison repeats after 5000 steps. Because timings decide, two runs are not bitwise identical.
+    Steps with compression and steps of DDP are timed in turn. Compression must save a minimum share of DDP's step,
+    because compression delays gradients. DDP is used unless the saved time is larger than this minimum plus the
+    measurement error. The comparison repeats after 5000 steps. Timings decide, so two runs are not bitwise identical.
     """

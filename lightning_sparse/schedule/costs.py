@@ -2,9 +2,9 @@
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose a compression ratio for
 each layer: the lowest ratio that hides selection and exchange behind the backward of the next layer, at most ``c_u``.
-The printed formula takes the larger of the two, which contradicts the bound ``c_u``, so this module takes the smaller.
-A rule in the released code never runs, and this module omits the rule: a layer sends a twentieth if backward could hide
-a dense exchange. This module chooses a density per bucket instead of per layer. A bucket of density 1 is sent densely.
+The printed formula takes the larger of this ratio and ``c_u``, so ``c_u`` is no bound. This module takes the smaller.
+The released code has a rule that never runs: a layer sends a twentieth if backward could hide a dense exchange. This
+module omits the rule, and chooses a density per bucket, not per layer. A bucket of density 1 is sent densely.
 """
 
 from bisect import bisect_left
@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple, Optional
 
 _SAFE = 0.8  # used fraction of the time before the next bucket is ready; with 1.0, any delay would expose the exchange
-_APART = 1.5  # minimum ratio of the largest to the smallest size from which a slope is computed
+_APART = 1.5  # minimum ratio of the largest to the smallest size; closer sizes give no reliable slope
 
 
 class Line(NamedTuple):

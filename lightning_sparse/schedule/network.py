@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from lightning_sparse.compressors.registry import checked_name
 
-DIRECT_BYTES = 2 << 20  # largest tensor sent without a ring on gloo; above, a ring is as fast (at 1 Gbit/s and 100 us)
+DIRECT_BYTES = 2 << 20  # largest tensor sent without a ring on gloo; a ring is as fast for larger tensors (1 Gbit/s)
 
 
 def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:

@@ -11,7 +11,7 @@ Cost = Callable[[int], float]  # seconds by a number of elements
 Stops = tuple[int, ...]  # a plan: the end index of each bucket, among the gradients in the order of backward
 
 _PARTS = (1, 2, 4, 8, 16)  # numbers of buckets to try
-_TIE = 1.02  # ratio of step times that counts as measurement error: up to this ratio, fewer buckets win
+_TIE = 1.02  # largest ratio of step times that may be a measurement error; within this ratio, fewer buckets win
 
 
 class Plan(NamedTuple):
@@ -104,7 +104,7 @@ def plan_buckets(
         [[0, 1], [2]]
     """
     elements, ready = _checked_sums(sizes, backward_seconds)
-    # For the first n tensors: when the worker is free at the earliest, and the first tensor of the last bucket then.
+    # best[n], for the first n tensors: the earliest time when the worker is free, and the last bucket's first tensor.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for stop in range(1, len(ready)):
         costs = (_cost(select_cost, exchange_cost, elements[stop] - elements[start]) for start in range(stop))
@@ -137,7 +137,7 @@ def _checked_sums(sizes: Sequence[int], backward_seconds: Sequence[float]) -> tu
 
 
 def _cost(select_cost: Cost, exchange_cost: Cost, elements: int) -> float:
-    """Return for how many seconds a bucket occupies the worker."""
+    """Return the seconds that the worker spends on a bucket."""
     select, exchange = select_cost(elements), exchange_cost(elements)
     for noun, seconds in (("select_cost", select), ("exchange_cost", exchange)):
         if not 0 <= seconds < math.inf:
