@@ -22,7 +22,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
-_CHANGE = 1.25  # minimum factor of change after which a density is logged again
+_CHANGE = 1.25  # ratio of a density to the last logged density, from which the density is logged again
 
 
 class AdaptiveDensity(StepObserver):
@@ -103,7 +103,7 @@ class AdaptiveDensity(StepObserver):
         engine, now = engine_of(trainer), (step_of(trainer), trainer.current_epoch)
         if engine is None or now == self._decided_at:
             return
-        # Targets of frozen parameters remain, because rules have states of parameters that may be unfrozen later.
+        # Targets of frozen parameters remain, because a rule may return densities of parameters that are now frozen.
         self._targets = {**self._targets, **engine.target_densities()}
         is_due = self._has_measured or now[0] % self.every_n_steps == 0  # the plan may have changed densities
         if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
@@ -137,8 +137,7 @@ class AdaptiveDensity(StepObserver):
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
         present, logged = engine.present_densities(), {**self._targets, **self._logged}
         if not all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
-            # The strategy's warm-up or plan may set a larger density than the rules. In this case, no rule sets the
-            # density.
+            # A rule sets a parameter's density unless the strategy's warm-up or plan sets a larger density.
             deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
             self._report(trainer, deciding, present, context.step)
 
@@ -149,7 +148,7 @@ class AdaptiveDensity(StepObserver):
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
             log_scalars(trainer, {parameter_tag("density", name): value for name, value in present.items()}, step)
         raised = {name for name, density in present.items() if density > _CHANGE * self._targets[name]}
-        reasons = {name: "the strategy's warm-up or plan" if name in raised else "as asked for" for name in present}
+        reasons = {name: "the strategy's warm-up or plan" if name in raised else "set by the user" for name in present}
         reasons |= {name: f"{type(rule).__name__}: {rule.reason(name)}" for name, rule in winners.items()}
         rows = [(name, f"{density:.4g}", reasons[name]) for name, density in present.items()]
         log_table(trainer, "sparse/densities", [("parameter", "density", "why"), *rows], step)

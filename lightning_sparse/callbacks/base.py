@@ -1,4 +1,4 @@
-"""The base class of callbacks, which chooses observed steps and checks the strategy, and reductions over ranks."""
+"""The base class of callbacks, for the choice of observed steps and for checks, and reductions over ranks."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -43,7 +43,7 @@ class StepObserver(Callback):
         holds_shards = getattr(trainer.strategy, "holds_shards", None)
         if holds_shards and not self.works_on_shards:
             raise TypeError(
-                f"{name} needs whole parameters, and here each rank holds shards of parameters: remove the callback, or"
+                f"{name} needs whole parameters, but each rank holds only shards of parameters: remove the callback, or"
                 " use CompressionMonitor() without by_parameter"
             )
         if holds_shards is None:
@@ -103,7 +103,7 @@ def step_of(trainer: Trainer) -> int:
 
 
 def parameter_tag(statistic: str, parameter: str) -> str:
-    """Return a logger's tag for a parameter's statistic. A separate prefix groups these hundreds of tags."""
+    """Return a logger's tag for a parameter's statistic. The prefix separates hundreds of tags from all other tags."""
     return f"sparse_parameters/{statistic}/{parameter}"
 
 

@@ -23,8 +23,8 @@ class CompressionMonitor(StepObserver):
     """Log statistics of compression as scalars ``sparse/<name>``, at the Trainer's ``log_every_n_steps``.
 
     The page on monitoring lists the scalars. Most scalars are means over ranks and over the steps since the last log.
-    With local steps, rank 0's values are logged. A logged step reads gradients and residuals once more, runs a small
-    all-gather, and waits for the GPU. With another strategy, such as ``"ddp"``, the monitor warns and logs nothing.
+    With local steps, rank 0's values are logged. In a step with a log, the monitor reads gradients and residuals, runs
+    a small all-gather, and waits for the GPU. With another strategy, such as ``"ddp"``, the monitor only warns.
 
     Args:
         progress_bar: also show the total compression ratio and the exposed milliseconds in the progress bar.

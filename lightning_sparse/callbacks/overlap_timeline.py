@@ -28,7 +28,7 @@ class OverlapTimeline(StepObserver):
 
     Args:
         steps: steps to profile, counted from 0 as in loggers. The first steps of ``schedule="merged"`` are trials.
-        path: file of the trace, or ``None`` for ``overlap.json`` in the log directory. The picture gets ``.png``.
+        path: file of the trace; ``None`` for ``overlap.json`` in the log directory. The picture's suffix is ``.png``.
         pictures: whether to draw the picture, which needs matplotlib.
 
     Example::
@@ -59,7 +59,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # one at a time
+        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # one profiler only
             self._profile = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             self._profile.start()
 

@@ -17,7 +17,7 @@ _CHARTS = {
     "sparse: where the time of a step goes": {
         "step_seconds": "Step, seconds",
         "exposed_seconds": "Exposed exchange, seconds",
-        "exposed_share": "Exposed since the start, part of the time",
+        "exposed_share": "Exposed exchange since the start, fraction of the time",
         "backward_seconds": "Backward, seconds",
         "select_seconds": "Selection, seconds",
         "exchange_seconds": "Exchange, seconds",
@@ -26,7 +26,7 @@ _CHARTS = {
     },
     "sparse: residual": {
         "residual_to_gradient": "Residual over the gradient, ratio of norms",
-        "update_error": "Pending updates over the update, ratio of norms",
+        "update_error": "Residual of updates over the update, ratio of norms",
         "second_moment_age": "Age of the second moment, steps",
         "replica_divergence": "Drift of replicas over parameters, ratio of norms",
     },

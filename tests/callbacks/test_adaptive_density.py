@@ -157,7 +157,7 @@ def test_tensorboard_shows_the_reasons(pair, tmp_path):
     pages = events.Tensors("sparse/densities/text_summary")
     texts = [page.tensor_proto.string_val[0].decode() for page in pages]
     assert f"| {WEIGHT} | 0.5 | ByEpoch: one of 1 |" in texts[0]
-    assert f"| {WEIGHT} | 0.02 | as asked for |" in texts[1]
+    assert f"| {WEIGHT} | 0.02 | set by the user |" in texts[1]
 
 
 def lines_of(rank, rules):
