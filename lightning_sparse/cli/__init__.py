@@ -17,7 +17,7 @@ _EPILOG = (
 def main(args: ArgsType = None) -> None:
     """Run ``lightning-sparse fit|validate|test|predict|estimate|check`` with ``args`` (default: ``sys.argv``)."""
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
-        sys.path.insert(0, os.getcwd())  # `python -m` does the same; the model is often in a file of this folder
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a model file is often in this folder
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words:
         refuse_removed(f"lightning-sparse {words[0]}", words[0], SystemExit)

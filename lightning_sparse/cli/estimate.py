@@ -14,14 +14,14 @@ REASONS = {
     "bf16 hook": "half the bytes are enough; pass torch's bf16_compress_hook to Lightning's DDPStrategy",
     "sparse_auto": "whether DDP or LAGS-SGD is faster depends on the overlap with backward; sparse_auto times both",
     "sparse_lags": "the network is the bottleneck",
-    "local steps": "compressed gradients would delay each step, too; see sparse_diloco and sparse_loco",
+    "local steps": "even compressed gradients delay each step too much; see sparse_diloco and sparse_loco",
 }
-PASSES = {"adamw": 29.0, "sgd": 14.0}  # added passes over memory (4 bytes per parameter), see docs/choose-a-strategy.md
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # added reads or writes of 4 bytes per parameter, see docs/choose-a-strategy.md
 BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
-_SELECTIONS = 7  # most selections that a rank receives; on many ranks, exchange="owners" replaces "gather"
-_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round, and ratio of local steps to DDP's steps for an equal loss
+_SELECTIONS = 7  # a rank receives the bytes of at most 7 selections: with more ranks, exchange="auto" uses owners
+_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round; number of local steps / number of DDP's steps, for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
@@ -90,7 +90,7 @@ def estimate(args: Sequence[str]) -> None:
     add("--compute", required=True, help="time of a step without communication, on one device, such as 120ms")
     add("--bandwidth", required=True, help="link of each machine, such as 100Mbps, 25Gb/s; no unit: bits per second")
     add("--workers", required=True, type=int, help="processes that exchange gradients, at least 2")
-    add("--latency", default="100us", help="time of a message one way, such as 100us (Ethernet, default), 10ms (sites)")
+    add("--latency", default="100us", help="one-way time of a message, such as 100us (Ethernet, default), 10ms (WAN)")
     add("--memory-bandwidth", type=float, default=1000.0, help="memory bandwidth of a GPU in GB/s, default %(default)s")
     add("--optimizer", choices=PASSES, default="adamw", help="default %(default)s")
     try:

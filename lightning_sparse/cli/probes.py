@@ -52,7 +52,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # `index`, because resuming repeats `batch`
+        words = torch.arange(8 * index, 8 * index + 8, device=self.device)  # not `batch`, which a resume restarts at 0
         words = (words.view(-1, 1) * 31 + torch.arange(8, device=self.device) * (rank + 1)) % 211
         hidden = torch.tanh(self.first(self.embedding(words)))
         hidden = self.coarse(hidden.to(self.coarse.weight.dtype)).float()
@@ -67,7 +67,7 @@ class _OddModel(LightningModule):
 
 
 class Probes:
-    """Checks of this rank, which torchrun or SLURM has started. ``rows`` runs each check on all ranks together."""
+    """Checks in this process, which torchrun or SLURM has started. ``rows`` runs each check on all ranks together."""
 
     _exchange, _select, _memory = Line(), Line(), 0.0  # seconds by bytes, seconds by elements, bytes per second
 
@@ -206,7 +206,7 @@ class Probes:
         return words
 
     def _links(self) -> str:
-        # Links inside a host are memory copies. Another program on the host changes their times.
+        # A link inside a host is no network link: a transfer is a memory copy, and other programs change the time.
         ring = [rank for rank, node in enumerate(self._nodes) if node not in self._nodes[:rank]]
         if len(ring) < 2:
             raise NotApplicableError("all ranks run on one host")

@@ -17,7 +17,7 @@ from lightning_sparse.engine.store import default_store
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 6.0  # time without a heartbeat after which a rank counts as dead
-_GRACE_SECONDS = 10.0  # time for all other ranks to finish a check after one rank has failed
+_GRACE_SECONDS = 10.0  # time limit for all other ranks to finish a check, after one rank has failed
 _WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # code that waits for other ranks
 
 
@@ -119,7 +119,7 @@ class Rows:
                 silent = [rank for rank, then in enumerate(since) if now - then > _SILENCE_SECONDS]
                 reason = self._reason([json.loads(beat) for beat in beats], silent)
             except Exception as error:
-                reason, silent = f"{self.names[0]} or the host died, and the store with it: {error}", [0]
+                reason, silent = f"{self.names[0]} or the host died, so the store is lost: {error}", [0]
             if reason and not self._is_over.is_set():
                 self._end(reason, self._rank == min(set(range(len(self.names))) - set(silent)))
 
