@@ -286,7 +286,7 @@ def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> 
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
     subject = subject_of(compressor)
     if subject.selects_across_bucket:
-        schedules *= 2  # other buckets change this selection, so only runs with equal schedules agree
+        schedules *= 2  # selections depend on buckets, so the first four runs are compared with equal second runs
     settings = settings_of(compressor, wire=wire)
     outcomes = outcomes_of(pool, settings, schedules, one_model=not subject.replicas_diverge)
     for outcome, expected in zip(outcomes, outcomes[4:] or outcomes[:1] * len(outcomes)):
@@ -426,7 +426,7 @@ def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[tor
 @_invariant(_WIRES)
 def zero_stays_zero(pool: Pool, compressor: Subject, wire: str) -> None:
     """An element that is zero on all ranks is zero after the exchange, and has no residual."""
-    # 20 of 1000 elements are not zero, fewer than are sent, as in an embedding with few used rows.
+    # Only 20 of 1000 elements are not zero, as in an embedding with few used rows. The density selects 50 elements.
     gradient = torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)])
     for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), {"rows": gradient}):
         for tensor in answer["rows"]:  # first the applied gradient, then the residual

@@ -113,7 +113,7 @@ def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors
     """Run backward. Return this rank's gradients, the exchanged gradients, and residuals before and after."""
     before = residuals_like(engine, gradients)
     for gradient in gradients.values():
-        gradient.zero_()  # no hook overwrites the last gradient of an unused parameter
+        gradient.zero_()  # hooks do not overwrite gradients of unused parameters
     backpropagate(ddp, engine, loss)
     nothing = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
     return {
