@@ -72,7 +72,7 @@ class Wires(NamedTuple):
     dense: WireFormat  # format of all elements without indices; may be the same object as ``sparse``
     refresh: WireFormat  # format of dense gradients that estimate Adam's second moment; never quantized
     owners: Optional[OwnersFormat] = None  # alternative format of selections with indices
-    chooses: bool = False  # whether another format replaces ``sparse`` only if this halves the bytes
+    chooses: bool = False  # whether ``owners`` or ``dense`` replaces ``sparse`` only if the bytes are halved
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:

@@ -32,7 +32,7 @@ class ExchangeResult(NamedTuple):
     finite: Tensor  # bool []: whether all messages of all ranks are finite
     used: Optional[Tensor]  # bool: whether any rank used each parameter of the step; None if no flags were sent
     means: Sequence[Selection]  # received elements divided by the world size; the sum over rows (ranks) is the mean
-    kept: Sequence[Selection]  # unsent part of each selected element; elements without an index were not sent
+    kept: Sequence[Selection]  # unsent part of each selected element; all other elements are completely unsent
 
 
 Phases = Generator[Payload, Tensor, ExchangeResult]
@@ -63,7 +63,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the collectives and bytes of :meth:`exchange` for a bucket, with ``flags`` bytes of usage flags."""
+        """Return the collectives and bytes of :meth:`exchange` for a bucket. Usage flags take ``flags`` more bytes."""
 
 
 class LocalFormat(WireFormat):

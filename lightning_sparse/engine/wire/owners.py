@@ -32,7 +32,7 @@ from lightning_sparse.functional.elements import (
 )
 
 MIN_OWNER_NUMEL = 32  # minimum selected elements per owner; with fewer elements, padding costs too many bytes
-_SIGMAS = 4.0  # extra space in a message to an owner, in standard deviations of the number of elements
+_SIGMAS = 4.0  # extra space in a message to an owner, in standard deviations of the number of proposed elements
 _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # constants of a multiplicative hash; products fit in int64
 _PROPOSED = torch.bfloat16  # dtype of proposals; 16 bits are enough to find the largest sums
 
@@ -67,14 +67,14 @@ class OwnersFormat(WireFormat):
     """Average over ranks the elements with the largest sums of all selections, with four collectives.
 
     1. Each rank proposes elements: it sends selected elements to the owners (all-to-all), as 16-bit values and block
-       numbers. A fixed map assigns owners. A message has space for slightly more elements than an owner's average.
+       numbers. A block has one element per owner. A message has space for slightly more proposals than the average.
     2. Each owner adds up the proposals rank by rank, and sends the block numbers of the largest sums (all-gather).
     3. All ranks average their values of these elements, proposed or not (all-to-all and all-gather).
 
     Owners come from Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
     arXiv 2201.07598). Differences: The map of owners is fixed. An owner selects an exact number of elements per tensor.
     The sizes of messages follow from the number of selected elements. All ranks send their values of all elements that
-    owners selected. Otherwise rejected proposals would accumulate with the number of ranks.
+    owners selected. Otherwise, the more ranks there are, the more rejected proposals would stay in residuals.
     """
 
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, keep: float) -> None:
@@ -222,5 +222,5 @@ def _positions(places: Tensor, shares: _Shares) -> Tensor:
 
 
 def _skew(block: Tensor) -> Tensor:
-    """Return by how many ranks the owners of a block are rotated. ``block`` counts from the tensor's first block."""
+    """Return by how many ranks the owners of a block are rotated. ``block`` is the block's number in the tensor."""
     return block.bitwise_and(_MASK).mul_(_MULTIPLIER).bitwise_right_shift_(_SHIFT)

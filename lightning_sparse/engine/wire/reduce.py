@@ -44,7 +44,7 @@ class ReduceFormat(WireFormat):
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
         self._multiple = 1 if bits is None else BLOCK
-        # Buffers are reused, because the next allocation of a freed large block would cost more than a copy.
+        # Buffers are reused, because a new allocation of a large block in every step would cost more than a copy.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
 
@@ -129,7 +129,7 @@ class ReduceFormat(WireFormat):
         return shard_numel(numel, self.world_size, self._multiple)
 
     def _padding(self, numels: Sequence[int]) -> int:
-        """Return the padding after a bucket's shards, in elements. With ``bits``, bytes are padded instead."""
+        """Return the padding after a bucket's shards, in elements. With ``bits``, ``message_of`` pads the bytes."""
         if self._bits is not None:
             return 0
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
