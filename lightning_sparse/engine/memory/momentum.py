@@ -1,7 +1,7 @@
 """Momentum correction: each rank applies momentum before selection, in place of the optimizer.
 
 Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. If the optimizer applied momentum, an
-element sent after many steps would lack the momentum of these steps. Here the residual accumulates dense updates.
+element sent after many steps would lack the momentum of these steps. Here, unsent elements accumulate momentum, too.
 """
 
 from collections import defaultdict
@@ -55,7 +55,7 @@ class MomentumMemory(ResidualMemory):
     ) -> None:
         """Add momenta and residuals to gradients, in place. ``_in_flight`` stores the new momenta."""
         settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
-        # A parameter without momentum needs no momentum buffer.
+        # Only parameters with momentum need a momentum buffer.
         moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
         if not moving:
             super()._accumulate(names, gradients, hyperparameters)

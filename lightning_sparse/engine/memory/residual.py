@@ -20,7 +20,7 @@ from lightning_sparse.compressors.selection import Selection, overwrite, scatter
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
-# Kinds of state that have only a few numbers per parameter, and the count of these numbers.
+# The number of entries per parameter, for each kind of state that has only a few numbers per parameter.
 NUMBERS = {
     RATES: 2,
     "refresh_due": 1,
@@ -49,7 +49,7 @@ def rename_in(holder: object, names: Renaming) -> None:
 
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
-    """Return the kinds that hold unsent updates (residual, momentum). Other kinds only make a resume exact."""
+    """Return the kinds of state that hold unsent values (residual, momentum). Other kinds only make a resume exact."""
     return set(kinds) - NUMBERS.keys() - {_REFRESH}
 
 
@@ -79,7 +79,7 @@ class Averages(Protocol):
     """Collectives that a memory may call at the beginning of a step. All ranks must call the same methods."""
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return means over ranks of bfloat16 gradients, concatenated. ``numels`` are sizes of complete gradients."""
+        """Return concatenated means over ranks of bfloat16 gradients. ``numels`` are sizes of complete gradients."""
 
     def mean_squares(self, squares: Tensor) -> Tensor:
         """Average squared gradient norms over ranks. If the ranks of a node divide gradients, average over nodes."""
@@ -135,8 +135,8 @@ class Memory:
         """Receive fp32 norms of this rank's gradients, before the first bucket of a step.
 
         Args:
-            each: for each list of :meth:`clipped_together`, the norm of every gradient. A loss scale may multiply
-                these norms. Use these norms only to find zero gradients.
+            each: for each list of :meth:`clipped_together`, the norm of every gradient. The norms may contain a loss
+                scale, so use the norms only to find zero gradients.
             total: for each list, the norm of all gradients together, without a loss scale.
         """
 
@@ -167,7 +167,7 @@ class Memory:
         """Replace the state by a copy of ``state``."""
         if state:
             raise ValueError(
-                f"a state with {' and '.join(state)} does not fit an exchange without residual. Load the state with the"
+                f"the saved state has {' and '.join(state)}, but this exchange has no residual. Load the state with the"
                 " compressor and the wire that saved the state."
             )
 
