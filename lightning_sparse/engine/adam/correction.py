@@ -7,7 +7,7 @@ from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.removed import refusing
 
 MIN_DENSE_STEPS, MAX_DENSE_STEPS = 10, 100
-_FALL = 5  # number of steps with falling density per step of the dense warm-up
+_FALL = 5  # number of steps with falling density / number of dense warm-up steps
 
 
 @refusing
@@ -22,13 +22,13 @@ class AdamCorrection:
 
     A dense warm-up estimates the second moment. Later steps update the estimate from mean gradients in 16 bits. During
     backward, each step averages a few parameters' gradients of the previous step. The first moment is moved into the
-    residual and stays zero. The residual also averages gradients, and both averages would delay updates too much.
+    residual and stays zero: both average gradients over steps, and two averages would delay updates too much.
 
     1-bit Adam and 0/1 Adam (arXiv 2102.02888, 2202.06009) also have a common second moment, updated at growing
     intervals. These methods send the signs of the first moment, and divide after the exchange.
 
     Args:
-        warmup_steps: number of first steps of a parameter with dense gradients and an unchanged optimizer, at least 2.
+        warmup_steps: number of dense steps with an unchanged optimizer, from a parameter's first step on; at least 2.
             ``None`` for a hundredth of the training, at least 10 and at most 100; 100 if the length is unknown.
         density_decay_steps: number of steps after the warm-up in which the density falls geometrically to the target.
             ``None`` for five times the warm-up, and at most a tenth of a training of known length.

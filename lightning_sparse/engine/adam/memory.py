@@ -32,10 +32,10 @@ _UNCORRECTED = Hyperparameters(0.0)
 
 @dataclass
 class OwnClips:
-    """Clip each rank's gradient to the user's limit times a ratio, so that the mean is clipped approximately.
+    """Clip each rank's gradient so that the norm of the mean gradient is approximately within the user's limit.
 
-    The ratio is the norm of a rank's gradient divided by the norm of the mean gradient. Updates of second moments
-    measure both norms.
+    A rank's limit is the user's limit times the norm of the rank's gradient, divided by the norm of the mean gradient.
+    Both norms are measured in updates of second moments.
     """
 
     world_size: int
@@ -83,7 +83,7 @@ class OwnClips:
                 torch._foreach_mul_(clipped, factor)
 
     def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """Halve the sums of squared norms of ranks' gradients and of means. If finite, add the new squares."""
+        """Halve the stored sums of squared norms, and add the squared norms of new gradients if they are finite."""
         squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
         none = squares.new_zeros(2)
         halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
@@ -97,8 +97,8 @@ class AdamMemory(ResidualMemory):
         world_size: number of ranks in the exchange.
         correction: the user's settings.
         rescale_on_lr_change: whether residuals are rescaled when the learning rate changes.
-        local_share: returns this rank's part of a flat tensor; ``None`` unless the ranks of a node divide gradients.
-        total_of: adds numbers over the shards of a replica.
+        local_share: function that returns this rank's part of a flat tensor, if the ranks of a node divide gradients.
+        total_of: function that adds numbers over the shards of a replica.
     """
 
     corrects_adam = True

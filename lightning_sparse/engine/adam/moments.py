@@ -13,11 +13,11 @@ from torch import Tensor
 from lightning_sparse.engine.memory.residual import Averages, widened
 from lightning_sparse.functional.adam import AdamScalars
 
-_GROWTH = 0.1  # interval between two updates, divided by the number of steps: 200 steps after step 2000
+_GROWTH = 0.1  # interval between two updates / number of steps so far: after step 2000, the interval is 200 steps
 _GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
 _MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
 _MESSAGE_ELEMENTS = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
-_MIN_KEPT = 0.5  # minimum weight of the old second moment in an average with the square of a single mean gradient
+_MIN_KEPT = 0.5  # minimum weight of the old second moment, because an update adds the square of a single mean gradient
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 
 
@@ -33,7 +33,7 @@ class AdamMoments(NamedTuple):
     eps: float
     decay: float  # coupled weight decay; 0 if decoupled
     numel: int  # number of elements of the whole parameter, not of a shard
-    is_begun: bool  # whether an earlier backward of this next step had an exchange; equal on all ranks
+    is_begun: bool  # whether the next step has already had a backward with an exchange; equal on all ranks
 
 
 @dataclass
@@ -53,7 +53,7 @@ class AdamState:
 
     @property
     def scalars(self) -> AdamScalars:
-        """Adam's constants for the next update. The bias is for the step of the second moment's last update."""
+        """Adam's constants for the next update. The bias is that of the step that last updated the second moment."""
         current = self.current
         return AdamScalars(current.beta2, 1 - current.beta2**self.second_step, max(current.eps, _MIN_EPS))
 
@@ -76,7 +76,7 @@ class Refreshes:
     ) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
 
-        Gradients of the current step are ready so late in backward that backward would not hide the average's time.
+        Gradients of the current step would be ready too late: backward would not hide the time of the average.
 
         Args:
             next_step: Adam's state for the next step, by parameter name.
@@ -91,7 +91,7 @@ class Refreshes:
         self.ask(next_step)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Request the next step's gradient of each parameter with a due update. Spread first updates over steps."""
+        """Request the next step's gradient of each parameter with a due update. First updates are spread over steps."""
         numel = sum(each.numel for each in next_step.values())
         turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
         for number, (name, moments) in enumerate(next_step.items()):
@@ -165,9 +165,9 @@ def _average(
 def _update_moments(
     seconds: list[Tensor], means: list[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
 ) -> None:
-    """Update second moments from step ``known`` to ``step``. Without finite means, only rescale to ``step``'s bias."""
+    """Update second moments from step ``known`` to ``step``. If means are not finite, only the bias changes."""
     share = max(_MIN_KEPT, beta2 ** (step - known))
-    # torch stores moments before the bias correction, so that the stored values depend on the step.
+    # torch stores second moments without bias correction, so the stored values depend on the number of steps.
     old, new = 1 - beta2**known, 1 - beta2**step
     factor, factor_without_mean = (
         torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
@@ -178,7 +178,7 @@ def _update_moments(
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
-    """Yield lists of gradient names, one list per message of about 32 MiB. All second moments have one dtype."""
+    """Yield the gradient names of each message of about 32 MiB. The second moments of a message have one dtype."""
     starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
     places = [(start // _MESSAGE_ELEMENTS, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
     for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):

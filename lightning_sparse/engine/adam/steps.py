@@ -52,7 +52,7 @@ class AskedClips:
         self._asking: set[int] = set()  # indices of optimizers with a call of :meth:`ask` in this step
 
     def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Clip the next gradients of all optimizers with any of ``parameters`` to ``clipping``, by one common norm."""
+        """Set the clipping, by one norm, of the next gradients of all optimizers that have any of ``parameters``."""
         if clipping == NOT_CLIPPED:
             return
         given = set(parameters)
@@ -175,7 +175,7 @@ class AdamWarmUp:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the next step sends dense gradients of all parameters: no parameter has completed the warm-up."""
+        """Whether the next step sends dense gradients of all parameters, because none has completed the warm-up."""
         return 0 <= self.counts.most < self.length.warmup_steps
 
     @property
@@ -268,7 +268,7 @@ class AdamSteps:
         return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
-        """Warn once, by a call of ``tell``, if other code changes mean gradients before an optimizer step.
+        """Call ``tell`` once if other code changes mean gradients between an exchange and the optimizer step.
 
         Args:
             tell: function that warns.
@@ -277,7 +277,7 @@ class AdamSteps:
         self._tell, self._unscaling_changes = tell, unscaling_changes
 
     def note_arrived(self) -> None:
-        """In the first call after an exchange, record mean gradients and tensor versions."""
+        """Record mean gradients and tensor versions. Only the first call after an exchange has an effect."""
         if not self._arrived:
             gradients = {each: each.grad for each in self._present if each.grad is not None}
             self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
