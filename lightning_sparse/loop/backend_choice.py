@@ -17,7 +17,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import SharedOnCopy
 
 _MIN_GAIN = 0.02  # fraction of DDP's step time that compression has to save, because compression delays gradients
-_GAIN_OF_A_TENTH = 0.05  # further fraction for each factor of ten by which the density is below 1
+_GAIN_OF_A_TENTH = 0.05  # added to the fraction for each factor of ten from the density to 1
 _SIGMAS = 2.0  # number of standard errors in ``Comparison.error``
 _TO_SIGMA = 1.4826  # ratio of standard deviation to median absolute deviation, for a normal distribution
 _ERROR_OF_MEDIAN = 1.2533  # ratio of a median's standard error to a mean's, for a normal distribution

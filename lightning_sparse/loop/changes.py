@@ -66,7 +66,7 @@ class TrainedParameters:
         """Return whether the parameters to exchange have changed (ten microseconds for a few hundred parameters)."""
         if not self._differ_from(optimizer_parameters):
             return False
-        reshard(self._module)  # FSDP's unsharded parameters of an evaluation would look like replaced parameters
+        reshard(self._module)  # after an evaluation, FSDP's unsharded parameters would count as replaced
         return self._differ_from(optimizer_parameters)
 
     def _differ_from(self, optimizer_parameters: Sequence[Tensor]) -> bool:
@@ -90,7 +90,7 @@ class TrainedParameters:
         return {present.names[each] for each in self.names if each in present.names} | self._buffers
 
     def lacks_any(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether a parameter of the model in ``optimizer_parameters`` has a gradient that is not exchanged."""
+        """Return whether a gradient in ``optimizer_parameters`` belongs to the model, but is not exchanged."""
         others = set(self._module.parameters()).difference(self.parameters.values())
         return any(each in others and each.requires_grad and each.grad is not None for each in optimizer_parameters)
 

@@ -180,7 +180,7 @@ class CountedSteps:
 
     @contextmanager
     def step_of(self, optimizer: Optimizer) -> Iterator[None]:
-        """Count one step of ``optimizer``, which is made inside the context, even if a scaler skips the step."""
+        """Count one step of ``optimizer`` inside the context, even if a scaler skips the step."""
         self._stepping = self
         try:
             yield

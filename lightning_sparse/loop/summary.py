@@ -13,7 +13,7 @@ from lightning_sparse.engine.wire import EXCHANGES
 from lightning_sparse.schedule import FixedSize
 
 FEW_ROUNDS = 100  # a training with fewer rounds causes a warning
-SAFE_STEPS = 5  # local steps per round: with at most this number, short trainings ended near DDP's loss
+SAFE_STEPS = 5  # maximum local steps per round with which short trainings ended near DDP's loss
 
 RESUMES_ALONE = (
     "one process continues a compressed training: nothing is sent, and compression continues so that the model"
@@ -76,7 +76,7 @@ def warning_for(optimizer: Optimizer) -> str:
     if "ns_steps" in optimizer.defaults:
         return (
             f"{name} computes directions from the mean gradients, and these are sparse. A small GPT, MuonAdamW, top-k"
-            " with a 16th sent, 1000 steps: validation loss 1.258, with DDP 1.212. Choose strategy='sparse_qsgd',"
+            " at density 1/16, 1000 steps: validation loss 1.258, with DDP 1.212. Choose strategy='sparse_qsgd',"
             " which sends every element in 4 bits (1.215); local_steps=..., with MuLoCo's constants;"
             " torch.optim.AdamW, or strategy='ddp'."
         )

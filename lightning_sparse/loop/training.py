@@ -229,7 +229,7 @@ class Training:
         """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
         self._add_backward()
         reducer = self.engine.reducer
-        # Users' hooks may run further backwards. The last backward of a step exchanges all gradients together.
+        # With accumulation, backwards of users' hooks exchange gradients only in the last batch of a step.
         reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
 
