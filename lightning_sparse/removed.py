@@ -9,18 +9,18 @@ REMOVED: dict[str, str] = {
     "RequeueAtStepEnd": "the strategy requeues by itself: leave the callback out",
     "plan": "use lightning-sparse estimate instead",
     "warmup_epochs": "use warmup_steps instead, a number of optimizer steps or a fraction of the training",
-    "GradientSparsifier.set_epoch": "warm-ups count optimizer steps, leave it out",
+    "GradientSparsifier.set_epoch": "leave it out, because warm-ups count optimizer steps",
     "submit": "change a script in examples/slurm instead (docs/slurm-and-kubernetes.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
     "GradientSparsifier.state_dict": "use save_state(folder) instead, on all ranks",
     "GradientSparsifier.load_state_dict": "use load_state(folder) instead, on all ranks",
     "CriticalRegime": "use ErrorBudget or Warmup, or a DensityRule of your own",
-    "LocalSteps.overlap_steps": "a round waits for its exchange, leave it out",
+    "LocalSteps.overlap_steps": "leave it out, because rounds wait for the exchange",
     "local_steps='auto'": "give a number of steps, `lightning-sparse estimate` prints one",
     "sparse_muloco": "use SparseDDPStrategy('dense', wire='bfloat16', local_steps=LocalSteps(30, outer_lr=0.7,"
     " outer_momentum=0.6, nesterov=True))",
-    "levels=2 with local_steps": "leave levels out, or use sparse_hsdp, which with local_steps trains a node in step",
+    "levels=2 with local_steps": "leave levels out, or use sparse_hsdp, where ranks of a node average every gradient",
 }
 
 RENAMED: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""A callback that sets the shared model for a validation, before callbacks of the user run. Used with local steps."""
+"""A callback that swaps in the shared model before users' callbacks of a validation run."""
 
 from contextlib import ExitStack
 
@@ -39,7 +39,7 @@ class FirstCallback(Callback):
 
 
 def check_ranks_apart(trainer: Trainer) -> None:
-    """Raise an error for settings that make ranks act differently: a rank's clock, or callbacks that change weights."""
+    """Raise an error for a validation after a time, and for callbacks that change the weights of local models."""
     # If the interval is a time, Lightning does not set the attribute to a number.
     if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):
         raise ValueError(

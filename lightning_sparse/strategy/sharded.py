@@ -128,9 +128,7 @@ def _set_up_mesh(strategy: Any, replicas: Union[str, int], shards: Union[str, in
     replicas = strategy.num_nodes if replicas == NODES else int(replicas)
     shards = world // replicas if shards == AUTO else int(shards)
     if replicas * shards != world:
-        raise ValueError(
-            f"replicas={replicas} and data_parallel_size={shards} multiplied must be the number of ranks, {world}"
-        )
+        raise ValueError(f"replicas={replicas} times data_parallel_size={shards} must be the number of ranks, {world}")
     mesh = init_device_mesh(strategy.root_device.type, (replicas, shards, 1), mesh_dim_names=_MESH)
     strategy._device_mesh = mesh[_MESH[1:]]
     return mesh

@@ -76,7 +76,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
     _has_failed = False
     _is_in_manual_step = False  # whether a training_step with manual optimization is running
-    _first: Optional[FirstCallback] = None  # callback that ends rounds; only if replicas may diverge or are sharded
+    _first: Optional[FirstCallback] = None  # callback that ends rounds; ``None`` unless replicas diverge or are sharded
     _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
 
     @property
@@ -110,7 +110,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         return self._loop.compression_stats()
 
     def reset_residuals(self) -> None:
-        """Set residuals, momentum and unsent updates to zero, after weights were restored by ``copy_``.
+        """Set residuals, momentum and unsent updates to zero. Call this after writing weights by ``copy_``.
 
         All ranks must call, between two steps. After ``load_state_dict`` of weights or optimizers, no call is needed.
         """
@@ -166,7 +166,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         makes_rounds = training.replicas.are_apart and self._module.automatic_optimization and not is_trial
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # Not earlier: the number of steps makes Lightning load the data, which on_fit_start may create.
+            # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
             total_steps = total_steps_of(trainer)
             check_total_steps(self.settings, total_steps)
             training.expect_steps(total_steps, makes_rounds)
@@ -178,7 +178,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             training.begin_batch(self.optimizers)
             self._bare.begin_forward()
             if not self._module.automatic_optimization:
-                self._bare.require_forward_param_sync = False  # like Lightning's DDP, broadcast only in step 1
+                self._bare.require_forward_param_sync = False  # only the first step broadcasts, as in Lightning's DDP
                 self._is_in_manual_step = True
                 training.set_inside(True)
         try:
@@ -292,7 +292,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
-    """Data-parallel training that sends each gradient's largest elements, and other elements with later gradients.
+    """Data-parallel training that sends each gradient's largest elements, and adds the rest to later gradients.
 
     All else is as in :class:`~pytorch_lightning.strategies.DDPStrategy`. A separate thread exchanges gradients during
     backward, bucket by bucket, in a separate process group (on CUDA, in a separate stream). Unsent elements stay in a
