@@ -93,7 +93,7 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 def broadcast_buffers(module: Module) -> None:
     """Overwrite a module's buffers with rank 0's values. A backward of an earlier forward still works."""
     left_out = ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # not recorded
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # hidden from autograd
     broadcast_tensors(buffers, default_group())
 
 
@@ -127,8 +127,8 @@ _Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]
 class Communicator(SharedOnCopy):
     """Run collectives in one process group, and record bytes and seconds.
 
-    By default the process group is new. User code may start collectives in an existing group on another thread. The
-    order of collectives in that group could then differ between ranks.
+    By default the process group is new, because user code may start collectives in an existing group on another thread.
+    The order of collectives in the existing group could then differ between ranks.
 
     Args:
         ranks: global ranks of the group.

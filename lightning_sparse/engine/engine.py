@@ -38,7 +38,7 @@ class Engine(SharedOnCopy):
         timeout: timeout of each collective; by default the timeout of the job.
         log: function that writes a line to the log.
         local_world_size: ranks per node if nodes average gradients first, or ranks per sharded replica; otherwise 1.
-        begin: function called before a backward's first gradient, with true after ``prepare_for_backward``.
+        begin: called before a backward's first gradient, with true if ``prepare_for_backward`` announced the backward.
         end: function called when all gradients are means.
         trained: parameters to exchange, by name; by default all parameters that require a gradient.
 
@@ -158,7 +158,7 @@ class Engine(SharedOnCopy):
         return {name: self.densities.of(name) for name in self.parameter_names}
 
     def mean_over_ranks(self, number: float) -> float:
-        """Return the mean of a number over ranks. All ranks must call this, between two steps. Synchronizes."""
+        """Return the mean of a number over ranks, and wait for the GPU. All ranks must call this between steps."""
         return self.worker.run(lambda: self.levels.world.mean_of_numbers([number]))[0]
 
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
@@ -192,7 +192,7 @@ class Engine(SharedOnCopy):
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return the state as tensors and numbers, without copies. With ``together`` all ranks must call this."""
+        """Return the state, without copies. With ``together`` ranks communicate, so all ranks must call this."""
         compressor = self.pipeline.compressor
         state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
         state["order"] = self.reducer.order
@@ -262,6 +262,6 @@ def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) 
     if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
         return Planner()
     parts = (settings.schedule, engine.levels.world, engine.recorder, engine._numels, engine.densities)
-    memory = proxy(engine.memory)  # The planner's generator is in a reference cycle, and would free the memory late.
+    memory = proxy(engine.memory)  # A reference cycle of the planner would otherwise free the memory object late.
     adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
     return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)

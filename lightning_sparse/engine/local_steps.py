@@ -56,7 +56,7 @@ class LocalStepsController(Replicas):
 
     @property
     def is_shared(self) -> bool:
-        """Whether all ranks have the shared model now: before rounds, and after an early end."""
+        """Whether all ranks hold the shared model: before the first round, or after a round ended early."""
         return not (self.has_begun and (self._is_stale or self.steps_since_ended))
 
     @property
@@ -103,7 +103,7 @@ class LocalStepsController(Replicas):
 
     @override
     def reset_shared_model(self) -> None:
-        """Set the shared model to the mean of the ranks' current models. A round restarts. All ranks must call this."""
+        """Set the shared model to the mean of all ranks' models, and restart the round. All ranks must call this."""
         self.shared.reset_shared_model()
         self._origin, self._is_stale = self._step, False
 
@@ -137,7 +137,7 @@ class LocalStepsController(Replicas):
         self._origin = self._step
 
     def _meet(self, ends: bool) -> tuple[frozenset[str], bool]:
-        """Compare ranks. Return the parameters that the exchange may omit, and whether any rank has changes."""
+        """Compare step counts. Return the parameters that the exchange may omit, and whether any rank has changes."""
         inactive = self.shared.inactive()
         has_moved = self._is_stale or self.shared.has_moved()
         mine = (self._step, ends, has_moved, crc32(repr(sorted(inactive)).encode()))

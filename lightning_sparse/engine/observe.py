@@ -111,7 +111,7 @@ class StepRecord:
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return the record of a dense all-reduce of ``numel`` elements, in a ring that leaves each node once."""
+        """Return the record of a dense ring all-reduce of ``numel`` elements. One rank per node sends to another."""
         wire_bytes = sent_bytes("all_reduce", nbytes, world_size)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
         return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])

@@ -215,7 +215,7 @@ class StepPlanner(Planner):
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], costs: BucketCosts, ready: Sequence[float]) -> Stops:
-        """Compute the bucket plan that ends a step earliest from the measured costs, as in OMGS-SGD."""
+        """Compute from measured costs which bucket plan ends a step earliest, as in OMGS-SGD."""
         sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
         backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
         buckets = plan_buckets(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
@@ -281,7 +281,7 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan
 
 
 def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
-    """Return this rank's seconds: first until each recorded gradient, then for buckets, exposed time and the step."""
+    """Return two lists of this rank's seconds: until each recorded gradient; for buckets, exposed time and step."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
     # Without a Trainer, a hook may not have recorded the start of backward.

@@ -146,7 +146,7 @@ class ReplicaAverager:
                 self._copy_first(firsts)
 
     def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
-        """Return the names of tensors that differ between ranks. If ranks pass unequal names or shapes, return none.
+        """Return the names of tensors that differ between ranks. If names or shapes differ, return an empty list.
 
         Args:
             tensors: this rank's tensors by name.

@@ -105,8 +105,8 @@ class Compression(TypedDict, total=False):
         wire: dtype of sent values: ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``"4bit"`` and ``"2bit"`` require a
             compressor that sends all elements, or a fixed number of elements. Rounding errors stay in the residual.
             Adam's dense warm-up has no residual, and ``"bfloat16"``, ``"4bit"`` and ``"2bit"`` then send bfloat16.
-        warmup_steps: optimizer steps in which the density falls geometrically to its target, in four stages: a number
-            of steps, or a fraction of the training's steps. ``None`` for the compressor's default.
+        warmup_steps: number of optimizer steps, or fraction of the training's steps, in which the density falls
+            geometrically to its target, in four stages. ``None`` for the compressor's default.
         optimizer_correction: ``"auto"`` computes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection,
             because sparse gradients distort the second moment. A warm-up with dense gradients comes first. Other
             adaptive optimizers cause a warning. An :class:`~lightning_sparse.AdamCorrection` sets the numbers of the
@@ -213,7 +213,7 @@ class Settings:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """Error feedback of the memory: ``asked``, or without momentum and decay if Adam is corrected."""
+        """Error feedback in use: ``asked``. If Adam is corrected, ``asked`` without momentum and decay."""
         if self.adam is None:
             return self.asked
         return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change, clip_norm=self.asked.clip_norm)
@@ -251,7 +251,7 @@ class Settings:
         return is_wanted and leaves_room and not self.compressor.replicas_diverge
 
     def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
-        """Return settings with the momentum, masking and clip norm of ``correction``; ``None``: of the compressor."""
+        """Return settings with momentum, masking and clip norm of ``correction``, or of the compressor if ``None``."""
         own = self.compressor.feedback
         if correction is None:
             asked = own._replace(decay=self.asked.decay)

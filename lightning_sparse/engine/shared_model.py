@@ -191,7 +191,7 @@ class SharedModel:
         self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
-        """Return this rank's state, without copies. Before a round begins, only the model's checkpoint has tensors."""
+        """Return this rank's state, without copies. Before rounds begin, the model's checkpoint has all tensors."""
         own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
@@ -211,8 +211,8 @@ class SharedModel:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state of :meth:`state`. The module must already have the values of the shared model."""
         if state["local"]:
-            # A buffer that changed its shape in the first forward was not exchanged. In a resumed process the shape is
-            # right from the start, so the buffer must be removed here.
+            # A buffer that changed its shape in the first forward was not exchanged. In a resumed process the buffer
+            # has the new shape from the start, and must be removed here.
             known = self.trained | state["local"].keys()
             self._shared = {name: each for name, each in self._shared.items() if name in known}
         unshared = self._unshared()
@@ -226,7 +226,7 @@ class SharedModel:
 
 
 def _change(shared: Tensor, tensor: Tensor, is_trained: bool) -> Tensor:
-    """Return a shared tensor, rounded to the dtype of the module's ``tensor``, minus ``tensor``, flat."""
+    """Return ``shared - tensor``, flat, after rounding ``shared`` to the dtype of the module's ``tensor``."""
     now = flatten_as(tensor, shared)
     before = _as(flatten_as(shared), now.dtype)
     # If a buffer was infinite and is now finite, zero replaces the infinity, because the change must be finite.
@@ -274,5 +274,5 @@ def _outer_step(
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round shared values to the module's ``dtype``, so that rounding is no change. The result has the wide dtype."""
+    """Round shared values to the module's ``dtype``, in the wide dtype. A rounding error then counts as no change."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)

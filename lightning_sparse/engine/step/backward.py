@@ -63,7 +63,7 @@ class Package(NamedTuple):
     def of(cls, members: Sequence[ParamEntry], like: Tensor) -> "Package":
         """Allocate a buffer for parameters, with the dtype and the device of the gradient ``like``."""
         flats = like.new_empty(sum(each.numel for each in members)).split([each.numel for each in members])
-        # empty_like() gives strides without gaps. The memory of a parameter may have gaps, and of a gradient has none.
+        # empty_like() gives strides without gaps, as gradients have. The memory of a parameter may have gaps.
         forms = [torch.empty_like(local_tensor(each.parameter), device="meta") for each in members]
         return cls(
             {each.name: LocalGradient(each.name, flat, True) for each, flat in zip(members, flats)},
@@ -139,7 +139,7 @@ class Backward(ABC):
 
     def finalize_backward(self, order: ParamOrder) -> Set[Tensor]:
         """Send the remaining gradients, wait for all means, and return the parameters that no rank has used."""
-        if order is not self._order:  # the first backward has had no order
+        if order is not self._order:  # ranks agree on an order after the first backward
             self._order, self._waiting = order, deque(order.members)
         while self._waiting:
             self._enqueue(self._waiting.popleft())

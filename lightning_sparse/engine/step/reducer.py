@@ -321,7 +321,7 @@ class SparseReducer(SharedOnCopy):
         backwards = members[::-1]
         if self._context.is_sharded:  # FSDP reduces a module's gradients at once, in no order
             return backwards
-        places = {each: place for place, each in enumerate(backward.marks)}  # also of parameters without an optimizer
+        places = {each: place for place, each in enumerate(backward.marks)}  # includes parameters without an optimizer
         order = sorted(backwards, key=lambda each: places.get(each, len(places)))
         own = torch.tensor([each.position for each in order]).to(among.device)
         rows = self._context.worker.run(lambda: among.all_gather(own))

@@ -53,7 +53,7 @@ class UnwrappedModule(Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_forward(self) -> None:
-        """Broadcast buffers from rank 0, as DDP does. Skip this after a forward without gradients or exchange."""
+        """Broadcast buffers from rank 0, as DDP does, except after a forward in ``no_sync`` or ``no_grad``."""
         if self.require_forward_param_sync and self.broadcast_buffers:
             broadcast_buffers(self.module)
         self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
@@ -175,7 +175,7 @@ class FlatTopology:
         return norms
 
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the norms of complete gradients for each vector of norms, and the total norm of each vector."""
+        """Return norms of complete gradients, given vectors of norms of shares, and each vector's total norm."""
         whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
         return whole, torch.stack(list(map(norm_of_all, whole)))
 
