@@ -1,6 +1,6 @@
 """The handle of a model in a loop without a Trainer: hooks on the model, and the methods for users."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,9 @@ from lightning_sparse.loop.checks import (
     check_wrapped,
 )
 from lightning_sparse.loop.levels import Node, agreed_ranks_of_node
-from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import all_optimizer_parameters
 from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
-from lightning_sparse.loop.training import RuntimeOptions, Training
+from lightning_sparse.loop.training import Log, RuntimeOptions, Session, Training
 from lightning_sparse.removed import refuse_removed
 
 _CLOSED = (
@@ -48,7 +47,7 @@ _CLOSED = (
 )
 
 
-class GradientSparsifier(Loop):
+class GradientSparsifier(Session):
     """Handle of :func:`~lightning_sparse.sparsify_gradients`: exchanges the gradients of one model until :meth:`close`.
 
     At the end of a ``with`` statement the handle is closed. ``settings`` apply to this model only.
@@ -66,9 +65,9 @@ class GradientSparsifier(Loop):
         given: RuntimeOptions,
         node: Node,
         total_steps: Optional[int],
-        log: Callable[[str], None],
+        log: Log,
     ) -> None:
-        super().__init__(settings, log)
+        self.settings, self.optimizers, self._log = settings, optimizers, log
         check_total_steps(settings, total_steps)
         self._called = model  # the module or wrapper that the user calls
         self._model: Wrapper
@@ -90,7 +89,7 @@ class GradientSparsifier(Loop):
         if model is not self._model:
             sync_module_states(self.module)
         try:
-            self.start(self._model, optimizers, given)
+            self._begin_training(self._model, optimizers, given)
             if self.training is not None:
                 self.training.expect_steps(total_steps)
                 self._register_hooks(self.training, given.scaler)
@@ -118,7 +117,7 @@ class GradientSparsifier(Loop):
         _OPEN.discard(self)
         for hook in self._hooks:
             hook.remove()
-        self.end(has_failed)
+        self._end_training(has_failed)
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +158,8 @@ class GradientSparsifier(Loop):
                 torch.nn.utils.clip_grad_value_(trained, value)
             if norm is not None and trained:
                 torch.nn.utils.clip_grad_norm_(trained, norm)
+
+    plan = Session.exchange_plan
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that disables the exchange of gradients, like DDP's ``no_sync()``.
@@ -215,7 +216,8 @@ class GradientSparsifier(Loop):
         Save model and optimizers as usual, on one rank. Use a new folder for each save. One process writes nothing.
         """
         self._check_open()
-        if (state := self.state()) is not None:
+        if self.training is not None:
+            state = self.training.state(together=True)
             save_state({**state, "shared model": self._prints()}, str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:

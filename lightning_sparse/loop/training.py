@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import is_
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
+import lightning_sparse.loop.summary as summary
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
 from lightning_sparse.engine.memory.residual import optimizer_parameters
@@ -25,7 +28,7 @@ from lightning_sparse.engine.step.topology import ShardedModel, named_module
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_momentum, check_optimizers, in_one_order
-from lightning_sparse.loop.optimizer_states import load_states
+from lightning_sparse.loop.optimizer_states import load_states, states_of
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
@@ -38,8 +41,7 @@ from lightning_sparse.loop.optimizers import (
     warn_of_adaptive,
 )
 from lightning_sparse.loop.state import collect_state, match_state
-from lightning_sparse.loop.summary import CHANGED, WITHOUT_OPTIMIZER, adam_line, log_rounds, report
-from lightning_sparse.schedule import Auto
+from lightning_sparse.schedule import Auto, Plan
 
 _NEW = (
     "the model has other parameters to train, or other shards, than at the start of the last forward. Add, replace and"
@@ -75,6 +77,94 @@ class RuntimeOptions(NamedTuple):
     local_world_size: int = 1  # number of ranks that average gradients before the exchange (two levels, or FSDP)
 
 
+class Session:
+    """Base of the Trainer's strategies and of handles: settings, and the current training or ``None``."""
+
+    settings: Settings  # checked user settings; a training sets ``adam`` if Adam is corrected
+    _log: Log
+    training: Optional["Training"] = None  # ``None`` also while a single process trains without an exchange
+    final_state: Optional[dict[str, Any]] = None  # state after training, on the CPU
+    _last: tuple[Mapping[str, float], Optional[Plan]] = {}, None  # statistics and plan after training
+
+    @property
+    def engine(self) -> Optional[Engine]:
+        """The engine that exchanges gradients, or ``None`` outside of a training and on one process."""
+        return None if self.training is None else self.training.engine
+
+    @property
+    def replicas(self) -> Replicas:
+        """Replica manager of the current training, or a no-op manager."""
+        return ONE_REPLICA if self.training is None else self.training.replicas
+
+    def _begin_training(
+        self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: RuntimeOptions, goes_alone: bool = False
+    ) -> None:
+        """Check the optimizers, and begin a training. A single process compresses only if ``goes_alone``."""
+        self._last, self.final_state = ({}, None), None
+        settings = replace(self.settings, adam=None)
+        self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
+        _check_optimizers(settings, optimizers)
+        module, description = named_module(ddp), summary.describe(settings)
+        is_alone = dist.get_world_size(ddp.process_group) == 1
+        if is_alone and not goes_alone:
+            settings.compressor.begin(layout_of(module, 0, 1, next(module.parameters()).device))
+            self._log(f"one process, so there is nothing to exchange or compress; on several {description}.")
+        else:
+            self._log(f"{description}.")
+            if is_alone:
+                self._log(summary.RESUMES_ALONE)
+            self.training = Training(ddp, optimizers, settings, given, self._log)
+        warn_of_adaptive(settings, optimizers, warn_user)
+
+    def _end_training(self, has_failed: bool = False, keeps_state: bool = False) -> None:
+        """End the training. If ``keeps_state``, store the final state on the CPU. A second call does nothing.
+
+        ``has_failed`` means that this rank has raised an error.
+        """
+        if (training := self.training) is None:
+            return
+        # After an error, an exchange may block the GPU forever, so this method must not wait for the GPU.
+        can_ask = not has_failed or training.device.type == "cpu"
+        self._last = (self.compression_stats(), self.exchange_plan()) if can_ask else ({}, None)
+        is_whole = training.close(self._last[0], has_failed)
+        self.training = None
+        if is_whole and can_ask and keeps_state:  # copies to the CPU, because residuals are as large as the model
+            self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), training.state())
+        vars(training).clear()  # breaks a reference cycle that would hold model-sized tensors until garbage collection
+
+    def compression_stats(self) -> dict[str, float]:
+        """Return this rank's statistics of the last step's exchange and of the whole training.
+
+        The dictionary is empty before the first step, and on one process. After training, the final values remain. If
+        Lightning spawned the ranks, the main process has no values. On a GPU the call waits for the exchange. In a
+        plain loop, the step time in ``exposed_share`` is all time between two steps, except inside ``shared_model()``.
+
+        Returns:
+            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (bytes that left this rank),
+            ``dense_bytes`` (bytes of DDP's fp32 all-reduce, or of HSDP's for this rank's shards),
+            ``compression_ratio`` (of dense to wire bytes), with two levels ``inter_node_bytes`` (bytes for other
+            nodes), ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and
+            ``total_inter_node_bytes`` (sums over this training), ``total_steps`` (optimizer steps), ``select_seconds``
+            (residual, selection, encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of
+            backward until gradients are ready), ``exposed_share`` (exposed seconds of all steps, divided by the time of
+            these steps; excludes plain DDP's steps), and for diverging replicas ``replica_divergence`` (see
+            :class:`~lightning_sparse.compressors.A2SGD`). Seconds are NaN in steps of plain DDP.
+        """
+        return dict(self._last[0]) if self.engine is None else self.engine.compression_stats()
+
+    def exchange_plan(self) -> Optional[Plan]:
+        """Return this rank's exchange plan, also after training, or ``None`` if the schedule has made no plan."""
+        return self._last[1] if self.engine is None else self.engine.planner.plan
+
+    def reset_residuals(self) -> None:
+        """Set residuals, momentum and unsent updates to zero. Call this after writing weights by ``copy_``.
+
+        All ranks must call, between two steps. After ``load_state_dict`` of weights or optimizers, no call is needed.
+        """
+        if self.training is not None:
+            self.training.reset_residuals()
+
+
 class Training:
     """One training of a wrapped model, until :meth:`close`. With local steps, ranks exchange changes of parameters."""
 
@@ -95,7 +185,7 @@ class Training:
         around = (self._open, lambda: self.view.note_arrived())
         self._trained = TrainedParameters(module, all_optimizer_parameters(optimizers))
         if rest := self._trained.without_optimizer():
-            log(WITHOUT_OPTIMIZER.format(names=listed(rest)))
+            log(summary.WITHOUT_OPTIMIZER.format(names=listed(rest)))
         parts = (ordered, given.timeout, log, given.local_world_size, *around, self._trained.parameters)
         self.engine = engine = Engine(ddp, *parts)
         self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
@@ -110,9 +200,9 @@ class Training:
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
         hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
-        if self.view.adam is not None:
-            self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._given.scaler, self.device))
-            self.view.adam.clips.ask(self._given.clipping, parameters.values())
+        if (adam := self.view.adam) is not None:
+            adam.watch(partial(warn_user, summary.CHANGED), _unscaling_changes(self._given.scaler, self.device))
+            adam.clips.ask(self._given.clipping, parameters.values())
         self.steps = CountedSteps(optimizers, self._end_step, warn_user)
         self.steps.handles += hooks
 
@@ -157,9 +247,7 @@ class Training:
         if self.backwards:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
-        check_optimizers(self.settings, optimizers)
-        for optimizer in optimizers:
-            check_momentum(optimizer, self.settings.feedback)
+        _check_optimizers(self.settings, optimizers)
         can_correct(self.settings, optimizers)  # raises an error if AdamCorrection(...) cannot apply
         self.optimizers = optimizers
         self.view.close()
@@ -178,9 +266,9 @@ class Training:
         if (adam := self.view.adam) is not None:
             adam.warm_up.total_steps = total_steps
             if adam.warm_up.is_dense:
-                self._log(adam_line(self.settings, self.optimizers, total_steps))
+                self._log(summary.adam_line(self.settings, self.optimizers, total_steps))
         if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
-            log_rounds(local, total_steps, self._log, warn_user)
+            summary.log_rounds(local, total_steps, self._log, warn_user)
 
     def turn(self) -> None:
         """Select, between two steps, whether the next steps are dense (as in DDP), compressed, or local."""
@@ -324,8 +412,13 @@ class Training:
         """Return this rank's state, between two steps, without a copy. If ``together``, all ranks must call this."""
         if together:
             self.engine.worker.drain()
-        clips = [] if self.view.adam is None else self.view.adam.clips.state()
-        return {**collect_state(self.engine, together), "clips": clips}
+        state = collect_state(self.engine, together)
+        state["clips"] = [] if self.view.adam is None else self.view.adam.clips.state()
+        if self.settings.replicas_diverge:  # the model's file holds the optimizer states of one rank only
+            state["optimizers"] = states_of(self.optimizers)
+            if self._given.scaler is not None:
+                state["scaler"] = self._given.scaler.state_dict()
+        return state
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load a state, and return descriptions of the parts that this training cannot use."""
@@ -354,12 +447,18 @@ class Training:
         """End the exchange, and remove all hooks. Return whether the worker has ended without an error."""
         if stats.get("total_steps") and not has_failed and self.engine.levels.world.world_size > 1:
             dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
-            self._log(report(stats, None if self.choice is None else self.choice.verdict, dense))
+            self._log(summary.report(stats, None if self.choice is None else self.choice.verdict, dense))
         self.steps.close()
         self._loaded.close()
         is_whole = self.engine.close(has_failed)
         self.view.close()
         return is_whole
+
+
+def _check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
+    check_optimizers(settings, optimizers)
+    for optimizer in optimizers:
+        check_momentum(optimizer, settings.feedback)
 
 
 def _unscaling_changes(scaler: Any, device: torch.device) -> int:

@@ -145,7 +145,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def exchange_plan(self, model: Optional[Module] = None) -> Optional[Plan]:
         """Return the exchange plan of a model on this rank, or ``None`` if the schedule has made no plan."""
         handle = self.handle(model)
-        return None if handle is None else handle.plan()
+        return None if handle is None else handle.exchange_plan()
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -258,7 +258,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
         handles = self._trained_in(state)
         with self.shared_model():
-            states = {key: of for key, handle in handles.items() if (of := handle.state()) is not None}
+            trainings = {key: handle.training for key, handle in handles.items()}
+            states = {key: each.state(together=True) for key, each in trainings.items() if each is not None}
             self._checkpointer.save(states, state, path, write_file)
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:

@@ -1,7 +1,6 @@
 """The strategy for models too large for one device: FSDP inside a replica, compressed exchange between replicas."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, Optional, Union
 
@@ -16,9 +15,7 @@ from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.arguments import ShardArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_model, of_the_model
-from lightning_sparse.loop.loop import Loop
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.strategy.checkpoint import Checkpointer
 from lightning_sparse.strategy.lightning import ModelParallelStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseStrategy
 
@@ -73,9 +70,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         self._sizes = replicas, data_parallel_size
         settings = pop_settings(SparseModelParallelStrategy, compressor, density, given, ModelParallelStrategy)
         refuse(_of_shards(settings, given, *self._sizes))
-        self._loop = Loop(replace(settings, schedule=FixedSize()), self._log)
-        self._checkpointer = Checkpointer(self, resume_compression)
-        self._replaced = ExitStack()
+        self._set_up(replace(settings, schedule=FixedSize()), resume_compression)
         super().__init__(**given)  # type: ignore[misc]
 
     @override

@@ -15,7 +15,6 @@ from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
@@ -24,10 +23,8 @@ from lightning_sparse.engine.store import post_error
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_bare, check_device, check_model, check_total_steps
 from lightning_sparse.loop.levels import agreed_ranks_of_node
-from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.summary import describe
-from lightning_sparse.loop.training import RuntimeOptions, Training
-from lightning_sparse.schedule import Plan
+from lightning_sparse.loop.training import RuntimeOptions, Session, Training
 from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
@@ -66,11 +63,10 @@ class SparseBase:
         rank_zero_info(f"{type(self).__name__}: {line}")
 
 
-class SparseStrategy(SparseBase, ParallelStrategy):
+class SparseStrategy(SparseBase, Session, ParallelStrategy):
     """Common base of the Trainer's strategies."""
 
     holds_shards: ClassVar[bool]  # whether each rank holds only a shard of the model
-    _loop: Loop
     _bare: UnwrappedModule  # replacement for the DDP wrapper
     _timeout: Optional[timedelta]
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
@@ -79,46 +75,10 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _first: Optional[FirstCallback] = None  # callback that ends rounds; ``None`` unless replicas diverge or are sharded
     _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
 
-    @property
-    @override
-    def settings(self) -> Settings:  # type: ignore[override]
-        """The validated settings."""
-        return self._loop.settings
-
-    @property
-    def engine(self) -> Optional[Engine]:
-        """The engine that exchanges gradients, or ``None`` outside of ``fit`` and on one process."""
-        return self._loop.engine
-
-    def compression_stats(self) -> dict[str, float]:
-        """Return this rank's statistics of the last step's exchange and of the whole ``fit``.
-
-        The dictionary is empty before the first step. After training, the final values remain. If Lightning spawned the
-        ranks, the main process has no values. On a GPU the call waits for the exchange.
-
-        Returns:
-            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (bytes that left this rank),
-            ``dense_bytes`` (bytes of DDP's fp32 all-reduce, or of HSDP's for this rank's shards),
-            ``compression_ratio`` (of dense to wire bytes), with two levels ``inter_node_bytes`` (bytes for other
-            nodes), ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and
-            ``total_inter_node_bytes`` (sums over this ``fit``), ``total_steps`` (optimizer steps), ``select_seconds``
-            (residual, selection, encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of
-            backward until gradients are ready), ``exposed_share`` (exposed seconds of all steps, divided by the time of
-            these steps; excludes plain DDP's steps), and for diverging replicas ``replica_divergence`` (see
-            :class:`~lightning_sparse.compressors.A2SGD`). Seconds are NaN in steps of plain DDP.
-        """
-        return self._loop.compression_stats()
-
-    def reset_residuals(self) -> None:
-        """Set residuals, momentum and unsent updates to zero. Call this after writing weights by ``copy_``.
-
-        All ranks must call, between two steps. After ``load_state_dict`` of weights or optimizers, no call is needed.
-        """
-        self._loop.reset_residuals()
-
-    def exchange_plan(self) -> Optional[Plan]:
-        """Return this rank's exchange plan, also after training, or ``None`` if the schedule has made no plan."""
-        return self._loop.plan()
+    def _set_up(self, settings: Settings, resumes: bool) -> None:
+        self.settings = settings
+        self._checkpointer = Checkpointer(self, resumes)
+        self._replaced = ExitStack()
 
     @property
     def _module(self) -> LightningModule:
@@ -145,8 +105,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         given = RuntimeOptions(self._timeout, scaler, clipping, self._node_ranks)
         # A single process compresses only if a compressed training resumes, because residuals would be lost otherwise.
-        self._loop.start(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
-        if (training := self._loop.training) is None:
+        self._begin_training(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
+        if (training := self.training) is None:
             return
         training.set_inside(False)
         if self.settings.replicas_diverge or self.holds_shards:
@@ -160,7 +120,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             self._replaced.callback(vars(self.precision_plugin).pop, "clip_gradients", None)
 
     def _begin_steps(self) -> None:
-        trainer, training = self._module.trainer, self._loop.training
+        trainer, training = self._module.trainer, self.training
         if training is None:
             return
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
@@ -174,7 +134,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if (training := self._loop.training) is not None:
+        if (training := self.training) is not None:
             training.begin_batch(self.optimizers)
             self._bare.begin_forward()
             if not self._module.automatic_optimization:
@@ -197,7 +157,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if (training := self._loop.training) is not None:
+        if (training := self.training) is not None:
             training.begin(self._module.automatic_optimization)
             if closure_loss.grad_fn is not None:  # LightningModule.backward may run several backward passes
                 closure_loss.register_hook(training.engine.reducer.on_backward_start)
@@ -206,14 +166,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if (training := self._loop.training) is not None:
+        if (training := self.training) is not None:
             training.end_backward(self._is_in_manual_step)
             if not self._module.automatic_optimization:
                 training.engine.reducer.on_backward_start()  # needed if the next backward is a plain loss.backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if (training := self._loop.training) is None:
+        if (training := self.training) is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
         if self._module.automatic_optimization:
             # training_step runs inside optimizer_step, which is too late to register hooks on a new optimizer.
@@ -224,7 +184,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if (training := self._loop.training) is not None:
+        if (training := self.training) is not None:
             training.engine.recorder.totals.pause()
 
     @override
@@ -237,15 +197,15 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self._loop.replicas.shared_model():
+        with self.replicas.shared_model():
             state = super().lightning_module_state_dict()
-            if not self._loop.replicas.are_apart:
+            if not self.replicas.are_apart:
                 return state
             return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
 
     @override
     def on_train_end(self) -> None:
-        self._loop.replicas.reset_shared_model()  # callbacks may have changed the weights, on each rank separately
+        self.replicas.reset_shared_model()  # callbacks may have changed the weights, on each rank separately
         super().on_train_end()
 
     @override
@@ -259,12 +219,13 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         # A weights-only checkpoint has no optimizer states, and gets no compression state.
-        state = self._loop.state() if "optimizer_states" in checkpoint else None
+        state = self.final_state if self.training is None else self.training.state(together=True)
+        states = {} if state is None or "optimizer_states" not in checkpoint else {_MODEL: state}
         write_file = partial(super().save_checkpoint, storage_options=storage_options)
-        self._checkpointer.save({} if state is None else {_MODEL: state}, checkpoint, filepath, write_file)
+        self._checkpointer.save(states, checkpoint, filepath, write_file)
 
     def _restore(self) -> None:
-        if (training := self._loop.training) is not None:
+        if (training := self.training) is not None:
             self._checkpointer.restore(_MODEL, training)
         self._checkpointer.loaded = None
 
@@ -286,7 +247,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             rounds.synchronize()  # needed after a resumed fit without further steps, which has no on_train_end
             rounds.reset_shared_model()
         self._replaced.close()
-        self._loop.end(self._has_failed, keeps_state=True)
+        self._end_training(self._has_failed, keeps_state=True)
         super().teardown()
         self._checkpointer.close()
 
@@ -334,16 +295,14 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         **given: Unpack[DDPArguments],
     ) -> None:
         bases = (DDPStrategy, DistributedDataParallel)
-        self._loop = Loop(pop_settings(SparseDDPStrategy, compressor, density, given, *bases), self._log)
-        self._checkpointer = Checkpointer(self, resume_compression)
-        self._replaced = ExitStack()
+        self._set_up(pop_settings(SparseDDPStrategy, compressor, density, given, *bases), resume_compression)
         self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
 
     @property
     def is_dense(self) -> bool:
         """Whether the last step used plain DDP."""
-        return self._loop.training is not None and self._loop.training.is_dense
+        return self.training is not None and self.training.is_dense
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Set the momentum, masking and clipping that are applied before compression, for each later ``fit``.
@@ -354,7 +313,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         Raises:
             ValueError: if the compressor or the schedule does not support the correction.
         """
-        self._loop.settings = self.settings.correcting_momentum(correction)
+        self.settings = self.settings.correcting_momentum(correction)
 
     @override
     def setup_environment(self) -> None:
@@ -363,7 +322,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loop.training is not None:
+        if self.training is not None:
             self._bare.begin_forward()
         return super().validation_step(*args, **kwargs)
 

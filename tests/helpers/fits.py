@@ -88,7 +88,7 @@ def fit(rank, module, settings, source, arguments):
         {name: each.detach().clone() for name, each in model.state_dict().items()},
         watch.stats,
         strategy.compression_stats() if is_ours else {},
-        kept_at_end(trainer) if is_ours and strategy._loop.final_state is not None else {},
+        kept_at_end(trainer) if is_ours and strategy.final_state is not None else {},
         [copy.deepcopy(list(each.state.values())) for each in trainer.optimizers],
         [line for line in lines if line.startswith("SparseDDPStrategy")],
         getattr(model, "notes", None),

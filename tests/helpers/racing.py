@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 import lightning_sparse
 from lightning_sparse import sparsify_gradients
 from lightning_sparse.engine import Engine, collectives
-from lightning_sparse.loop import loop
+from lightning_sparse.loop import training
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _PACKAGE = f"{lightning_sparse.__path__[0]}/"
@@ -414,7 +414,7 @@ def train(way, steps):
 
     given = {"density": 0.05, "schedule": "layerwise", "warmup_steps": 0, **way.given}
     with (
-        mock.patch.object(loop, "Engine", engine),
+        mock.patch.object(training, "Engine", engine),
         sparsify_gradients(net, optimizer, scaler=scaler, levels=1, **given) as handle,
     ):
         for step in range(steps):

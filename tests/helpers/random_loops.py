@@ -131,9 +131,10 @@ class PlainLoop:
         """Read statistics and state, on some ranks only. Reading must change no bit."""
         handle = self.handle if isinstance(self.handle, GradientSparsifier) else self.handle.handle(self.outer)
         handle.check_replicas()
-        handle.state()
+        if handle.training is not None:
+            handle.training.state(together=True)
         if self.rank == 0:
-            handle.compression_stats(), handle.plan()
+            handle.compression_stats(), handle.exchange_plan()
             self.model.eval()
             with handle.shared_model(), torch.no_grad(), self.computing():
                 self.model(self.model.rows(0), 0)

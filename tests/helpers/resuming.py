@@ -76,7 +76,7 @@ def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
 
 
 def kept_at_end(trainer):
-    return trainer.strategy._loop.final_state
+    return trainer.strategy.final_state
 
 
 def resume_exactly(rank, build, path, save_after, arguments, module=Numbered):

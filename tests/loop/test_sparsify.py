@@ -312,7 +312,7 @@ def train_alone(rank):
         handle.load_state("of one process")
         with pytest.raises(ValueError, match="start several"):
             handle.load_state(".")
-        facts = (handle.state(), handle.compression_stats())
+        facts = (handle.training, handle.compression_stats())
     twin = wrapped()
     clip = torch.nn.utils.clip_grad_norm_
     optimizers = [OPTIMIZERS["SGD"](twin.parameters())]

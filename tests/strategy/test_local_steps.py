@@ -517,7 +517,7 @@ def told(rank, local_steps, module, arguments):
     lines = []
     strategy = SparseDDPStrategy("dense", local_steps=local_steps)
     warn = "lightning_sparse.loop.training.warn_user"
-    with mock.patch(warn, lines.append), mock.patch.object(strategy._loop, "_log", lines.append):
+    with mock.patch(warn, lines.append), mock.patch.object(strategy, "_log", lines.append):
         run_fit(rank, strategy, module(), **arguments)
     return [line for line in lines if "round" in line]
 

@@ -162,7 +162,7 @@ def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(way):
         for step, handle in enumerate(train(WAYS[way]._replace(given=given), 2 * STEPS)):
             if step == STEPS:
                 with handle.shared_model():
-                    state, weights = handle.state(), deepcopy(handle.module.state_dict())
+                    state, weights = handle.training.state(together=True), deepcopy(handle.module.state_dict())
                 handle.training.load(state)
                 handle.module.load_state_dict(weights)
                 del state, weights
