@@ -104,8 +104,9 @@ class LocalStepsController(Replicas):
     @override
     def reset_shared_model(self) -> None:
         """Set the shared model to the mean of all ranks' models, and restart the round. All ranks must call this."""
-        self.shared.reset_shared_model()
-        self._origin, self._is_stale = self._step, False
+        if self.has_begun:
+            self.shared.reset_shared_model()
+            self._origin, self._is_stale = self._step, False
 
     @override
     def count_step(self, optimizer: int) -> None:

@@ -107,8 +107,6 @@ class GradientSparsifier(Session):
             self._hooks.append(called.register_forward_pre_hook(forward, prepend=True))
         if rounds is not None:
             self._hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
-            training.before_step = partial(self._begin_rounds, training)
-            training.after_step = partial(self._end_step, training)
             if scaler is not None:
                 training.steps.count_skipped(scaler)
             training.turn()
@@ -324,18 +322,6 @@ class GradientSparsifier(Session):
     def _check_not_shown(self) -> None:
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: exit the context before")
-
-    def _begin_rounds(self, training: Training) -> None:
-        """Begin rounds of local steps, before the first local step changes the model."""
-        self._check_not_shown()
-        if training.backwards:  # needed if the user has called submodules only, because then no forward hook ran
-            training.turn()
-        training.begin_steps()
-
-    def _end_step(self, training: Training) -> None:
-        """When all optimizers have stepped since the last backward, begin rounds if synchronous steps are complete."""
-        if not training.waiting:
-            training.turn()
 
     def _check_shared(self, *save: Any) -> None:
         rounds = None if self.engine is None else self.engine.rounds

@@ -1,6 +1,5 @@
 """One training from start to end: batches, backwards, optimizer steps, and changes of the model."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,6 +19,7 @@ import lightning_sparse.loop.summary as summary
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
+from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
@@ -64,7 +64,6 @@ _OTHER_OPTIMIZERS = (
 )
 
 ONE_REPLICA = Replicas()
-_NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 Log = Callable[[str], None]
 
 
@@ -94,7 +93,7 @@ class Session:
     @property
     def replicas(self) -> Replicas:
         """Replica manager of the current training, or a no-op manager."""
-        return ONE_REPLICA if self.training is None else self.training.replicas
+        return ONE_REPLICA if self.engine is None else self.engine.replicas
 
     def _begin_training(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: RuntimeOptions, goes_alone: bool = False
@@ -171,14 +170,12 @@ class Training:
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
     ) -> None:
-        self.settings = settings
-        self.optimizers = optimizers
+        self.settings, self.optimizers = settings, optimizers
         self.view: OptimizerView
         self.is_dense = False  # whether steps send dense gradients, as DDP does
         self.backwards = 0  # number of backwards since the last optimizer step
         self.waiting: Sequence[Optimizer] = ()  # optimizers that have not stepped since the last backward
-        self.before_step: Callable[[], None] = self.begin_steps
-        self.after_step: Callable[[], None] = lambda: None
+        self._is_implicit = True  # whether no caller announces the next batch and the next backward
         self._given, self._log = given, log
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
         ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group), log)
@@ -224,23 +221,19 @@ class Training:
         check_alike("; ".join(filter(None, changes)), dist.get_rank(), self._given.timeout)
         if has_others:
             self._take_optimizers(optimizers)
-        has_restarted = self._restart(present)
         self._loaded.watch(self.engine.module, optimizers)
-        if has_restarted:
+        if before.has_others() or before.changes_to(present):
+            self._restart(present)
             self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
-    def _restart(self, present: TrainedParameters) -> bool:
-        """Exchange ``present`` from now on, and broadcast new layers. Return ``False`` if no parameter has changed."""
+    def _restart(self, present: TrainedParameters) -> None:
+        """Exchange ``present`` from now on, and broadcast new layers."""
         before, module = self._trained, self.engine.module
-        has_others = before.has_others()
-        if not (has_others or before.changes_to(present)):
-            return False
-        if has_others:
+        if before.has_others():
             sync_module_states(module, before.known_in(present))
         self._trained = present
         self.view.know(ddp_parameters(module))
         self.engine.restart(present.parameters, before.renaming_to(present))
-        return True
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Replace the optimizers of this training, between two steps."""
@@ -278,38 +271,32 @@ class Training:
             if self.is_dense and not is_dense:  # local steps have to start from equal models
                 sync_module_states(self.engine.module)
         else:
-            is_dense = self.choice is not None and self.choice.wants_dense
-            if adam is not None:
-                is_dense = adam.warm_up.is_dense or is_dense
+            is_dense = (adam is not None and adam.warm_up.is_dense) or (
+                self.choice is not None and self.choice.wants_dense
+            )
         if is_dense != self.is_dense:
             self.is_dense = is_dense
             self.engine.send_dense(is_dense)
 
     @property
-    def replicas(self) -> Replicas:
-        """Replica manager of the engine, or a no-op manager during the first ``synchronous_steps``."""
-        is_one = self.is_dense and self.settings.local_steps is not None
-        return ONE_REPLICA if is_one else self.engine.replicas
+    def _rounds(self) -> Optional[LocalStepsController]:
+        """Controller of local steps if the next step is a local step, else ``None``."""
+        return None if self.is_dense else self.engine.rounds
 
-    @property
-    def is_in_round(self) -> bool:
-        """Whether the next step is a local step, so that ranks exchange only at the end of a round."""
-        return self.settings.local_steps is not None and not self.is_dense
-
-    def begin_steps(self) -> None:
-        """If the next step is a local step, begin local steps. All ranks must call this before an update."""
-        if (rounds := self.engine.rounds) is not None and not self.is_dense:
+    def _begin_steps(self) -> None:
+        """Before an update, begin local steps if the next step is a local step. All ranks must call this."""
+        if self._is_implicit and self.engine.rounds is not None and self.backwards:  # no hook if submodules are called
+            self.turn()
+        if (rounds := self._rounds) is not None:
             rounds.begin_steps()
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
         """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
         self.restart_if_changed(optimizers)
         self.turn()
-        has_loaded = self.is_in_round and self._reset_loaded()
-        if self.replicas.are_apart:
-            self.replicas.begin_round()
-        if has_loaded:
-            self.replicas.reset_shared_model()
+        if (rounds := self._rounds) is not None:
+            rounds.begin_round()
+            self._reset_loaded()
         if self.settings.replicas_diverge or self.choice is not None:
             self.steps.see_weights(self.engine.module)
 
@@ -326,7 +313,7 @@ class Training:
 
     def set_inside(self, is_inside: bool) -> None:
         """Set whether a backward that Lightning does not announce (manual optimization) may exchange gradients."""
-        self.engine.reducer.allow_implicit_backward = is_inside
+        self._is_implicit = self.engine.reducer.allow_implicit_backward = is_inside
 
     def _open(self, is_explicit: bool) -> None:
         """Begin the exchange of a backward, before the first gradient is ready."""
@@ -350,29 +337,28 @@ class Training:
                 context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
             self.engine.begin_backward(context)
 
-    def reset_residuals(self) -> None:
-        """Set residuals and momentum to zero. With local steps, the current weights become the shared model."""
-        self._reset(set(self.engine.module.parameters()))
-        if self.is_in_round:
-            self.replicas.reset_shared_model()
+    def reset_residuals(self, loaded: Optional[AbstractSet[Tensor]] = None) -> None:
+        """Set residuals and momentum to zero, of ``loaded`` or of all parameters.
 
-    def _reset(self, parameters: AbstractSet[Tensor]) -> None:
-        names = [name for name, each in ddp_parameters(self.engine.module).items() if each in parameters]
+        With local steps, the current weights become the shared model.
+        """
+        parameters = ddp_parameters(self.engine.module).items()
+        names = [name for name, each in parameters if loaded is None or each in loaded]
         self.engine.worker.run(lambda: self.engine.memory.reset(names))
         self._log(ROLLED_BACK.format(count=len(names)))
+        if (rounds := self._rounds) is not None:
+            rounds.reset_shared_model()
 
-    def _reset_loaded(self) -> bool:
-        """If parameters were loaded between two exchanges, reset the residuals of these parameters, and return True."""
+    def _reset_loaded(self) -> None:
+        """Reset the residuals of parameters that were loaded between two exchanges."""
         loaded = self._loaded.take()
-        has_trained = self.engine.recorder.last is not None
-        if loaded and has_trained:
-            self._reset(loaded)
-        return bool(loaded) and has_trained
+        if loaded and self.engine.recorder.last is not None:
+            self.reset_residuals(loaded)
 
-    def end_backward(self, is_inside: bool) -> None:
+    def end_backward(self) -> None:
         """Finish the exchange of a backward. Raise an error if the exchange has failed."""
         self.engine.reducer.finalize_backward()
-        self.set_inside(is_inside)
+        self.engine.reducer.allow_implicit_backward = self._is_implicit
         self.view.note_arrived()
         self.engine.worker.raise_error()
 
@@ -382,7 +368,7 @@ class Training:
         has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
         # If no gradient exists yet, a closure computes gradients inside the step, possibly at changed weights (SAM).
         if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
-            self.before_step()
+            self._begin_steps()
         return after_closure(self._before_update)(optimizer, *step)
 
     def _before_update(self, optimizer: Optimizer) -> None:
@@ -392,10 +378,10 @@ class Training:
             optimizer_parameters(optimizer)
         ):
             raise RuntimeError(_NEW)
-        self.before_step()
+        self._begin_steps()
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        self.before_step()  # needed if a scaler has skipped the first step, because then no pre-hook ran
+        self._begin_steps()  # needed if a scaler has skipped the first step, because then no pre-hook ran
         self.backwards, self.waiting = 0, [each for each in self.waiting if each is not optimizer]
         if self.view.adam is not None:
             self.view.adam.clips.end_step(optimizer)
@@ -406,7 +392,8 @@ class Training:
         if number is None:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         self.engine.end_step(number)
-        self.after_step()
+        if self._is_implicit and self.engine.rounds is not None and not self.waiting:
+            self.turn()
 
     def state(self, together: bool = False) -> dict[str, Any]:
         """Return this rank's state, between two steps, without a copy. If ``together``, all ranks must call this."""
@@ -472,10 +459,6 @@ def _unscaling_changes(scaler: Any, device: torch.device) -> int:
 
 
 def warn_user(message: str) -> None:
-    """Warn on rank 0. The warning points to the line of user code that led to this call."""
-    if dist.get_rank() != 0:
-        return
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    """Warn on rank 0."""
+    if dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=2)

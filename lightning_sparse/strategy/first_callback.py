@@ -26,7 +26,7 @@ class FirstCallback(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and (rounds := self._training.engine.rounds) is not None:
             rounds.synchronize()
-        self._shown.enter_context(self._training.replicas.shared_model())
+        self._shown.enter_context(self._training.engine.replicas.shared_model())
 
     def end_validation(self, module: LightningModule) -> None:
         """Restore this rank's local model. Runs when all callbacks have handled the end of a validation."""
@@ -35,7 +35,7 @@ class FirstCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._training.replicas.synchronize()
+        self._training.engine.replicas.synchronize()
 
 
 def check_ranks_apart(trainer: Trainer) -> None:

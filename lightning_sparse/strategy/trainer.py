@@ -71,7 +71,6 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     _timeout: Optional[timedelta]
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
     _has_failed = False
-    _is_in_manual_step = False  # whether a training_step with manual optimization is running
     _first: Optional[FirstCallback] = None  # callback that ends rounds; ``None`` unless replicas diverge or are sharded
     _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
 
@@ -124,7 +123,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         if training is None:
             return
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        makes_rounds = training.replicas.are_apart and self._module.automatic_optimization and not is_trial
+        makes_rounds = training.engine.replicas.are_apart and self._module.automatic_optimization and not is_trial
         if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
             # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
             total_steps = total_steps_of(trainer)
@@ -134,19 +133,17 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if (training := self.training) is not None:
-            training.begin_batch(self.optimizers)
-            self._bare.begin_forward()
-            if not self._module.automatic_optimization:
-                self._bare.require_forward_param_sync = False  # only the first step broadcasts, as in Lightning's DDP
-                self._is_in_manual_step = True
-                training.set_inside(True)
+        if (training := self.training) is None:
+            return super().training_step(*args, **kwargs)
+        training.begin_batch(self.optimizers)
+        self._bare.begin_forward()
+        if not self._module.automatic_optimization:
+            self._bare.require_forward_param_sync = False  # only the first step broadcasts, as in Lightning's DDP
+            training.set_inside(True)
         try:
             return super().training_step(*args, **kwargs)
         finally:
-            self._is_in_manual_step = False
-            if training is not None:
-                training.set_inside(False)
+            training.set_inside(False)
 
     @override
     @contextmanager
@@ -167,7 +164,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if (training := self.training) is not None:
-            training.end_backward(self._is_in_manual_step)
+            training.end_backward()
             if not self._module.automatic_optimization:
                 training.engine.reducer.on_backward_start()  # needed if the next backward is a plain loss.backward()
 
