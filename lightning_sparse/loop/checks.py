@@ -119,8 +119,8 @@ def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[
         )
     if not any(shard.numel() for shard in held.values()):
         yield (
-            "a rank holds no element of any parameter, because no dimension 0 is as long as the number of shards: use a"
-            " smaller data_parallel_size"
+            "a rank holds no element, because dimension 0 of each parameter is too short for the number of shards: use"
+            " a smaller data_parallel_size"
         )
 
 
@@ -156,7 +156,7 @@ def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
         )
     if (ranks := ddp.process_group.size()) != world:
         raise ValueError(
-            f"model has a process group of {ranks} of {world} processes, and all processes exchange gradients: omit"
+            f"model has a process group of {ranks} processes, and all {world} processes exchange gradients: omit"
             " process_group"
         )
 
@@ -199,8 +199,8 @@ def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
     name, given = type(optimizer).__name__, f"momentum={feedback.momentum!r}"
     if not isinstance(optimizer, SGD):
         raise ValueError(
-            f"{given} accumulates momentum before compression, instead of SGD's momentum, and {name} needs gradients"
-            " instead of velocities: choose torch.optim.SGD; or torch.optim.AdamW for the whole model, with"
+            f"{given} adds momentum before compression, so .grad holds SGD's velocities, and {name} needs gradients"
+            " instead: choose torch.optim.SGD; or torch.optim.AdamW for the whole model, with"
             " optimizer_correction='auto'; or no momentum before compression: no MomentumCorrection callback, and"
             " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
         )

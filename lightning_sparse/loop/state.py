@@ -314,8 +314,8 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
         if kind not in NUMBERS:
             if (before := state["layouts"][name]) != (now := layouts[name]):
                 raise ValueError(
-                    f"the parameter {name!r} was saved with the shape and strides {before}, and has {now}: resume with"
-                    " the same memory_format"
+                    f"the parameter {name!r} was saved with the shape and strides {before}, and now has {now}: resume"
+                    " with the same memory_format"
                 )
             tensor = engine.levels.local_share(tensor) if is_whole else tensor
         matched[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
