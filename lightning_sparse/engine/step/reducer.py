@@ -21,8 +21,8 @@ graph_number = torch._C._current_graph_task_id  # returns the running backward's
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # queues a function for the end of backward
 
 SPARSE_LAYOUT = (
-    "the gradient of {name!r} has a sparse layout, which this package does not exchange. Set sparse=False in its layer."
-    " A compressed message omits the zeros."
+    "the gradient of {name!r} has a sparse layout, which this package does not exchange. Set sparse=False in the layer,"
+    " because compressed messages omit zeros anyway."
 )
 _TWICE = (
     "the gradient of {name!r} was ready twice in one backward, or the previous backward ended in an error. If"
@@ -90,7 +90,7 @@ class ReducedGradients:
 
     @property
     def continued(self) -> set[Tensor]:
-        """Parameters with ``p.grad`` that contains a mean of the optimizer step in progress."""
+        """Parameters for which ``p.grad`` contains a mean of the current optimizer step."""
         held = {each for each in self._copies if each.grad is not None}
         held |= {each for each, mean in self._means.items() if each.grad is mean}
         return held & self.begun  # an unused parameter's gradient may contain an earlier step's mean
@@ -193,7 +193,7 @@ class SparseReducer(SharedOnCopy):
             self._order = self._order.agreed([known[name] for name in names])
 
     def send_dense_in(self, dtype: Optional[torch.dtype]) -> tuple[int, int]:
-        """Send later dense gradients in ``dtype``, if narrower. Return a dense step's number of elements and bytes."""
+        """Send dense gradients in ``dtype`` if ``dtype`` is narrower. Return a dense step's elements and bytes."""
         self._context = self._context._replace(dense_dtype=dtype)
         dtype_of, members = self._context.dense_dtype_of, self._order.members
         nbytes = sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in members)

@@ -113,7 +113,7 @@ def shard_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Return this rank's shard of a parameter's gradient, flat."""
     if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         raise RuntimeError(
-            "a gradient is not sharded as its parameter is, because backward has not reduced it in the replica."
+            "a gradient is not sharded as its parameter is, because FSDP has not reduced the gradient."
             " Accumulate gradients with Lightning, without set_requires_gradient_sync(False)."
         )
     return local_tensor(gradient).view(-1)
@@ -175,7 +175,7 @@ class FlatTopology:
         return norms
 
     def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return norms of complete gradients, given vectors of norms of shares, and each vector's total norm."""
+        """Convert vectors of norms of shares to norms of complete gradients. Also return each vector's total norm."""
         whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
         return whole, torch.stack(list(map(norm_of_all, whole)))
 
