@@ -33,7 +33,7 @@ class Part(NamedTuple):
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
     counts: Sequence[float]  # number of elements to send per parameter; if merged, shares of the total by size
     tensors: list[Tensor]  # gradient plus residual of each parameter
-    laid: Sequence[Tensor] = ()  # the concatenated tensors, and a buffer for the mean; empty if not merged
+    flat: Optional[Tensor] = None  # the concatenated tensors; ``None`` if not merged
     are_used: Sequence[Optional[bool]] = ()  # whether this rank used each parameter; ``None`` if untracked
 
     def exchange(self, communicator: Communicator, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
@@ -45,19 +45,19 @@ class Part(NamedTuple):
             used: uint8 flags of the parameters that this rank has used; only with the last message of a step.
         """
         communicator.recorder.see_selection(self.selection, self.counts)
-        result = communicator.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
-        if self.laid:
+        tensors = self.tensors if self.flat is None else [self.flat]
+        result = communicator.run(self.wire.exchange(self.selection, tensors, used))
+        if self.flat is not None:
             with communicator.recorder.span("encode"):
-                result = self._split(result)
+                result = self._split(result, self.flat)
         if (samples := communicator.recorder.samples) is not None:
-            samples.add_sent(names, self._sent() if self.laid else self.selection)
+            samples.add_sent(names, self.selection if self.flat is None else self._sent())
         return result
 
-    def _split(self, result: ExchangeResult) -> ExchangeResult:
+    def _split(self, result: ExchangeResult, flat: Tensor) -> ExchangeResult:
         """Split the result of a merged part by parameter. All elements of an unused parameter count as unsent."""
         numels = list(map(Tensor.numel, self.tensors))
-        flat, mean = self.laid
-        scatter([mean], result.means)
+        scatter([mean := torch.empty_like(flat)], result.means)
         overwrite([flat], result.kept)
         pieces = zip(flat.split(numels), self.tensors, self.are_used)
         kept = [tensor if is_used is False else piece for piece, tensor, is_used in pieces]
@@ -91,7 +91,6 @@ class BucketSelector:
         self._used: set[WireFormat] = set()  # wire formats used in this step
         self._used_before: set[WireFormat] = set()  # wire formats used in the previous step
         self._format_for = cache(wires.format_for)
-        self._workspace = Workspace()
 
     def select(
         self,
@@ -183,8 +182,7 @@ class BucketSelector:
         return self._wires.sparse if wire is self._wires.dense else wire
 
     def release(self) -> None:
-        """End the step: release working memory, and let wire formats free buffers that this step did not use."""
-        self._workspace.release()
+        """End the step, and let wire formats free buffers that this step did not use."""
         for wire in self._holding:
             if wire in self._used or wire in self._used_before:
                 wire.release()
@@ -201,41 +199,14 @@ class BucketSelector:
         names, densities = [names[each] for each in positions], [densities[each] for each in positions]
         tensors = [accumulated[each] for each in positions]
         numels, are_used = list(map(Tensor.numel, tensors)), [are_used[each] for each in positions]
-        flat, mean = (self._workspace.take(sum(numels), tensors[0]) for _ in range(2))
-        torch.cat(tensors, out=flat)
+        flat = torch.cat(tensors)
         for piece, is_used in zip(flat.split(numels), are_used):
             if is_used is False:  # zeros, so that no element of an unused parameter's residual is selected
                 piece.zero_()
         count = _merged_count(tensors, densities)
         selection = grouped(self._ask(names, [flat], [count]))
         shares = [count * numel / sum(numels) for numel in numels]
-        return Part(self._ways_of(selection)[0], positions, selection, shares, tensors, (flat, mean), are_used)
-
-
-class Workspace:
-    """Working memory of a step's buckets. The next steps reuse the memory, so that no step allocates large blocks."""
-
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
-        self._taken = 0
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return an uninitialized flat tensor that is reserved until :meth:`release`.
-
-        Args:
-            numel: number of elements.
-            like: a tensor with the dtype and the device.
-        """
-        place, self._taken = self._taken, self._taken + 1
-        held = self._held[place] if place < len(self._held) else None
-        if held is None or held.numel() != numel or held.dtype != like.dtype:
-            self._held[place : place + 1] = [like.new_empty(numel)]
-        return self._held[place]
-
-    def release(self) -> None:
-        """Make all tensors available again, and free tensors that were not taken since the last release."""
-        del self._held[self._taken :]
-        self._taken = 0
+        return Part(self._ways_of(selection)[0], positions, selection, shares, tensors, flat, are_used)
 
 
 def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:

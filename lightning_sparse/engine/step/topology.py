@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, Phases, broadcast_buffers
 from lightning_sparse.engine.memory.residual import widened
-from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import (
     copy_elements,
@@ -252,7 +251,6 @@ class HierarchicalTopology(DividedRanks):
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
-        self._workspace = Workspace()
         self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
         # Per message of this step: complete gradients, this rank's shares of the node's means, dtype of the message.
         self._averaged: list[tuple[Sequence[Tensor], Tensor, torch.dtype]] = []
@@ -293,7 +291,6 @@ class HierarchicalTopology(DividedRanks):
         averaged, self._averaged = self._averaged, []
         for gradients, shares, dtype in averaged:
             self._intra.run(self._hand_out(shares, gradients, dtype))
-        self._workspace.release()
 
     @override
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
@@ -310,8 +307,7 @@ class HierarchicalTopology(DividedRanks):
         padding = -sum(numels) % _ALIGNED
         sent = cut_into(self._memory("sent", sum(numels) + padding, dtype), [each.to(dtype) for each in gradients])
         parts = yield Payload("all_to_all", sent, out=self._memory("parts", sent.shape[1], dtype))
-        shares = self._workspace.take(sent.shape[1], sent.new_empty(0, dtype=widened(dtype)))
-        shares.copy_(mean_of_rows(parts, shares.dtype))
+        shares = mean_of_rows(parts, widened(dtype)).clone()
         self._averaged.append((gradients, shares, dtype))
         return list(shares[: sum(numels)].split(numels))
 
