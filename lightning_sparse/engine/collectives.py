@@ -120,8 +120,8 @@ _ONE_HOP = 2  # number of ranks for which a ring algorithm needs only one hop
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-# A task has the arguments run, done and always of ExchangeWorker.submit(), and the GPU events to wait for first.
-_Task = tuple[Callable[[], None], Optional[threading.Event], bool, Sequence[Any]]
+# A task has the arguments of ExchangeWorker.submit(), and the GPU events to wait for first.
+_Task = tuple[Callable[[], None], Optional[threading.Event], Sequence[Any]]
 
 
 class Communicator(SharedOnCopy):
@@ -228,29 +228,13 @@ class Communicator(SharedOnCopy):
 
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Sum a tensor over ranks, in place."""
-        if not self._goes_direct(tensor):
+        if not (self._goes_around and 0 < tensor.nbytes <= DIRECT_BYTES):
             dist.all_reduce(tensor, group=self.group)
             return tensor
         # A reduce-scatter and an all-gather take two round trips. gloo's all-reduce goes twice around a ring.
         parts = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.world_size)).view(self.world_size, -1)
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
-
-    def _goes_direct(self, tensor: Tensor) -> bool:
-        return self._goes_around and 0 < tensor.nbytes <= DIRECT_BYTES
-
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an in-place sum of a tensor over ranks, and return a function that waits for the sum."""
-        if self._goes_direct(tensor):
-            self.all_reduce(tensor)
-            return lambda: None
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-
-        def wait() -> None:
-            with self.translate_errors(f"{tensor.numel()} elements of gradients", "all_reduce"):
-                work.wait()
-
-        return wait
 
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
         """Gather numbers from every rank, as float64 ``[world_size, len(numbers)]`` on the device."""
@@ -301,20 +285,19 @@ class ExchangeWorker:
         if self._device_module:
             self._updated.add(self._device_module.current_stream(self._device))
 
-    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None, always: bool = False) -> None:
+    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
         """Queue a task. On a GPU, the task starts after the work queued so far on the caller's current stream.
 
         Args:
             run: the task.
             done: event that is set after the task.
-            always: whether to run the task even after an error of an earlier task.
         """
         if self._is_captured():
             raise RuntimeError(_CAPTURED)
         self.wait_for_caller()
         ready = [stream.record_event() for stream in self._updated]
         self._updated.clear()
-        self._tasks.put((run, done, always, ready))
+        self._tasks.put((run, done, ready))
 
     def run(self, task: Callable[[], Result]) -> Result:
         """Run a task behind the queued tasks, and return the result. Raise an error of this or an earlier task."""
@@ -361,11 +344,9 @@ class ExchangeWorker:
                 self._perform(*task)
                 del task  # frees the task's gradients before the thread waits again
 
-    def _perform(
-        self, run: Callable[[], None], done: Optional[threading.Event], always: bool, ready: Sequence[Any]
-    ) -> None:
+    def _perform(self, run: Callable[[], None], done: Optional[threading.Event], ready: Sequence[Any]) -> None:
         try:
-            if self.error is None or always:
+            if self.error is None:
                 if self._stream is not None:
                     for event in ready:
                         self._stream.wait_event(event)

@@ -1,6 +1,6 @@
 """Reduction of the gradients of one backward, in buckets and in the same order on all ranks.
 
-:class:`SparseBackward` sends selected elements; :class:`~lightning_sparse.engine.step.dense.DenseBackward` sends all.
+:class:`SparseBackward` sends selected elements, and :class:`DenseBackward` all elements.
 """
 
 import threading
@@ -23,6 +23,8 @@ from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid
 from lightning_sparse.schedule import Schedule
 
 _SMALL = 1 << 15  # number of elements; smaller gradients are copied into one buffer, which saves kernel launches
+_FIRST_DENSE_BYTES = 1024 * 1024  # bytes of a dense step's first message, short so that the network starts early
+_DENSE_BYTES = 25 * 1024 * 1024  # maximum bytes of a dense message, as in DDP; sizes double up to this maximum
 _OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
 
 
@@ -193,8 +195,7 @@ class Backward(ABC):
     def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
         """Queue a bucket for the worker. ``flags`` are the flags of use, only with the last bucket."""
 
-    @abstractmethod
-    def _commit(self) -> None:
+    def _commit(self) -> None:  # noqa: B027
         """Replace this rank's gradients by means, and set ``_used_by_any``. Runs on the worker after all buckets."""
 
     def _is_used(self, member: ParamEntry) -> bool:
@@ -336,6 +337,43 @@ class SparseBackward(Backward):
             self._context.pipeline.memory.on_unused(
                 each.name for each in self._order.members if each.parameter in unused
             )
+
+
+class DenseBackward(Backward):
+    """Average complete gradients by all-reduces, as DDP does. Residuals do not change."""
+
+    _bytes = _FIRST_DENSE_BYTES
+
+    @override
+    def _closes(self, member: ParamEntry) -> bool:
+        return self._bucket_numel * member.parameter.dtype.itemsize >= self._bytes
+
+    @override
+    def _zeros_for(self, parameter: Tensor) -> Tensor:
+        flat = super()._zeros_for(parameter)
+        if parameter.grad is not None:  # The gradient may hold a mean of an earlier exchange of this step.
+            self._missing[-1].gradient.copy_(parameter.grad.detach())
+        return flat
+
+    @override
+    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
+        self._context.worker.submit(partial(self._average, [local.gradient for local in bucket], flags))
+        self._bytes = min(2 * self._bytes, _DENSE_BYTES)
+
+    def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
+        """Average flat gradients and flags of use in one all-reduce, and write the means to the gradients."""
+        among = self._context.among
+        numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
+        flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
+        *means, used = flat.split(numels)
+        for mean, gradient in zip(means, gradients):
+            torch.mul(gradient, 1 / among.world_size, out=mean)
+        if flags is not None:
+            used.copy_(flags)
+        with among.translate_errors(f"{len(flat)} elements of gradients", "all_reduce"):
+            among.all_reduce(flat)
+        torch._foreach_copy_(list(gradients), means)
+        self._used_by_any = used > 0  # empty before the last message
 
 
 def _shares_memory(parameter: Tensor) -> bool:

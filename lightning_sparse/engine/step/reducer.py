@@ -11,8 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import SharedOnCopy, ddp_parameters
 from lightning_sparse.engine.observe import shown
-from lightning_sparse.engine.step.backward import Backward, ParamEntry, ParamOrder, ReducerContext, SparseBackward
-from lightning_sparse.engine.step.dense import DenseBackward
+from lightning_sparse.engine.step.backward import (
+    Backward,
+    DenseBackward,
+    ParamEntry,
+    ParamOrder,
+    ReducerContext,
+    SparseBackward,
+)
 from lightning_sparse.engine.step.topology import UnwrappedModule, named_module
 from lightning_sparse.functional.elements import local_tensor
 
@@ -212,9 +218,7 @@ class SparseReducer(SharedOnCopy):
         return any(each in used and each.grad is not None for each in parameters)
 
     def close(self) -> None:
-        """Remove all hooks. If a dense backward has failed, wait for its running all-reduce."""
-        if isinstance(self._backward, DenseBackward):
-            self._context.worker.submit(self._backward.close, always=True)
+        """Remove all hooks."""
         self.reduced.unwatch()
         for _, handle in self._hooked.values():
             handle.remove()
