@@ -17,7 +17,7 @@ _CHARTS = {
     "sparse: where the time of a step goes": {
         "step_seconds": "Step, seconds",
         "exposed_seconds": "Exposed exchange, seconds",
-        "exposed_share": "Exposed exchange since the start, fraction of the time",
+        "exposed_share": "Exposed exchange, fraction of the time",
         "backward_seconds": "Backward, seconds",
         "select_seconds": "Selection, seconds",
         "exchange_seconds": "Exchange, seconds",

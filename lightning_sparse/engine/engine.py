@@ -180,15 +180,14 @@ class Engine(SharedOnCopy):
         self.densities.count_step(optimizer)
         if type(self.replicas) is not Replicas:  # The base class does not count steps.
             self.replicas.count_step(optimizer)
-        self.recorder.totals.end_step()  # The time of the replicas' exchange belongs to this step.
+        self.recorder.end_step()  # The time of the replicas' exchange belongs to this step.
 
     def compression_stats(self) -> dict[str, float]:
         """Return the statistics of the last complete step, or an empty dictionary before the first step."""
         recorder = self.recorder
         if recorder.last is None:
             return {}
-        totals = recorder.totals.as_stats(recorder.has_levels)
-        stats = {**mean_stats(recorder.last_step, recorder.has_levels), **totals}
+        stats = {**mean_stats(recorder.last_step, recorder.has_levels), **recorder.total_stats()}
         return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:

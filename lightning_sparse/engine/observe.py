@@ -2,11 +2,12 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, starmap
+from itertools import chain
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, Optional, Union
 
@@ -45,11 +46,6 @@ class Clock:
         event = module.Event(enable_timing=True)
         event.record(module.current_stream(self._device))  # The thread's current device may be another device.
         return event
-
-    @staticmethod
-    def has_passed(mark: Timestamp) -> bool:
-        """Return whether the device has reached a timestamp. Does not synchronize with the GPU."""
-        return isinstance(mark, float) or bool(mark.query())
 
     @staticmethod
     def seconds(start: Timestamp, end: Timestamp) -> float:
@@ -134,12 +130,8 @@ class StepRecord:
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which training waited: from the last gradient to the last written mean, and in later waits."""
-        return sum(starmap(_exposed, self.exposed))
-
-
-def _exposed(start: Timestamp, end: Timestamp) -> float:
-    # The end may precede the start, if the exchange ended before the wait began.
-    return max(0.0, Clock.seconds(start, end))
+        # The end may precede the start, if the exchange ended before the wait began.
+        return sum(max(0.0, Clock.seconds(*each)) for each in self.exposed)
 
 
 def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
@@ -167,7 +159,7 @@ def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, flo
     }
 
 
-def compressed(records: Sequence[StepRecord]) -> list[StepRecord]:
+def compressed(records: Collection[StepRecord]) -> list[StepRecord]:
     """Return the records of optimizer steps in which every exchange was compressed."""
     dense = {each.step for each in records if each.is_dense}
     return [each for each in records if each.step not in dense]
@@ -185,20 +177,16 @@ def compression_ratio(dense: float, sent: float) -> float:
 
 
 class Totals:
-    """Sums of bytes and times over all steps of a training. Only :meth:`as_stats` may synchronize with the GPU."""
+    """Sums of bytes over all steps of a training, and the seconds of the last steps."""
 
     def __init__(self) -> None:
         self.steps = 0  # optimizer steps, including steps with DDP's dense gradients
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
-        self._exposed: list[tuple[Timestamp, Timestamp]] = []  # intervals in which training waited in this step
-        self._is_dense = False  # whether an exchange of the current step averaged dense gradients as DDP does
-        self._paused: Optional[float] = None  # host time in seconds when pause() was called; None if not paused
         self.forget_times()
 
     def forget_times(self) -> None:
-        """Reset the sums of times to zero."""
-        self._seconds = self._exposed_seconds = 0.0
-        self._unread: deque[tuple[Timestamp, Timestamp]] = deque()  # waiting intervals to add to _exposed_seconds
+        """Drop the seconds of all steps."""
+        self._seconds = deque[float](maxlen=_MAX_RECORDS)
         self._border = perf_counter()  # host time in seconds when the current step began
 
     def add(self, record: StepRecord) -> None:
@@ -206,39 +194,16 @@ class Totals:
         self.wire_bytes += record.wire_bytes
         self.node_bytes += record.node_bytes
         self.dense_bytes += record.dense_bytes
-        self._is_dense |= record.is_dense
-        self.expose(record.exposed)
 
-    def expose(self, exposed: Iterable[tuple[Timestamp, Timestamp]]) -> None:
-        """Count intervals, given as pairs of timestamps, as exposed time of the current step."""
-        if self._paused is None:
-            self._exposed += exposed
-
-    def pause(self) -> None:
-        """Exclude the time until :meth:`resume` from the step, for example a validation between two batches."""
-        self._paused = perf_counter() if self._paused is None else self._paused
-
-    def resume(self) -> None:
-        """End a pause, and count time again. Without an earlier :meth:`pause`, the step begins now."""
-        now = perf_counter()
-        if self._paused is None:
-            self._exposed.clear()
-        self._border, self._paused = now if self._paused is None else self._border + now - self._paused, None
-
-    def end_step(self) -> None:
-        """End an optimizer step, and add the step's times to the sums."""
+    def end_step(self, is_dense: bool) -> None:
+        """End an optimizer step. The seconds of a step with DDP's dense gradients do not count."""
         border, self._border = self._border, perf_counter()
-        if not self._is_dense:  # The exposed time of a step with DDP's dense gradients is not measured.
-            self._seconds += self._border - border
-            self._unread.extend(self._exposed)
-        self._exposed.clear()
-        self._is_dense = False
         self.steps += 1
-        while self._unread and Clock.has_passed(self._unread[0][1]):
-            self._exposed_seconds += _exposed(*self._unread.popleft())
+        if not is_dense:
+            self._seconds.append(self._border - border)
 
-    def as_stats(self, has_levels: bool) -> dict[str, float]:
-        """Return the public statistics. May synchronize with the GPU."""
+    def as_stats(self, has_levels: bool, exposed_seconds: float) -> dict[str, float]:
+        """Return the public statistics. ``exposed_seconds`` are a mean over the last steps, or NaN."""
         stats = {
             "total_wire_bytes": self.wire_bytes,
             "total_dense_bytes": self.dense_bytes,
@@ -248,9 +213,10 @@ class Totals:
             stats["total_inter_node_bytes"] = self.wire_bytes - self.node_bytes
         if self.steps:
             stats["total_steps"] = float(self.steps)
-            exposed = self._exposed_seconds + sum(starmap(_exposed, self._unread))
-            # Host time may be shorter than exposed GPU time, because the GPU may be behind the host.
-            stats["exposed_share"] = min(1.0, exposed / self._seconds) if self._seconds else math.nan
+            # The median excludes validations, which make the time between two steps longer. Host time may be shorter
+            # than exposed GPU time, because the GPU may be behind the host.
+            share = exposed_seconds / median(self._seconds) if self._seconds else math.nan
+            stats["exposed_share"] = min(share, 1.0)  # NaN stays NaN in this order of arguments
         return stats
 
 
@@ -263,7 +229,6 @@ class Recorder:
         self.has_levels = local_world_size > 1  # whether the ranks of a node divide each gradient into parts
         self.current = StepRecord(*self._sizes)  # record of the current exchange; replaced only between backwards
         self.forget()
-        self.begun_steps = 0  # number of optimizer steps that began an exchange of compressed gradients
         self.watches_gradients = False  # whether each ready gradient gets a timestamp, even on a GPU
         self.samples: Optional[ParameterSamples] = None  # norms and counts of this exchange; None if not requested
         self.last_samples: Optional[ParameterSamples] = None  # norms and counts of the last sampled exchange
@@ -338,7 +303,6 @@ class Recorder:
         if self.last is not None:
             self.last.exposed += exposed
             self.last.spans += [Span("exchange", *each) for each in exposed if is_exchange]
-        self.totals.expose(exposed)
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
@@ -360,13 +324,22 @@ class Recorder:
 
     def _append(self, record: StepRecord) -> None:
         self.totals.add(record)
-        record.step = self.totals.steps + self.begun_steps
+        record.step = self.totals.steps
         self.records.append(record)
 
     @property
     def last(self) -> Optional[StepRecord]:
         """The last complete exchange, or ``None``."""
         return self.records[-1] if self.records else None
+
+    def end_step(self) -> None:
+        """End an optimizer step."""
+        self.totals.end_step(self.last is not None and self.last.is_dense)
+
+    def total_stats(self) -> dict[str, float]:
+        """Return the public statistics of the whole training. Synchronizes with the GPU."""
+        exposed = mean_of(compressed(self.records), lambda each: each.exposed_seconds)
+        return self.totals.as_stats(self.has_levels, exposed)
 
     @property
     def last_step(self) -> list[StepRecord]:

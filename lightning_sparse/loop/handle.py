@@ -172,20 +172,15 @@ class GradientSparsifier(Session):
     def shared_model(self) -> Iterator[None]:
         """Swap in the shared model of all ranks inside the context, for an evaluation or a save.
 
-        Nothing is sent. Without local steps the model is always shared. ``exposed_share`` excludes this time.
+        Nothing is sent. Without local steps the model is always shared.
         """
-        before, engine = self._is_shown, self.engine
-        recorder = None if engine is None or before else engine.recorder
-        if recorder is not None:
-            recorder.totals.pause()
+        before = self._is_shown
         with self.replicas.shared_model():
             self._is_shown = True
             try:
                 yield
             finally:
                 self._is_shown = before
-                if recorder is not None:
-                    recorder.totals.resume()  # a load inside the context replaces ``totals``
 
     def check_replicas(self) -> None:
         """Check between two steps that all ranks hold the same parameters. All ranks must call.

@@ -135,8 +135,7 @@ class Session:
         """Return this rank's statistics of the last step's exchange and of the whole training.
 
         The dictionary is empty before the first step, and on one process. After training, the final values remain. If
-        Lightning spawned the ranks, the main process has no values. On a GPU the call waits for the exchange. In a
-        plain loop, the step time in ``exposed_share`` is all time between two steps, except inside ``shared_model()``.
+        Lightning spawned the ranks, the main process has no values. On a GPU the call waits for the exchange.
 
         Returns:
             ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (bytes that left this rank),
@@ -145,8 +144,8 @@ class Session:
             nodes), ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and
             ``total_inter_node_bytes`` (sums over this training), ``total_steps`` (optimizer steps), ``select_seconds``
             (residual, selection, encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of
-            backward until gradients are ready), ``exposed_share`` (exposed seconds of all steps, divided by the time of
-            these steps; excludes plain DDP's steps), and for diverging replicas ``replica_divergence`` (see
+            backward until gradients are ready), ``exposed_share`` (mean exposed seconds, divided by the median time of
+            the last 256 steps; excludes plain DDP's steps), and for diverging replicas ``replica_divergence`` (see
             :class:`~lightning_sparse.compressors.A2SGD`). Seconds are NaN in steps of plain DDP.
         """
         return dict(self._last[0]) if self.engine is None else self.engine.compression_stats()
@@ -325,8 +324,6 @@ class Training:
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
         continued = self.engine.reducer.reduced.continued
-        if not (continued or self.is_dense):
-            self.engine.recorder.begun_steps += 1
         if self.is_dense:
             adam = self.view.adam
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)

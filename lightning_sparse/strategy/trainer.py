@@ -129,7 +129,6 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
             total_steps = total_steps_of(trainer)
             check_total_steps(self.settings, total_steps)
             training.expect_steps(total_steps, makes_rounds)
-        training.engine.recorder.totals.resume()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,18 +178,10 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if (training := self.training) is not None:
-            training.engine.recorder.totals.pause()
-
-    @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
         if self._first is not None:
             self._first.end_validation(self._module)
-        if self.engine is not None:
-            self.engine.recorder.totals.resume()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
