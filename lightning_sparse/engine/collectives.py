@@ -127,14 +127,13 @@ _Task = tuple[Callable[[], None], Optional[threading.Event], Sequence[Any]]
 class Communicator(SharedOnCopy):
     """Run collectives in one process group, and record bytes and seconds.
 
-    By default the process group is new, because user code may start collectives in an existing group on another thread.
-    The order of collectives in the existing group could then differ between ranks.
+    The process group is new, because user code may start collectives in an existing group on another thread. The order
+    of collectives in the existing group could then differ between ranks.
 
     Args:
         ranks: global ranks of the group.
         timeout: timeout of each collective; by default the timeout of the job's process group.
         parts: ranks of each group that all ranks create together, for example one group per node; by default ``ranks``.
-        shared: an existing process group to use instead of a new group. Each new NCCL group takes GPU memory.
         recorder: recorder of bytes and seconds; by default a new recorder.
         is_inside_node: whether the recorder counts the bytes as bytes that stay inside a node.
     """
@@ -145,23 +144,15 @@ class Communicator(SharedOnCopy):
         device: torch.device,
         timeout: Optional[timedelta] = None,
         parts: Optional[Sequence[list[int]]] = None,
-        shared: Optional[dist.ProcessGroup] = None,
         recorder: Optional[Recorder] = None,
         is_inside_node: bool = False,
     ) -> None:
         timeout = timeout_of_job(device) if timeout is None else timeout
         self._timeout = timeout
-        self._is_shared = shared is not None
-        self.group = shared
-        if shared is not None and timeout is not None:
-            # Groups of a device mesh have torch's default timeout. TORCH_DISTRIBUTED_DEBUG disables set_timeout().
-            with suppress(RuntimeError):
-                shared.set_timeout(timeout)
-        elif shared is None:
-            # All ranks of the job create each group. With torch's use_local_synchronization, a new group could get the
-            # name of a destroyed group. The new group would then read stale addresses from the store.
-            groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
-            self.group = next(group for part, group in groups if part == ranks)
+        # All ranks of the job create each group. With torch's use_local_synchronization, a new group could get the
+        # name of a destroyed group. The new group would then read stale addresses from the store.
+        groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
+        self.group: Optional[dist.ProcessGroup] = next(group for part, group in groups if part == ranks)
         self.device = device
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
@@ -250,10 +241,10 @@ class Communicator(SharedOnCopy):
         return means
 
     def close(self, has_failed: bool = False) -> None:
-        """Destroy the process group, unless it is shared. After an error (``has_failed``) destroy only gloo groups."""
+        """Destroy the process group. After an error (``has_failed``) destroy only gloo groups."""
         # After an error, the end of a gloo group also ends the wait of other ranks. NCCL would first wait here for the
         # other ranks, and this rank's error would not appear. An NCCL group therefore lives until the process ends.
-        is_there = self.group is not None and not self._is_shared and dist.is_initialized()
+        is_there = self.group is not None and dist.is_initialized()
         if is_there and not (has_failed and self.backend != "gloo"):
             dist.destroy_process_group(self.group)
         self.group = None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
-from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, SharedOnCopy, backend_of, timeout_of_job
+from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, SharedOnCopy
 from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.memory.residual import Memory, Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
@@ -60,10 +60,7 @@ class Engine(SharedOnCopy):
     ) -> None:
         self.module = module = named_module(ddp)
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
-        # Each NCCL group takes memory. Existing groups are used if the exchange overlaps with no other collective.
-        is_nccl, has_their_timeout = backend_of(device) == "nccl", timeout in (None, timeout_of_job(device))
-        shares_groups = is_nccl and local_world_size > 1 and has_their_timeout and not settings.overlaps_backward
-        levels = _levels_between(device, ddp, local_world_size, timeout, shares_groups)
+        levels = _levels_between(device, isinstance(ddp, ShardedModel), local_world_size, timeout)
         wires = settings.wires_for(levels.inter.rank, levels.inter.world_size)
         memory = _memory_of(module, settings, levels)
 
@@ -228,24 +225,22 @@ class Engine(SharedOnCopy):
 
 
 def _levels_between(
-    device: torch.device, wrapper: Wrapper, local_world_size: int, timeout: Optional[timedelta], shares_groups: bool
+    device: torch.device, is_sharded: bool, local_world_size: int, timeout: Optional[timedelta]
 ) -> FlatTopology:
-    world_size, is_sharded = dist.get_world_size(), isinstance(wrapper, ShardedModel)
+    world_size = dist.get_world_size()
     # With FSDP, dense gradients are sent only between replicas, so that the recorder counts each replica as one rank.
     sizes = (world_size // local_world_size, 1) if is_sharded else (world_size, local_world_size)
     recorder = Recorder(device, *sizes)
-    shared = dist.group.WORLD if shares_groups else None
-    world = Communicator(list(range(world_size)), device, timeout, shared=shared, recorder=recorder)
+    world = Communicator(list(range(world_size)), device, timeout, recorder=recorder)
     world.gather_numbers([0.0])  # connects the ranks before the worker starts collectives on another thread
     if local_world_size == 1:
         return FlatTopology(world)
     nodes = [list(range(first, first + local_world_size)) for first in range(0, world_size, local_world_size)]
     rows = [list(row) for row in zip(*nodes)]  # A row has one rank per node, all with the same part of gradients.
     number, place = divmod(world.rank, local_world_size)
-    shards, replicas = wrapper.groups if shares_groups and isinstance(wrapper, ShardedModel) else (None, None)
-    intra = Communicator(nodes[number], device, timeout, nodes, shards, recorder, is_inside_node=True)
+    intra = Communicator(nodes[number], device, timeout, nodes, recorder, is_inside_node=True)
     intra.gather_numbers([0.0])
-    inter = Communicator(rows[place], device, timeout, rows, replicas, recorder)
+    inter = Communicator(rows[place], device, timeout, rows, recorder)
     return (Shards if is_sharded else HierarchicalTopology)(intra, inter, world)
 
 

@@ -97,7 +97,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         refuse(filter(None, all_gather_object(next(reasons, ""))))  # all ranks raise the error of the lowest rank
         same_shards = self._whole_mesh.get_group(_MESH[0])
         broadcast_tensors([*map(local_tensor, module.parameters()), *module.buffers()], same_shards)
-        self._bare = ShardedModel(module, same_shards)
+        self._bare = ShardedModel(module)
         replicas, self._node_ranks, _ = self._whole_mesh.shape
         if replicas == 1:
             self._log(_ONE_REPLICA)

@@ -59,22 +59,10 @@ class UnwrappedModule(Module):
 
 
 class ShardedModel(UnwrappedModule):
-    """A model that FSDP shards inside each replica. FSDP averages gradients inside a replica, not between replicas.
+    """A model that FSDP shards inside each replica. FSDP averages gradients inside a replica, not between replicas."""
 
-    Args:
-        module: the model.
-        same_shards: process group of the ranks with the same shards, one in each replica.
-    """
-
-    def __init__(self, module: Module, same_shards: Any = None) -> None:
+    def __init__(self, module: Module) -> None:
         super().__init__(module, broadcast_buffers=False)
-        self._same_shards = same_shards
-
-    @property
-    def groups(self) -> tuple[Any, Any]:
-        """Process groups of this replica's ranks, and of the ranks with the same shards. Either may be ``None``."""
-        mesh = next(each.device_mesh for each in self.module.parameters() if hasattr(each, "device_mesh"))
-        return mesh.get_group() if mesh.ndim == 1 else None, self._same_shards
 
     @override
     @contextmanager
