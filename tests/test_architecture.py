@@ -155,6 +155,7 @@ PRIVATE = {  # private names of torch and Lightning -> why no public name is eno
         "_get_active_ddp_module": "whether DDP calls a model",
         "_ddp_params_and_buffers_to_ignore": "names that DDP ignores, before DDP exists",
         "_get_backend": "timeout of a group",
+        "_broadcast_coalesced": "broadcast of many tensors, as DDP calls it",
         "_timeout": "timeout of a group, and of Lightning's strategies",
         "_orig_mod": "module inside of `torch.compile`",
         "_amp_foreach_non_finite_check_and_unscale_": "changes that a GradScaler counts",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
-from itertools import accumulate, groupby
 from typing import Any, Optional, TypeVar
 
 import torch
@@ -60,23 +59,8 @@ def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors with the values of the process group's first rank. All ranks of the group must call this."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for each in tensors:
-        if each.numel():
-            by_dtype.setdefault(each.dtype, []).append(each)
-    for alike in by_dtype.values():
-        ends = accumulate(each.nbytes for each in alike)
-        for _, message in groupby(zip(alike, ends), key=lambda pair: pair[1] // _BROADCAST_BYTES):
-            _broadcast_message([each for each, _ in message], group)
-
-
-@torch.no_grad()
-def _broadcast_message(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    flat = torch.cat([each.reshape(-1) for each in tensors])
-    dist.broadcast(flat, dist.get_global_rank(group, 0), group)
-    if dist.get_rank(group) != 0:
-        received = flat.split([each.numel() for each in tensors])
-        torch._foreach_copy_(list(tensors), [one.view(each.shape) for one, each in zip(received, tensors)])
+    if held := [each.detach() for each in tensors if each.numel()]:
+        dist._broadcast_coalesced(group, held, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]  # as DDP does
 
 
 def ddp_ignored_names(module: Module) -> frozenset[str]:
