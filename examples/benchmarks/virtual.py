@@ -77,15 +77,15 @@ class ThreadCommunicator(Communicator):
         self._meeting = meeting
 
     @override
-    def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack([each.reshape(-1) for each in self._meeting.exchange(self.rank, tensor.clone())])
 
     @override
-    def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def all_to_all(self, tensor: Tensor) -> Tensor:
         return torch.stack([each[self.rank] for each in self._meeting.exchange(self.rank, tensor.clone())])
 
     @override
-    def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         total, *others = self._meeting.exchange(self.rank, tensor.clone())
         total = total.clone()
         for other in others:
@@ -100,7 +100,7 @@ class InlineWorker(ExchangeWorker):
         self.error = None
 
     @override
-    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None, always: bool = False) -> None:
+    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
         run()
         if done is not None:
             done.set()

@@ -167,9 +167,9 @@ class Communicator(SharedOnCopy):
         with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, payload.collective):
             return self.issue(*payload)
 
-    def issue(self, name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Run the collective ``name``, and record no bytes or seconds. ``out`` is optional memory for the result."""
-        received: Tensor = getattr(self, name)(tensor, out)
+    def issue(self, name: str, tensor: Tensor) -> Tensor:
+        """Run the collective ``name``, and record no bytes or seconds."""
+        received: Tensor = getattr(self, name)(tensor)
         return received
 
     def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
@@ -185,23 +185,23 @@ class Communicator(SharedOnCopy):
         """Return the bytes that each rank sends in the collective ``name``. All ranks pass tensors of one size."""
         return self._shares[name] * (tensor.numel() * tensor.element_size())
 
-    def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[world_size, numel]``."""
-        gathered = tensor.new_empty(self.world_size, tensor.numel()) if out is None else out
         # gloo's all-gather goes around a ring of ranks. An all-to-all sends the same bytes in one round trip.
-        if self._goes_around and 0 < gathered.nbytes <= DIRECT_BYTES:
-            return self.all_to_all(tensor.expand(self.world_size, -1).contiguous(), gathered)
+        if self._goes_around and 0 < self.world_size * tensor.nbytes <= DIRECT_BYTES:
+            return self.all_to_all(tensor.expand(self.world_size, -1).contiguous())
+        gathered = tensor.new_empty(self.world_size, tensor.numel())
         _all_gather_into(gathered.view(-1), tensor, group=self.group)
         return gathered
 
-    def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def all_to_all(self, tensor: Tensor) -> Tensor:
         """Send row ``r`` of ``[world_size, numel]`` to rank ``r``. Row ``r`` of the result is from rank ``r``."""
-        received = torch.empty_like(tensor) if out is None else out
+        received = torch.empty_like(tensor)
         # gloo lacks some 16-bit dtypes, so the rows are sent as bytes.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8), group=self.group)
         return received
 
-    def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over ranks, in place."""
         if not (self._goes_around and 0 < tensor.nbytes <= DIRECT_BYTES):
             dist.all_reduce(tensor, group=self.group)

@@ -47,8 +47,8 @@ def slow_down(engine, network):
     communicator = engine.levels.inter
     issue = communicator.issue
 
-    def issue_slowly(name, tensor, out=None):
-        received = issue(name, tensor, out)
+    def issue_slowly(name, tensor):
+        received = issue(name, tensor)
         time.sleep(network(tensor.numel() * tensor.element_size()))
         return received
 

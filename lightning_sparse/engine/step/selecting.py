@@ -87,9 +87,6 @@ class BucketSelector:
         self._compressor = compressor
         self._wires = wires
         self._formats = wires.formats
-        self._holding = [wire for wire in self._formats if type(wire).release is not WireFormat.release]
-        self._used: set[WireFormat] = set()  # wire formats used in this step
-        self._used_before: set[WireFormat] = set()  # wire formats used in the previous step
         self._format_for = cache(wires.format_for)
 
     def select(
@@ -137,7 +134,6 @@ class BucketSelector:
                 of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
                 selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
             parts.append(Part(wire, positions, grouped(selection), [counts[each] for each in positions], tensors))
-        self._used.update(part.wire for part in parts)
         return parts
 
     def _ask(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
@@ -180,13 +176,6 @@ class BucketSelector:
         wire = self._format_for(numel, count)
         # A sparse selection is never sent dense, because the unselected elements must stay in the residual.
         return self._wires.sparse if wire is self._wires.dense else wire
-
-    def release(self) -> None:
-        """End the step, and let wire formats free buffers that this step did not use."""
-        for wire in self._holding:
-            if wire in self._used or wire in self._used_before:
-                wire.release()
-        self._used, self._used_before = set(), self._used
 
     def _select_across(
         self,

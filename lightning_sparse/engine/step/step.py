@@ -213,7 +213,6 @@ class Pipeline:
                 self.memory.update_residual(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
                 self._write_back(exchanged, mean, scale)
         self.levels.write_back()
-        self.selector.release()
 
     def close_record(self) -> None:
         """Close the record of the exchange, and pass the record to the planner."""

@@ -239,7 +239,6 @@ class HierarchicalTopology(DividedRanks):
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
-        self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
         # Per message of this step: complete gradients, this rank's shares of the node's means, dtype of the message.
         self._averaged: list[tuple[Sequence[Tensor], Tensor, torch.dtype]] = []
 
@@ -293,22 +292,15 @@ class HierarchicalTopology(DividedRanks):
         dtype = dtypes.pop() if len(dtypes) == 1 else widened(gradients[0].dtype)
         numels = [self.share_numel(gradient.numel()) for gradient in gradients]
         padding = -sum(numels) % _ALIGNED
-        sent = cut_into(self._memory("sent", sum(numels) + padding, dtype), [each.to(dtype) for each in gradients])
-        parts = yield Payload("all_to_all", sent, out=self._memory("parts", sent.shape[1], dtype))
-        shares = mean_of_rows(parts, widened(dtype)).clone()
+        rows = gradients[0].new_empty(self.local_world_size, sum(numels) + padding, dtype=dtype)
+        parts = yield Payload("all_to_all", cut_into(rows, [each.to(dtype) for each in gradients]))
+        shares = mean_of_rows(parts, widened(dtype)).clone()  # frees ``parts``
         self._averaged.append((gradients, shares, dtype))
         return list(shares[: sum(numels)].split(numels))
 
-    def _memory(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer ``[local_world_size, columns]``, which all messages with this ``name`` and dtype reuse."""
-        numel, held = self.local_world_size * columns, self._messages.get((name, dtype))
-        if held is None or held.numel() < numel:
-            held = self._messages[name, dtype] = torch.empty(numel, dtype=dtype, device=self._intra.device)
-        return held[:numel].view(self.local_world_size, columns)
-
     def _hand_out(self, shares: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Phases[None]:
         """All-gather concatenated shares inside the node, and write complete flat ``tensors``."""
-        rows = yield Payload("all_gather", round_to(shares, dtype), out=self._memory("parts", len(shares), dtype))
+        rows = yield Payload("all_gather", round_to(shares, dtype))
         numels = [self.share_numel(tensor.numel()) for tensor in tensors]
         for tensor, piece in zip(tensors, rows[:, : sum(numels)].split(numels, dim=1)):
             copy_elements(round_to(piece, tensor.dtype), tensor)

@@ -12,11 +12,10 @@ from lightning_sparse.compressors.selection import Selection, SelectionSize, who
 
 
 class Payload(NamedTuple):
-    """Input of a collective: name of the collective, this rank's tensor, and optional memory for the result."""
+    """Input of a collective: name of the collective, and this rank's tensor."""
 
     collective: str
     tensor: Tensor
-    out: Optional[Tensor] = None
 
 
 class Transfer(NamedTuple):
@@ -56,10 +55,6 @@ class WireFormat(ABC):
             accumulated: gradients plus residuals. Some formats also send elements that only other ranks selected.
             used: uint8 flags of the parameters that this rank used, in a step's last message; otherwise ``None``.
         """
-
-    def release(self) -> None:
-        """End a step. A format may free buffers that the step did not use."""
-        return
 
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:

@@ -100,10 +100,6 @@ class OwnersFormat(WireFormat):
         return result._replace(used=wires[:, len(section) : len(section) + len(used)].bool().any(dim=0))
 
     @override
-    def release(self) -> None:
-        self._values.release()
-
-    @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         numels, counts = tuple(size.numel for size in sizes), tuple(size.selected for size in sizes)
         shares = _shares_of(numels, counts, self.world_size, self._keep)

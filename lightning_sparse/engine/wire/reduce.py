@@ -44,19 +44,14 @@ class ReduceFormat(WireFormat):
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
         self._multiple = 1 if bits is None else BLOCK
-        # Buffers are reused, because a new allocation of a large block in every step would cost more than a copy.
-        self._workspace: dict[str, Tensor] = {}
-        self._is_in_use = False
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        self._is_in_use = True
         # Without ``bits``, usage flags are sent like a tensor. Quantization could round flags to zero.
         flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
         values = self._cut([*(each.values for each in selection), *flags])
         written, sent = self._write(values)
-        room = self._reused("parts", written.numel(), written.dtype, written.device)
-        parts = self._read((yield Payload("all_to_all", written, out=room)), values)
+        parts = self._read((yield Payload("all_to_all", written)), values)
         mean = mean_of_rows(parts, values.dtype)
         written, returned = self._write(mean.unsqueeze(0))
         received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
@@ -68,12 +63,6 @@ class ReduceFormat(WireFormat):
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
         return ExchangeResult(all_finite(received), used, means=arrived, kept=unsent)
-
-    @override
-    def release(self) -> None:
-        if not self._is_in_use:
-            self._workspace.clear()  # The step did not need the buffers of this format.
-        self._is_in_use = False
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
@@ -122,8 +111,7 @@ class ReduceFormat(WireFormat):
     def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
         numels = list(map(Tensor.numel, tensors))
         columns = sum(map(self._shard_numel, numels)) + self._padding(numels)
-        rows = self._reused("values", self.world_size * columns, tensors[0].dtype, tensors[0].device)
-        return cut_into(rows, tensors, self._multiple)
+        return cut_into(tensors[0].new_empty(self.world_size, columns), tensors, self._multiple)
 
     def _shard_numel(self, numel: int) -> int:
         return shard_numel(numel, self.world_size, self._multiple)
@@ -134,12 +122,6 @@ class ReduceFormat(WireFormat):
             return 0
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
         return (aligned(nbytes) - nbytes) // self.dtype.itemsize
-
-    def _reused(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        held = self._workspace.get(name)
-        if held is None or held.numel() < numel or held.dtype is not dtype:
-            held = self._workspace[name] = torch.empty(numel, dtype=dtype, device=device)
-        return held[:numel].view(self.world_size, -1)
 
     def _split(self, shards: Tensor, numels: Sequence[int]) -> list[Selection]:
         widths = list(map(self._shard_numel, numels))

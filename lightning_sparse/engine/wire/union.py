@@ -52,10 +52,6 @@ class UnionFormat(WireFormat):
         return result._replace(used=headers[:, _COUNT_BYTES : _COUNT_BYTES + len(used)].bool().any(dim=0))
 
     @override
-    def release(self) -> None:
-        self._values.release()
-
-    @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return estimated transfers, as if ranks selected equally many elements, and no element in common."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)

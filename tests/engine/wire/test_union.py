@@ -17,8 +17,6 @@ def exchange(chosen, formats, used=None):
         flags = None if used is None else torch.tensor(used[rank], dtype=torch.uint8, device=DEVICE)
         phases.append(format_.exchange(grouped(selections), accumulated, flags))
     arrivals, handed_in = run_phases(phases)
-    for format_ in formats:
-        format_.release()
     return moved(arrivals, "cpu"), [[payload.tensor for payload in payloads] for payloads in handed_in]
 
 
