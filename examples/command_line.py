@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_sparse import SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.schedule.network import dense_bytes
+from lightning_sparse.schedule.costs import dense_bytes
 
 _SPARSE = (SparseDDPStrategy, SparseModelParallelStrategy)
 _OVERRIDES = ("density", "wire", "schedule", "warmup_steps")

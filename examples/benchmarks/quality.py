@@ -34,7 +34,7 @@ from virtual import POST_LOCAL_START, VirtualRanks
 
 from lightning_sparse import Owners
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
-from lightning_sparse.schedule.network import dense_bytes
+from lightning_sparse.schedule.costs import dense_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpt import GPT, GPTSize, encoded, random_windows, warmed_up_cosine, window_loss

@@ -40,7 +40,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire import EXCHANGES, build_wires
-from lightning_sparse.schedule.network import sent_bytes
+from lightning_sparse.schedule.costs import sent_bytes
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DENSITY = 0.01

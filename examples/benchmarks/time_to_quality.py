@@ -34,7 +34,7 @@ from quality import TASKS, Run
 from rows import BUCKETS_MB
 from shape import slower_delay, slower_rate
 
-from lightning_sparse.schedule.network import dense_bytes
+from lightning_sparse.schedule.costs import dense_bytes
 
 _FOLDER = Path(__file__).parent
 _PATIENCE_SECONDS = 3 * 3600.0  # that a training may take

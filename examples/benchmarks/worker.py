@@ -18,7 +18,7 @@ from rows import ROWS, Row
 from training import begin_rank, train
 
 from lightning_sparse import SparseDDPStrategy, SparseModelParallelStrategy
-from lightning_sparse.schedule.network import sent_bytes
+from lightning_sparse.schedule.costs import sent_bytes
 
 
 class StepWatch(Callback):

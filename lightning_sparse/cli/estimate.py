@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_sparse.loop.summary import in_bytes
-from lightning_sparse.schedule.costs import Line
-from lightning_sparse.schedule.network import dense_bytes
+from lightning_sparse.schedule.costs import Line, dense_bytes
 
 REASONS = {
     "ddp": "the exchange is short beside the computation",

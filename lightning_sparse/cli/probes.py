@@ -25,8 +25,7 @@ from lightning_sparse.cli.rows import NotApplicableError, Rows
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
 from lightning_sparse.engine.store import default_store
 from lightning_sparse.functional.topk import top_k_indices
-from lightning_sparse.schedule.costs import Line, fit
-from lightning_sparse.schedule.network import sent_bytes
+from lightning_sparse.schedule.costs import Line, fit, sent_bytes
 from lightning_sparse.strategy.lightning import NAME, DDPStrategy, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.store import exchange_error, is_of_this_rank
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
+from lightning_sparse.schedule.costs import DIRECT_BYTES, sent_bytes
 
 _BROADCAST_BYTES = 250 << 20  # approximate bytes of one broadcast; DDP uses the same number
 
@@ -163,27 +163,20 @@ class Communicator(SharedOnCopy):
 
     def call(self, payload: Payload) -> Tensor:
         """Run the collective of a payload, and record the sent bytes and the seconds."""
-        self.recorder.add_bytes(self.sent_bytes(payload.collective, payload.tensor), self._is_inside_node)
-        with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, payload.collective):
-            return self.issue(*payload)
-
-    def issue(self, name: str, tensor: Tensor) -> Tensor:
-        """Run the collective ``name``, and record no bytes or seconds."""
-        received: Tensor = getattr(self, name)(tensor)
+        name, tensor = payload
+        self.recorder.add_bytes(self._shares[name] * tensor.nbytes, self._is_inside_node)
+        with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, name):
+            received: Tensor = getattr(self, name)(tensor)
         return received
-
-    def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
-        """Return a context that converts errors of collectives to :class:`ExchangeError`."""
-        return translate_backend_errors(subject, name, self._timeout)
 
     @cached_property
     def _shares(self) -> dict[str, float]:
         """Bytes that a rank sends per byte of input, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
         return {name: sent_bytes(name, 1, self.world_size) for name in ("all_gather", "all_to_all", "all_reduce")}
 
-    def sent_bytes(self, name: str, tensor: Tensor) -> float:
-        """Return the bytes that each rank sends in the collective ``name``. All ranks pass tensors of one size."""
-        return self._shares[name] * (tensor.numel() * tensor.element_size())
+    def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
+        """Return a context that converts errors of collectives to :class:`ExchangeError`."""
+        return translate_backend_errors(subject, name, self._timeout)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[world_size, numel]``."""

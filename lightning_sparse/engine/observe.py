@@ -17,7 +17,7 @@ from torch.autograd import profiler
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, sent_count
 from lightning_sparse.engine.samples import ParameterSamples
-from lightning_sparse.schedule.network import dense_bytes, sent_bytes
+from lightning_sparse.schedule.costs import dense_bytes, sent_bytes
 
 
 def shown(stage: str) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Estimates of the seconds for a bucket, and of the densities at which backward hides the exchange (LAGS-SGD).
+"""Bytes and seconds of a bucket, and densities at which backward hides the exchange (LAGS-SGD).
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose a compression ratio for
 each layer: the lowest ratio that hides selection and exchange behind the backward of the next layer, at most ``c_u``.
@@ -8,13 +8,36 @@ module omits the rule, and chooses a density per bucket, not per layer. A bucket
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, combinations, groupby
 from statistics import median
 from typing import NamedTuple, Optional
 
+DIRECT_BYTES = 2 << 20  # largest tensor sent without a ring on gloo; above, a ring is as fast (at 1 Gbit/s and 100 us)
 _SAFE = 0.8  # used fraction of the time before the next bucket is ready; with 1.0, any delay would expose the exchange
 _APART = 1.5  # minimum ratio of the largest to the smallest size; closer sizes give no reliable slope
+
+# Bytes that a rank sends per byte of input. Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+# Operations in MPICH", IJHPCA 2005, sections 3.1 and 3.4.
+_SHARES: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2.0 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: ranks - 1.0,
+    "all_to_all": lambda ranks: (ranks - 1.0) / ranks,
+}
+
+
+def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
+    """Return the bytes that each of ``ranks`` ranks sends in a collective with ``nbytes`` of input per rank.
+
+    All reported bytes use this count. An all-reduce of ``nbytes`` sends as much as an all-to-all of ``nbytes`` and an
+    all-gather of ``nbytes / ranks``.
+    """
+    return _SHARES[collective](ranks) * nbytes
+
+
+def dense_bytes(elements: float, ranks: int) -> float:
+    """Return the bytes that a rank sends in DDP's all-reduce of ``elements`` fp32 elements."""
+    return sent_bytes("all_reduce", 4 * elements, ranks)
 
 
 class Line(NamedTuple):

@@ -1,10 +1,9 @@
 """Plans, which divide gradients into buckets: plans to try, the optimum of OMGS-SGD, and the plan in use."""
 
 import math
-import numbers
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 Cost = Callable[[int], float]  # seconds by a number of elements
@@ -103,7 +102,8 @@ def plan_buckets(
         >>> plan_buckets([10, 10, 10], [1.0, 1.0, 3.0], lambda n: 0.0, lambda n: 1.0 + n / 10.0)
         [[0, 1], [2]]
     """
-    elements, ready = _checked_sums(sizes, backward_seconds)
+    _check(sizes, backward_seconds)
+    elements, ready = list(accumulate(sizes, initial=0)), list(accumulate(backward_seconds, initial=0.0))
     # best[n], for the first n tensors: the earliest time when the worker is free, and the last bucket's first tensor.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for stop in range(1, len(ready)):
@@ -118,22 +118,16 @@ def plan_buckets(
     return buckets
 
 
-def _checked_sums(sizes: Sequence[int], backward_seconds: Sequence[float]) -> tuple[list[int], list[float]]:
+def _check(sizes: Sequence[int], backward_seconds: Sequence[float]) -> None:
     if len(sizes) == 0 or len(backward_seconds) != len(sizes):
         raise ValueError(
             f"sizes has {len(sizes)} entries and backward_seconds {len(backward_seconds)}: pass both for each tensor,"
             " and at least one tensor"
         )
-    for position, size in enumerate(sizes):
-        if not hasattr(size, "__index__") or size < 0:
-            raise ValueError(f"sizes[{position}]={size!r} must be an integer number of elements, at least 0")
-    for position, seconds in enumerate[Any](backward_seconds):
-        if not isinstance(seconds, numbers.Real) or not 0 <= float(seconds) < math.inf:
-            raise ValueError(
-                f"backward_seconds[{position}]={seconds!r} must be finite and at least 0; exclude disturbed steps from"
-                " the profile"
-            )
-    return list(accumulate(map(operator.index, sizes), initial=0)), list(accumulate(backward_seconds, initial=0.0))
+    for name, given, kind in (("sizes", sizes, Integral), ("backward_seconds", backward_seconds, Real)):
+        for position, number in enumerate[Any](given):
+            if not (isinstance(number, kind) and 0 <= float(number) < math.inf):
+                raise ValueError(f"{name}[{position}]={number!r} must be finite and at least 0, and sizes integers")
 
 
 def _cost(select_cost: Cost, exchange_cost: Cost, elements: int) -> float:

@@ -5,8 +5,7 @@ import pytest
 
 from lightning_sparse.cli import main
 from lightning_sparse.cli.estimate import PASSES, REASONS, Estimate, read_rate, read_seconds
-from lightning_sparse.schedule.costs import Line
-from lightning_sparse.schedule.network import dense_bytes
+from lightning_sparse.schedule.costs import Line, dense_bytes
 from tests.helpers.commands import refusal
 from tests.helpers.pages import DOCS, ROOT, rows, shown_commands
 

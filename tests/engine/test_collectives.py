@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Communicator, _all_gather_into
-from lightning_sparse.schedule.network import DIRECT_BYTES
+from lightning_sparse.schedule.costs import DIRECT_BYTES
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
 

@@ -45,14 +45,17 @@ class Slow(nn.Module):
 
 def slow_down(engine, network):
     communicator = engine.levels.inter
-    issue = communicator.issue
 
-    def issue_slowly(name, tensor):
-        received = issue(name, tensor)
-        time.sleep(network(tensor.numel() * tensor.element_size()))
-        return received
+    def slowed(collective):
+        def run(tensor):
+            received = collective(tensor)
+            time.sleep(network(tensor.nbytes))
+            return received
 
-    communicator.issue = issue_slowly
+        return run
+
+    for name in ("all_gather", "all_to_all", "all_reduce"):
+        setattr(communicator, name, slowed(getattr(communicator, name)))
 
 
 def losses_of(rank, ddp, engine, steps):

@@ -7,7 +7,7 @@ from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire.base import Transfer
-from lightning_sparse.schedule.network import sent_bytes
+from lightning_sparse.schedule.costs import sent_bytes
 from tests.helpers.examples import load
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
