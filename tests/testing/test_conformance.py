@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_sparse.engine.step.selecting import BucketSelector
+from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.testing import InvariantError, check_compressor, checks_for
 from lightning_sparse.testing.invariants import balance
@@ -74,7 +75,7 @@ def test_indices_that_break_the_contract_are_named_with_the_class_and_the_rule(c
     compressor = lawless.Returns(change)
     selector = BucketSelector(compressor, build_wires("gather", "reduce", torch.float32, 0, 2))
     with pytest.raises(ValueError, match=f"^Returns.select returned .*'weight'.*{rule}"):
-        selector.select(["weight"], [torch.randn(100)], [0.1], [True])
+        selector.select([LocalGradient("weight", torch.empty(0), True)], [torch.randn(100)], [0.1])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

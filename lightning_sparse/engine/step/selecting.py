@@ -20,6 +20,7 @@ from lightning_sparse.compressors.selection import (
     whole,
 )
 from lightning_sparse.engine.collectives import Communicator
+from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, WireFormat
 from lightning_sparse.functional.elements import counts_of
@@ -29,19 +30,22 @@ class Part(NamedTuple):
     """Parameters of a bucket that are sent in one wire format. A merged part has one selection for all parameters."""
 
     wire: WireFormat
-    positions: Sequence[int]  # positions of the parameters in the bucket
+    members: Sequence[LocalGradient]  # gradients of the parameters
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
     counts: Sequence[float]  # number of elements to send per parameter; if merged, shares of the total by size
     tensors: list[Tensor]  # gradient plus residual of each parameter
     flat: Optional[Tensor] = None  # the concatenated tensors; ``None`` if not merged
-    are_used: Sequence[Optional[bool]] = ()  # whether this rank used each parameter; ``None`` if untracked
 
-    def exchange(self, communicator: Communicator, names: Sequence[str], used: Optional[Tensor]) -> ExchangeResult:
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        return [local.name for local in self.members]
+
+    def exchange(self, communicator: Communicator, used: Optional[Tensor]) -> ExchangeResult:
         """Send the selected elements, and return the mean of each parameter.
 
         Args:
             communicator: communicator of the ranks that exchange selections.
-            names: parameter names of the part.
             used: uint8 flags of the parameters that this rank has used; only with the last message of a step.
         """
         communicator.recorder.see_selection(self.selection, self.counts)
@@ -51,7 +55,7 @@ class Part(NamedTuple):
             with communicator.recorder.span("encode"):
                 result = self._split(result, self.flat)
         if (samples := communicator.recorder.samples) is not None:
-            samples.add_sent(names, self.selection if self.flat is None else self._sent())
+            samples.add_sent(self.names, self.selection if self.flat is None else self._sent())
         return result
 
     def _split(self, result: ExchangeResult, flat: Tensor) -> ExchangeResult:
@@ -59,8 +63,8 @@ class Part(NamedTuple):
         numels = list(map(Tensor.numel, self.tensors))
         scatter([mean := torch.empty_like(flat)], result.means)
         overwrite([flat], result.kept)
-        pieces = zip(flat.split(numels), self.tensors, self.are_used)
-        kept = [tensor if is_used is False else piece for piece, tensor, is_used in pieces]
+        pieces = zip(flat.split(numels), self.tensors, self.members)
+        kept = [tensor if local.is_used is False else piece for piece, tensor, local in pieces]
         return result._replace(means=whole(mean.split(numels)), kept=whole(kept))
 
     def _sent(self) -> Sequence[Selection]:
@@ -91,24 +95,22 @@ class BucketSelector:
 
     def select(
         self,
-        names: Sequence[str],
+        bucket: Sequence[LocalGradient],
         accumulated: Sequence[Tensor],
         densities: Sequence[float],
-        are_used: Sequence[Optional[bool]],
         dense: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
         """Select the elements to send of flat gradients plus residuals. Dense parts come last.
 
         Args:
-            names: parameter names.
+            bucket: gradients. With ``selects_across_bucket``, no element of an unused parameter is sent.
             accumulated: flat gradients plus residuals; not changed.
             densities: fraction of elements to send, by parameter.
-            are_used: whether this rank used each parameter; ``None`` if untracked.
             dense: names of parameters to send dense, because Adam's second moment is not estimated yet.
         """
         ways = [
-            self._wires.refresh if name in dense else self._way_of_dense(tensor.numel(), density)
-            for name, tensor, density in zip(names, accumulated, densities)
+            self._wires.refresh if local.name in dense else self._way_of_dense(tensor.numel(), density)
+            for local, tensor, density in zip(bucket, accumulated, densities)
         ]
         counts = [
             tensor.numel() if way is not None else element_count(tensor.numel(), density)
@@ -117,11 +119,11 @@ class BucketSelector:
         few = [position for position, way in enumerate(ways) if way is None]
         parts: list[Part] = []
         chosen: Sequence[Selection] = []
+        some, summed = [bucket[each] for each in few], [accumulated[each] for each in few]
         if self._compressor.selects_across_bucket and len(few) > 1:
-            parts.append(self._select_across(few, names, accumulated, densities, are_used))
+            parts.append(self._select_across(some, summed, [densities[each] for each in few]))
         elif few:
-            asked = [names[each] for each in few], [accumulated[each] for each in few], [counts[each] for each in few]
-            chosen = self._ask(*asked)
+            chosen = self._ask(some, summed, [counts[each] for each in few])
             for position, way in zip(few, self._ways_of(chosen)):
                 ways[position] = way
         for wire in self._formats:
@@ -133,15 +135,19 @@ class BucketSelector:
             if positions != few:  # otherwise the compressor's list is used without a copy
                 of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
                 selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
-            parts.append(Part(wire, positions, grouped(selection), [counts[each] for each in positions], tensors))
+            members = [bucket[each] for each in positions]
+            parts.append(Part(wire, members, grouped(selection), [counts[each] for each in positions], tensors))
         return parts
 
-    def _ask(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
+    def _ask(
+        self, members: Sequence[LocalGradient], tensors: Sequence[Tensor], counts: Sequence[int]
+    ) -> Sequence[Selection]:
         """Run the compressor. Raise ``ValueError`` for an invalid selection, which would fail or hang later."""
-        selections = self._compressor.select(names, accumulated, counts)
+        names = [local.name for local in members]
+        selections = self._compressor.select(names, tensors, counts)
         is_listed = not isinstance(selections, FlatSelection)  # a FlatSelection is valid by construction
-        if self.checks_on_device or (is_listed and accumulated[0].device.type == "cpu"):
-            self._check(names, accumulated, counts, selections)
+        if self.checks_on_device or (is_listed and tensors[0].device.type == "cpu"):
+            self._check(names, tensors, counts, selections)
         return selections
 
     def _check(
@@ -178,24 +184,16 @@ class BucketSelector:
         return self._wires.sparse if wire is self._wires.dense else wire
 
     def _select_across(
-        self,
-        positions: Sequence[int],
-        names: Sequence[str],
-        accumulated: Sequence[Tensor],
-        densities: Sequence[float],
-        are_used: Sequence[Optional[bool]],
+        self, members: Sequence[LocalGradient], tensors: list[Tensor], densities: Sequence[float]
     ) -> Part:
-        names, densities = [names[each] for each in positions], [densities[each] for each in positions]
-        tensors = [accumulated[each] for each in positions]
-        numels, are_used = list(map(Tensor.numel, tensors)), [are_used[each] for each in positions]
-        flat = torch.cat(tensors)
-        for piece, is_used in zip(flat.split(numels), are_used):
-            if is_used is False:  # zeros, so that no element of an unused parameter's residual is selected
+        numels, flat = list(map(Tensor.numel, tensors)), torch.cat(tensors)
+        for piece, local in zip(flat.split(numels), members):
+            if local.is_used is False:  # zeros, so that no element of an unused parameter's residual is selected
                 piece.zero_()
         count = _merged_count(tensors, densities)
-        selection = grouped(self._ask(names, [flat], [count]))
+        selection = grouped(self._ask(members, [flat], [count]))
         shares = [count * numel / sum(numels) for numel in numels]
-        return Part(self._ways_of(selection)[0], positions, selection, shares, tensors, flat, are_used)
+        return Part(self._ways_of(selection)[0], members, selection, shares, tensors, flat)
 
 
 def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:

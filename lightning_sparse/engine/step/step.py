@@ -84,9 +84,7 @@ _NO_PLACES: Mapping[str, int] = {}
 class BucketResult(NamedTuple):
     """Parameters of a bucket that were sent in one wire format, and the means, which commit writes to gradients."""
 
-    names: list[str]
-    bucket: Sequence[LocalGradient]
-    accumulated: list[Tensor]  # flat gradients plus residuals, in fp32 or wider; commit writes the means here
+    part: Part  # commit writes the means to ``part.tensors``, and from there to the gradients
     result: ExchangeResult
 
 
@@ -158,23 +156,15 @@ class Pipeline:
             if (samples := self.recorder.samples) is not None:
                 samples.add_gradients(names, gradients, self.context.loss_scale)
             with self.recorder.span("select"):
-                are_used = self.levels.are_used(bucket) if self.compressor.selects_across_bucket else ()
+                if self.compressor.selects_across_bucket:
+                    bucket = self.levels.with_use(bucket)
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 densities = list(map(self.density_of, names))
-                *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.dense)
-            used = None if used is None else self.levels.any_of(used)
-            exchanged = [self._exchange_part(part, bucket) for part in parts]
-            return [*exchanged, self._exchange_part(last, bucket, used)]
-
-    def _exchange_part(
-        self, part: Part, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None
-    ) -> BucketResult:
-        members = [bucket[each] for each in part.positions]
-        names = [local.name for local in members]
-        result = part.exchange(self.levels.inter, names, used)
-        return BucketResult(names, members, part.tensors, result)
+                parts = self.selector.select(bucket, accumulated, densities, self.context.dense)
+            flags = [None] * (len(parts) - 1) + [None if used is None else self.levels.any_of(used)]
+            return [BucketResult(part, part.exchange(self.levels.inter, own)) for part, own in zip(parts, flags)]
 
     def check_arrived(self, arrived: Sequence[Tensor]) -> None:
         """Raise an error on every rank if means of earlier exchanges of this step differ between ranks.
@@ -206,12 +196,13 @@ class Pipeline:
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)
-        used = [_used_anywhere(exchanged, step[-1].result.used, places) for exchanged in step]
+        used = [_used_anywhere(part, step[-1].result.used, places) for part, _ in step]
         with self.recorder.span("commit"):
             for exchanged, mean, flags in zip(step, means, used):
                 accepted = finite if flags is None else flags & finite
-                self.memory.update_residual(exchanged.names, exchanged.accumulated, exchanged.result.kept, accepted)
-                self._write_back(exchanged, mean, scale)
+                part, result = exchanged
+                self.memory.update_residual(part.names, part.tensors, result.kept, accepted)
+                self._write_back(part, mean, scale)
         self.levels.write_back()
 
     def close_record(self) -> None:
@@ -224,12 +215,12 @@ class Pipeline:
             self.recorder.last_samples = samples
         self._planner.see_exchange(record)
 
-    def _write_back(self, exchanged: BucketResult, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
-        means = exchanged.accumulated  # the means overwrite the sums of gradient and residual
-        self.memory.write_means(exchanged.names, means, mean)
+    def _write_back(self, part: Part, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
+        means = part.tensors  # the means overwrite the sums of gradient and residual
+        self.memory.write_means(part.names, means, mean)
         if scale is not None:
             torch._foreach_mul_(means, scale)
-        _round_into([(each.gradient, wide) for each, wide in zip(exchanged.bucket, means) if wide is not each.gradient])
+        _round_into([(each.gradient, wide) for each, wide in zip(part.members, means) if wide is not each.gradient])
 
     def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> list[Sequence[Selection]]:
         means = [exchanged.result.means for exchanged in step]
@@ -237,8 +228,8 @@ class Pipeline:
             return means  # most compressors have no finish_step, and change no mean
         asked = {
             name: mean
-            for exchanged in step
-            for name, mean in zip(exchanged.names, exchanged.result.means)
+            for part, result in step
+            for name, mean in zip(part.names, result.means)
             if name not in self.context.dense
         }
         before = list(asked.values())
@@ -247,18 +238,17 @@ class Pipeline:
             return means
         changed = dict(zip(asked, after))
         return [
-            grouped([changed.get(name, mean) for name, mean in zip(exchanged.names, exchanged.result.means)])
-            for exchanged in step
+            grouped([changed.get(name, mean) for name, mean in zip(part.names, result.means)]) for part, result in step
         ]
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return self.levels.inter.call(Payload("all_gather", tensor))
 
 
-def _used_anywhere(exchanged: BucketResult, used: Optional[Tensor], places: Mapping[str, int]) -> Optional[Tensor]:
-    if used is None or all(local.is_used for local in exchanged.bucket):
+def _used_anywhere(part: Part, used: Optional[Tensor], places: Mapping[str, int]) -> Optional[Tensor]:
+    if used is None or all(local.is_used for local in part.members):
         return None
-    return torch.stack([used[places[name]] for name in exchanged.names])
+    return torch.stack([used[places[name]] for name in part.names])
 
 
 def _round_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

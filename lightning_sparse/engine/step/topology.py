@@ -149,9 +149,9 @@ class FlatTopology:
         """Return this rank's share of each gradient. With two levels, first average gradients inside the node."""
         return bucket
 
-    def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
-        """Return for each share whether a rank of the node has used the parameter, or ``None`` if untracked."""
-        return [local.is_used for local in shares]
+    def with_use(self, shares: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
+        """Return shares with ``is_used`` set if a rank of the node has used the parameter."""
+        return shares
 
     def all_of(self, flag: Tensor) -> Tensor:
         """Return whether a flag, bool ``[]``, is set on all ranks of the node."""
@@ -263,11 +263,11 @@ class HierarchicalTopology(DividedRanks):
         return [local._replace(gradient=share) for local, share in zip(bucket, shares)]
 
     @override
-    def are_used(self, shares: Sequence[LocalGradient]) -> list[Optional[bool]]:
+    def with_use(self, shares: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         idle = [local.gradient.any() for local in shares if local.is_used is False]
         # Other ranks of the node may have used these parameters. To read this, the host waits for a GPU.
         found = iter(torch.stack(idle).tolist() if idle else ())
-        return [next(found) if local.is_used is False else local.is_used for local in shares]
+        return [local._replace(is_used=next(found)) if local.is_used is False else local for local in shares]
 
     @override
     def any_of(self, flags: Tensor) -> Tensor:

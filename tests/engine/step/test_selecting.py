@@ -5,6 +5,7 @@ from lightning_sparse import Selection
 from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.compressors.selection import FlatSelection
 from lightning_sparse.engine.step.selecting import BucketSelector
+from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire import build_wires, exchange_of
 
 
@@ -23,20 +24,22 @@ class WholeMatrices(Compressor):
 
 def select(compressor, numels, exchange="gather", ranks=2):
     wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange_of(exchange))
-    names, tensors = list(numels), [torch.randn(numel) for numel in numels.values()]
-    parts = BucketSelector(compressor, wires).select(names, tensors, [0.01] * len(names), [None] * len(names))
+    tensors = [torch.randn(numel) for numel in numels.values()]
+    bucket = [LocalGradient(name, tensor, None) for name, tensor in zip(numels, tensors)]
+    parts = BucketSelector(compressor, wires).select(bucket, tensors, [0.01] * len(numels))
     return wires, parts
 
 
 def test_selections_without_indices_are_a_part_by_themselves_and_come_last():
     wires, parts = select(WholeMatrices(), {"matrix": 2, "bias": 4})
-    assert [(part.wire, part.positions) for part in parts] == [(wires.sparse, [1]), (wires.dense, [0])]
+    assert [(part.wire, part.names) for part in parts] == [(wires.sparse, ["bias"]), (wires.dense, ["matrix"])]
     assert [[each.indices is None for each in part.selection] for part in parts] == [[False], [True]]
 
 
 def test_what_goes_another_way_is_a_part_by_itself():
     wires, parts = select(TopK(), {"bias": 300, "matrix": 100_000, "other": 400}, "owners", ranks=16)
-    assert [(part.wire, part.positions) for part in parts] == [(wires.sparse, [0, 2]), (wires.owners, [1])]
+    expected = [(wires.sparse, ["bias", "other"]), (wires.owners, ["matrix"])]
+    assert [(part.wire, part.names) for part in parts] == expected
     few, [matrix] = (part.selection for part in parts)
     assert (few.numels, few.counts) == ((300, 400), (3, 4))
     assert torch.equal(matrix.values, parts[1].tensors[0][matrix.indices])
