@@ -154,6 +154,7 @@ class SharedModel:
             _average_buffers([self._shared[name] for name in beside], [changes[name] for name in beside], pipeline)
         self._momenta.update(_outer_step(self._local, self._shared, moving, self._momenta))
         pipeline.recorder.current.covered_steps = steps
+        pipeline.selector.workspace.release()  # frees working memory until the next exchange, many steps later
         pipeline.close_record()
         pipeline.recorder.samples = None  # Each request for samples covers one exchange.
 

@@ -34,7 +34,7 @@ class Part(NamedTuple):
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
     counts: Sequence[float]  # number of elements to send per parameter; if merged, shares of the total by size
     tensors: list[Tensor]  # gradient plus residual of each parameter
-    flat: Optional[Tensor] = None  # the concatenated tensors; ``None`` if not merged
+    laid: Sequence[Tensor] = ()  # the concatenated tensors, and a buffer for the mean; empty if not merged
 
     @property
     def names(self) -> list[str]:
@@ -49,19 +49,19 @@ class Part(NamedTuple):
             used: uint8 flags of the parameters that this rank has used; only with the last message of a step.
         """
         communicator.recorder.see_selection(self.selection, self.counts)
-        tensors = self.tensors if self.flat is None else [self.flat]
-        result = communicator.run(self.wire.exchange(self.selection, tensors, used))
-        if self.flat is not None:
+        result = communicator.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
+        if self.laid:
             with communicator.recorder.span("encode"):
-                result = self._split(result, self.flat)
+                result = self._split(result)
         if (samples := communicator.recorder.samples) is not None:
-            samples.add_sent(self.names, self.selection if self.flat is None else self._sent())
+            samples.add_sent(self.names, self._sent() if self.laid else self.selection)
         return result
 
-    def _split(self, result: ExchangeResult, flat: Tensor) -> ExchangeResult:
+    def _split(self, result: ExchangeResult) -> ExchangeResult:
         """Split the result of a merged part by parameter. All elements of an unused parameter count as unsent."""
         numels = list(map(Tensor.numel, self.tensors))
-        scatter([mean := torch.empty_like(flat)], result.means)
+        flat, mean = self.laid
+        scatter([mean], result.means)
         overwrite([flat], result.kept)
         pieces = zip(flat.split(numels), self.tensors, self.members)
         kept = [tensor if local.is_used is False else piece for piece, tensor, local in pieces]
@@ -92,6 +92,7 @@ class BucketSelector:
         self._wires = wires
         self._formats = wires.formats
         self._format_for = cache(wires.format_for)
+        self.workspace = Workspace()
 
     def select(
         self,
@@ -186,14 +187,37 @@ class BucketSelector:
     def _select_across(
         self, members: Sequence[LocalGradient], tensors: list[Tensor], densities: Sequence[float]
     ) -> Part:
-        numels, flat = list(map(Tensor.numel, tensors)), torch.cat(tensors)
+        numels = list(map(Tensor.numel, tensors))
+        flat, mean = (self.workspace.take(sum(numels), tensors[0]) for _ in range(2))
+        torch.cat(tensors, out=flat)
         for piece, local in zip(flat.split(numels), members):
             if local.is_used is False:  # zeros, so that no element of an unused parameter's residual is selected
                 piece.zero_()
         count = _merged_count(tensors, densities)
         selection = grouped(self._ask(members, [flat], [count]))
         shares = [count * numel / sum(numels) for numel in numels]
-        return Part(self._ways_of(selection)[0], members, selection, shares, tensors, flat)
+        return Part(self._ways_of(selection)[0], members, selection, shares, tensors, (flat, mean))
+
+
+class Workspace:
+    """Working memory of a step's buckets, which the next steps reuse. On a CPU, new large blocks cost page faults."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        self._taken = 0
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """Return an uninitialized flat tensor, with dtype and device of ``like``, reserved until :meth:`release`."""
+        place, self._taken = self._taken, self._taken + 1
+        held = self._held[place] if place < len(self._held) else None
+        if held is None or held.numel() != numel or held.dtype is not like.dtype:
+            self._held[place : place + 1] = [like.new_empty(numel)]
+        return self._held[place]
+
+    def release(self) -> None:
+        """Make all tensors available again, and free tensors that were not taken since the last release."""
+        del self._held[self._taken :]
+        self._taken = 0
 
 
 def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:
