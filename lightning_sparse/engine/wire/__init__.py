@@ -11,8 +11,7 @@ from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import LocalFormat, Transfer, WireFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
 from lightning_sparse.engine.wire.owners import MIN_OWNER_NUMEL, Owners, OwnersFormat
-from lightning_sparse.engine.wire.reduce import ReduceFormat
-from lightning_sparse.engine.wire.union import UnionFormat
+from lightning_sparse.engine.wire.reduce import ReduceFormat, UnionFormat
 
 WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "gather": GatherFormat,

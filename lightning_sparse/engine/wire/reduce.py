@@ -1,4 +1,4 @@
-"""Dense all-reduce: each rank averages a shard of every tensor, and sends the means to all ranks."""
+"""Dense all-reduce, and union: an all-reduce of the values at every index that any rank selected."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -11,6 +11,7 @@ from lightning_sparse.compressors.selection import (
     FlatSelection,
     Selection,
     SelectionSize,
+    end_to_end,
     overwrite,
     whole,
 )
@@ -20,12 +21,17 @@ from lightning_sparse.functional.elements import (
     Counts,
     aligned,
     all_finite,
+    counts_of,
     cut_into,
+    index_codec,
     mean_of_rows,
     message_of,
+    read_as,
     round_to,
     shard_numel,
 )
+
+_COUNT_BYTES = 8  # bytes of a number of selected elements
 
 
 class ReduceFormat(WireFormat):
@@ -134,6 +140,43 @@ class ReduceFormat(WireFormat):
         unsent = values - sent.to(values.dtype)
         unsent[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.world_size)
         return unsent
+
+
+class UnionFormat(WireFormat):
+    """Average over ranks the elements that any rank selected, in three phases.
+
+    1. Each rank sends the number of selected elements in the bucket (all-gather, 8 bytes). The last message of a step
+       also has a usage flag per parameter.
+    2. Each rank sends the selected indices in the flattened bucket (all-gather). Indices beyond the last element pad
+       each message to the longest message (format: see :mod:`lightning_sparse.functional.elements`).
+    3. All ranks average the values at all selected indices, by
+       :meth:`ReduceFormat.average_at`.
+
+    Ranks may select different numbers of elements, and the same elements. Without selected elements only phase 1 runs.
+    """
+
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
+        super().__init__(dtype, rank, world_size, bits)
+        self._values = ReduceFormat(dtype, rank, world_size)
+
+    @override
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        mine = end_to_end(selection)
+        header = mine.indices.new_full((1,), len(mine.indices)).view(torch.uint8)
+        headers = yield Payload("all_gather", message_of([header] if used is None else [header, used]))
+        most = int(read_as(headers[:, :_COUNT_BYTES], torch.int64).max())
+        rows, numel = mine.indices[None], sum(mine.numels)
+        if most:
+            codec = index_codec(numel + most, most)
+            padding = torch.arange(numel, numel + most - len(mine.indices), device=mine.indices.device)
+            written = codec.encode(torch.cat([mine.indices, padding]))
+            rows = codec.decode((yield Payload("all_gather", message_of([written]))))
+        positions = rows.flatten().unique()
+        counts = counts_of(positions, mine.numels)  # number of indices per tensor, without the padding
+        result = yield from self._values.average_at(accumulated, positions[: sum(counts)], counts)
+        if used is None:
+            return result
+        return result._replace(used=headers[:, _COUNT_BYTES : _COUNT_BYTES + len(used)].bool().any(dim=0))
 
 
 def _concatenated(received: Sequence[Selection]) -> Tensor:

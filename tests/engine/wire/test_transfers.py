@@ -120,12 +120,3 @@ def test_few_bits_of_everything_are_as_many_times_fewer_bytes(pair, wire, least)
     settings = {"compressor": "dense", "schedule": "single", "wire": wire, "local_steps": LocalSteps(2)}
     for ratio in pair.run(ratio_of_rounds, settings):
         assert ratio >= least
-
-
-@pytest.mark.parametrize(("density", "tolerance"), [(1.0, 0.02), (0.05, 0.5)])
-@pytest.mark.parametrize("compressor", VARYING)
-def test_of_a_union_all_ranks_together_send_the_density(pair, compressor, density, tolerance):
-    settings = {"compressor": compressor, "density": density, "schedule": "single"}
-    told = Settings.of(compressor, density, warmup_steps=0)
-    for sent, sizes in pair.run(sent_by_a_step, "block", settings):
-        assert sent == pytest.approx(announced(told, [sizes], ranks=2), rel=tolerance)

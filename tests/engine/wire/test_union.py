@@ -1,7 +1,7 @@
 import torch
 
 from lightning_sparse.compressors.selection import Selection, grouped
-from lightning_sparse.engine.wire.union import UnionFormat
+from lightning_sparse.engine.wire.reduce import UnionFormat
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.lockstep import run_phases
 
