@@ -23,7 +23,7 @@ ROOMS = [
     {"__main__"},
 ]
 ENGINE = [
-    {"samples", "store"},
+    {"store"},
     {"memory", "wire", "observe"},
     {"collectives"},
     {"planner", "requirements"},

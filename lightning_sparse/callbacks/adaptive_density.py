@@ -19,6 +19,7 @@ from lightning_sparse.callbacks.tensorboard import log_table
 from lightning_sparse.compressors.base import checked_count, checked_density
 from lightning_sparse.compressors.density import DensityRule, Measurement, RuleContext
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.observe import ParameterSamples
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
@@ -94,7 +95,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.recorder.ask_for_samples()
+        engine.recorder.samples = ParameterSamples()
         engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
 
     @override

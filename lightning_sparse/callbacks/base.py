@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object
+from lightning_sparse.engine.observe import ParameterFacts, ParameterSamples
 from lightning_sparse.engine.requirements import FEATURES, missing_capabilities, refuse
-from lightning_sparse.engine.samples import ParameterFacts, ParameterSamples
 from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule, Trainer
 
 
@@ -87,7 +87,7 @@ class StepObserver(Callback):
             if engine is not None:
                 engine.worker.drain()
                 if engine.rounds is None:  # with local steps, sampling lasts until the round's exchange
-                    engine.recorder.stop_sampling()
+                    engine.recorder.samples = None
                     engine.memory.is_watched = False
                 self.after_step(trainer, engine, step_of(trainer))
 

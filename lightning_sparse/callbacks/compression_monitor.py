@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver, facts_over_ranks, log_scalars, over_ranks, parameter_tag
 from lightning_sparse.callbacks.tensorboard import log_layout, log_table
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import StepRecord, compressed, mean_of, mean_stats
-from lightning_sparse.engine.samples import ParameterSamples
+from lightning_sparse.engine.observe import ParameterSamples, StepRecord, compressed, mean_of, mean_stats
 from lightning_sparse.loop.summary import describe
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
@@ -59,7 +58,7 @@ class CompressionMonitor(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.recorder.ask_for_samples()
+        engine.recorder.samples = ParameterSamples()
         engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
 
     @override

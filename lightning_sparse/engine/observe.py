@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from lightning_sparse.compressors.selection import FlatSelection, Selection, sent_count
-from lightning_sparse.engine.samples import ParameterSamples
 from lightning_sparse.schedule.costs import dense_bytes, sent_bytes
 
 
@@ -176,48 +175,77 @@ def compression_ratio(dense: float, sent: float) -> float:
     return dense / sent if sent else 1.0
 
 
+class ParameterFacts(NamedTuple):
+    """Norms and counts of one parameter in a step, as plain numbers."""
+
+    numel: int
+    sent: float  # number of elements that this rank sent
+    gradient_norm: float  # norm of this rank's unscaled gradient, without the residual
+    residual_norm: float  # norm of the residual after the step; 0 without a residual
+    added_norm: float  # norm of the tensor added to the residual: the gradient, or with AdamCorrection the update
+
+
+class ParameterSamples:
+    """Collect norms and counts as tensors on the device, so that only :meth:`facts` waits for the device.
+
+    With several exchanges in a step, a norm is the root of the sum of the squared norms of all exchanges.
+    """
+
+    def __init__(self) -> None:
+        self.update_norms: dict[str, Tensor] = {}  # norms of updates, with AdamCorrection
+        self._numels: dict[str, int] = {}
+        self._gradient_norms: dict[str, Tensor] = {}
+        self._residual_norms: dict[str, Tensor] = {}
+        self._sent: dict[str, Union[int, Tensor]] = {}
+
+    def add_gradients(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Optional[Tensor]) -> None:
+        """Record the norms of gradients before the residual is added. ``scale`` is the loss scale, ``None`` for 1."""
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients))])
+        norms = norms if scale is None else norms / scale
+        self._gradient_norms.update(_with_earlier(dict(zip(names, norms.unbind())), self._gradient_norms))
+        self._numels.update((name, gradient.numel()) for name, gradient in zip(names, gradients))
+
+    def add_sent(self, names: Sequence[str], sent: Sequence[Selection]) -> None:
+        """Record how many elements of each parameter this rank sent."""
+        self._sent.update(zip(names, map(sent_count, sent)))
+
+    def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
+        """Record the norms of residuals and, with AdamCorrection, of updates."""
+        # ``update_norms`` may still have parameters that are frozen now.
+        norms = {name: norm.float() for name, norm in update_norms.items() if name in self._gradient_norms}
+        self.update_norms.update(_with_earlier(norms, self.update_norms))
+        names = [name for name in self._gradient_norms if name in residuals]
+        if names:
+            kept = torch._foreach_norm([residuals[name] for name in names])
+            self._residual_norms.update((name, norm.float()) for name, norm in zip(names, kept))
+
+    def facts(self) -> dict[str, ParameterFacts]:
+        """Return norms and counts as numbers, by parameter name. The host waits for the device."""
+        gradients, residuals = self._gradient_norms, self._residual_norms
+        if not gradients:
+            return {}
+        nothing = torch.zeros_like(next(iter(gradients.values())))
+        kinds = [gradients, {name: residuals.get(name, nothing) for name in gradients}, gradients | self.update_norms]
+        columns = torch.stack([torch.stack([norms[name] for name in gradients]) for norms in kinds]).double().tolist()
+        sent = (float(self._sent[name]) for name in gradients)
+        return {name: ParameterFacts(self._numels[name], *row) for name, *row in zip(gradients, sent, *columns)}
+
+
+def _with_earlier(norms: dict[str, Tensor], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Combine each norm with an earlier norm of the same name: return the root of the sum of squares."""
+    return {name: norm.hypot(earlier[name]) if name in earlier else norm for name, norm in norms.items()}
+
+
+@dataclass
 class Totals:
     """Sums of bytes over all steps of a training, and the seconds of the last steps."""
 
-    def __init__(self) -> None:
-        self.steps = 0  # optimizer steps, including steps with DDP's dense gradients
-        self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
-        self.forget_times()
-
-    def forget_times(self) -> None:
-        """Drop the seconds of all steps."""
-        self._seconds = deque[float](maxlen=_MAX_RECORDS)
-        self._border = perf_counter()  # host time in seconds when the current step began
-
-    def add(self, record: StepRecord) -> None:
-        """Add the record of an exchange. The GPU may still run the exchange."""
-        self.wire_bytes += record.wire_bytes
-        self.node_bytes += record.node_bytes
-        self.dense_bytes += record.dense_bytes
-
-    def end_step(self, is_dense: bool) -> None:
-        """End an optimizer step. The seconds of a step with DDP's dense gradients do not count."""
-        border, self._border = self._border, perf_counter()
-        self.steps += 1
-        if not is_dense:
-            self._seconds.append(self._border - border)
-
-    def as_stats(self, has_levels: bool, exposed_seconds: float) -> dict[str, float]:
-        """Return the public statistics. ``exposed_seconds`` are a mean over the last steps, or NaN."""
-        stats = {
-            "total_wire_bytes": self.wire_bytes,
-            "total_dense_bytes": self.dense_bytes,
-            "total_compression_ratio": compression_ratio(self.dense_bytes, self.wire_bytes),
-        }
-        if has_levels:
-            stats["total_inter_node_bytes"] = self.wire_bytes - self.node_bytes
-        if self.steps:
-            stats["total_steps"] = float(self.steps)
-            # The median excludes validations, which make the time between two steps longer. Host time may be shorter
-            # than exposed GPU time, because the GPU may be behind the host.
-            share = exposed_seconds / median(self._seconds) if self._seconds else math.nan
-            stats["exposed_share"] = min(share, 1.0)  # NaN stays NaN in this order of arguments
-        return stats
+    steps: int = 0  # optimizer steps, including steps with DDP's dense gradients
+    wire_bytes: float = 0.0
+    node_bytes: float = 0.0
+    dense_bytes: float = 0.0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_RECORDS))  # excludes DDP's steps
+    border: float = field(default_factory=lambda: perf_counter())  # host time when the current step began
 
 
 class Recorder:
@@ -323,7 +351,9 @@ class Recorder:
         return record
 
     def _append(self, record: StepRecord) -> None:
-        self.totals.add(record)
+        self.totals.wire_bytes += record.wire_bytes
+        self.totals.node_bytes += record.node_bytes
+        self.totals.dense_bytes += record.dense_bytes
         record.step = self.totals.steps
         self.records.append(record)
 
@@ -334,12 +364,30 @@ class Recorder:
 
     def end_step(self) -> None:
         """End an optimizer step."""
-        self.totals.end_step(self.last is not None and self.last.is_dense)
+        totals, now = self.totals, perf_counter()
+        totals.steps += 1
+        if self.last is None or not self.last.is_dense:
+            totals.seconds.append(now - totals.border)
+        totals.border = now
 
     def total_stats(self) -> dict[str, float]:
         """Return the public statistics of the whole training. Synchronizes with the GPU."""
-        exposed = mean_of(compressed(self.records), lambda each: each.exposed_seconds)
-        return self.totals.as_stats(self.has_levels, exposed)
+        totals = self.totals
+        stats = {
+            "total_wire_bytes": totals.wire_bytes,
+            "total_dense_bytes": totals.dense_bytes,
+            "total_compression_ratio": compression_ratio(totals.dense_bytes, totals.wire_bytes),
+        }
+        if self.has_levels:
+            stats["total_inter_node_bytes"] = totals.wire_bytes - totals.node_bytes
+        if totals.steps:
+            stats["total_steps"] = float(totals.steps)
+            # The median excludes validations, which make the time between two steps longer. Host time may be shorter
+            # than exposed GPU time, because the GPU may be behind the host.
+            exposed = mean_of(compressed(self.records), lambda each: each.exposed_seconds)
+            share = exposed / median(totals.seconds) if totals.seconds else math.nan
+            stats["exposed_share"] = min(share, 1.0)  # NaN stays NaN in this order of arguments
+        return stats
 
     @property
     def last_step(self) -> list[StepRecord]:
@@ -350,11 +398,3 @@ class Recorder:
         """Record an exchange of ``numel`` dense gradient elements, which take ``nbytes`` bytes."""
         self._append(StepRecord.of_dense(numel, nbytes, *self._sizes))
         self.samples = self.last_samples = None
-
-    def ask_for_samples(self) -> None:
-        """Record norms of gradients and residuals, and counts of sent elements, until :meth:`stop_sampling`."""
-        self.samples = ParameterSamples()
-
-    def stop_sampling(self) -> None:
-        """End sampling. :attr:`last_samples` does not change."""
-        self.samples = None

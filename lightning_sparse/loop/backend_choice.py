@@ -161,7 +161,7 @@ class AutoBackend(SharedOnCopy):
         for _ in range(_SETTLING_STEPS):
             yield
         if is_dense:
-            self._engine.recorder.totals.forget_times()  # the times of compressed steps would distort exposed_share
+            self._engine.recorder.totals.seconds.clear()  # the times of compressed steps would distort exposed_share
 
     def _tell(self, comparison: Comparison, turns: int) -> None:
         ours, theirs = comparison.ours, comparison.theirs

@@ -9,6 +9,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, DensityRule, ErrorBudget, Warmup
 from lightning_sparse.compressors import LAGS
+from lightning_sparse.engine.observe import ParameterSamples
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.resuming import Numbered, fit_numbered
@@ -43,7 +44,7 @@ class Densities(Callback):
         self.sent.append(strategy.compression_stats()["density"])
 
     def on_train_batch_start(self, trainer, *arguments):
-        trainer.strategy.engine.recorder.ask_for_samples()
+        trainer.strategy.engine.recorder.samples = ParameterSamples()
 
     def on_train_batch_end(self, trainer, *arguments):
         samples = trainer.strategy.engine.recorder.last_samples

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe import Recorder, StepRecord, Totals, mean_stats
+from lightning_sparse.engine.observe import Recorder, StepRecord, mean_stats
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
 
 
@@ -56,37 +56,43 @@ def step(backward_end, end):
     return record
 
 
+def recorder_of(*records, local_world_size=1):
+    recorder = Recorder(torch.device("cpu"), 4, local_world_size)
+    for record in records:
+        recorder._append(record)
+    return recorder
+
+
 def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
-    totals = Totals()
-    totals.add(step(1.0, 1.5))
     record = step(2.0, 2.25)
     record.covered_steps = 3
-    totals.add(record)
-    totals.add(StepRecord.of_dense(100, 400, world_size=4, local_world_size=2))
-    plain, stats = 2 * 3 / 4 * 400, totals.as_stats(False, math.nan)
+    records = [step(1.0, 1.5), record, StepRecord.of_dense(100, 400, world_size=4, local_world_size=2)]
+    plain, stats = 2 * 3 / 4 * 400, recorder_of(*records).total_stats()
     dense = plain * (1 + 3 + 1)
     assert stats == {
         "total_wire_bytes": 120 + plain,
         "total_dense_bytes": dense,
         "total_compression_ratio": dense / (120 + plain),
     }
-    assert totals.as_stats(True, math.nan)["total_inter_node_bytes"] == 120 + plain / 2
+    assert recorder_of(*records, local_world_size=2).total_stats()["total_inter_node_bytes"] == 120 + plain / 2
 
 
 def test_the_share_is_of_the_median_step_so_that_plain_steps_and_validations_do_not_count(monkeypatch):
     now = iter([0.0, 2.0, 5.0, 7.0, 99.0])
     monkeypatch.setattr("lightning_sparse.engine.observe.perf_counter", lambda: next(now))
-    totals = Totals()
-    assert "exposed_share" not in totals.as_stats(False, 0.5)
-    totals.end_step(is_dense=False)  # 2 s
-    totals.end_step(is_dense=True)  # 3 s in DDP
-    totals.end_step(is_dense=False)  # 2 s
-    totals.end_step(is_dense=False)  # 92 s with a validation
-    stats = totals.as_stats(False, 0.5)
+    recorder = recorder_of()
+    assert "exposed_share" not in recorder.total_stats()
+    for is_dense in (False, True, False, False):  # 2 s, 3 s in DDP, 2 s, 92 s with a validation
+        dense = StepRecord.of_dense(100, 400, world_size=4, local_world_size=1)
+        recorder._append(dense if is_dense else step(Event(1.0, True), Event(1.5, True)))
+        recorder.end_step()
+    stats = recorder.total_stats()
     assert stats["total_steps"] == 4
     assert stats["exposed_share"] == 0.5 / 2
-    assert math.isnan(totals.as_stats(False, math.nan)["exposed_share"])
-    assert totals.as_stats(False, 3.0)["exposed_share"] == 1
+    recorder.last.exposed = [(Event(1.0, True), Event(10.0, True))]
+    assert recorder.total_stats()["exposed_share"] == 1
+    recorder.records.clear()
+    assert math.isnan(recorder.total_stats()["exposed_share"])
 
 
 def test_a_wait_after_a_step_counts_once():

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lightning_sparse.engine.observe import ParameterSamples
 from tests.helpers.sparse_ddp import (
     DENSITY,
     DIFFERENT_NAMES,
@@ -17,9 +18,9 @@ STEPS = 4
 
 def losses_of(rank, ddp, engine, asks):
     for step in range(STEPS):
-        engine.recorder.stop_sampling()
+        engine.recorder.samples = None
         if asks and step % 2:
-            engine.recorder.ask_for_samples()
+            engine.recorder.samples = ParameterSamples()
         engine.begin_backward()
         yield ddp(batch(rank, step))
 
