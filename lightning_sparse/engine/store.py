@@ -3,7 +3,8 @@
 import json
 import re
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from textwrap import shorten
 from typing import Any, Optional
@@ -53,13 +54,19 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
     return gathered
 
 
-def exchange_error(error: RuntimeError, subject: str, name: str, timeout: Optional[timedelta]) -> ExchangeError:
-    """Return an error for the failed collective ``name``. For the message, ``subject`` describes the exchanged data."""
-    return ExchangeError(
-        f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
-        f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
-        f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
-    )
+@contextmanager
+def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
+    """Raise :class:`ExchangeError` if a collective fails inside the context. Re-raise errors of this rank's device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)):
+            raise
+        raise ExchangeError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
+            f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
+            f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
+        ) from error
 
 
 def post_error(error: Optional[BaseException]) -> None:
@@ -84,8 +91,3 @@ def _errors_of_others() -> str:
     reading.start()
     reading.join(_PATIENCE_WITH_STORE)
     return " ".join(f"rank {rank} has failed with {line.rstrip('.')}." for rank, line in sorted(found.items()) if line)
-
-
-def is_of_this_rank(error: RuntimeError) -> bool:
-    """Return whether a backend's error comes from this rank's device. Otherwise another rank caused the error."""
-    return isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)) is not None
