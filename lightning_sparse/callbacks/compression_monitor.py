@@ -86,10 +86,10 @@ class CompressionMonitor(StepObserver):
         if self.by_parameter and samples is not None:
             scalars |= _of_parameters(engine, samples)
         log_scalars(trainer, scalars, step)
-        if samples is not None and engine.planner.plan != self._plan:
+        if samples is not None and engine.plan != self._plan:
             if self._plan == ():
                 log_layout(trainer, stats)
-            self._plan = engine.planner.plan
+            self._plan = engine.plan
             _log_plan(trainer, engine, records[-1], step)
         if self.progress_bar:
             shown = {"compression": stats["total_compression_ratio"]}
@@ -129,7 +129,7 @@ class CompressionMonitor(StepObserver):
 def _log_plan(trainer: Trainer, engine: Engine, record: StepRecord, step: int) -> None:
     strategy: Any = trainer.strategy
     rows = [(len(each.names), f"`{each.names[0]}`", each.elements, each.wire_bytes) for each in record.buckets]
-    note = engine.planner.plan or "there is no plan of buckets, or plans are still being measured"
+    note = engine.plan or "there is no plan of buckets, or plans are still being measured"
     text = f"{describe(strategy.settings)}; ranks: {trainer.world_size}; {note}"
     log_table(trainer, "sparse/plan", [("parameters", "first", "elements", "bytes"), *rows], step, text)
 

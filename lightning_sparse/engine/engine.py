@@ -14,7 +14,7 @@ from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, Sh
 from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.memory.residual import Memory, Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
-from lightning_sparse.engine.planner import Planner, StepPlanner
+from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.shared_model import SharedModel
@@ -28,7 +28,7 @@ from lightning_sparse.engine.step.topology import (
     Shards,
     named_module,
 )
-from lightning_sparse.schedule import Merged
+from lightning_sparse.schedule import Merged, Plan
 
 
 class Engine(SharedOnCopy):
@@ -71,8 +71,8 @@ class Engine(SharedOnCopy):
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
         self._numels: dict[str, int] = {}  # number of elements of each parameter that was ever exchanged
         self._begin(self._layout_of(trained))  # This call may raise an error, so the worker thread starts later.
-        self.planner = _planner_of(settings, self, log)
-        self.pipeline = Pipeline(settings.compressor, memory, wires, levels, self.densities.of, self.planner)
+        self._planner = _planner_of(settings, self, log)
+        self.pipeline = Pipeline(settings.compressor, memory, wires, levels, self.densities.of)
         self.worker = ExchangeWorker(device)
         context = ReducerContext(
             self.pipeline,
@@ -87,7 +87,7 @@ class Engine(SharedOnCopy):
         )
         self.reducer = SparseReducer(ddp, context, is_dense=settings.local_steps is not None)
         self.replicas = self._replicas_of(module)
-        self.reducer.track(trained)
+        self._track(trained)
         self.send_dense(False)
 
     def _replicas_of(self, module: nn.Module) -> Replicas:
@@ -99,6 +99,11 @@ class Engine(SharedOnCopy):
             averager = ReplicaAverager(module, self.levels.world)
             return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)
         return Replicas()
+
+    @property
+    def plan(self) -> Optional[Plan]:
+        """The bucket plan in use, or ``None`` if there is no plan yet, or if the schedule needs no plan."""
+        return None if self._planner is None else self._planner.plan
 
     @property
     def rounds(self) -> Optional[LocalStepsController]:
@@ -133,7 +138,12 @@ class Engine(SharedOnCopy):
             self.memory.rename(names)
 
         self.worker.run(load)
+        self._track(trained)
+
+    def _track(self, trained: Mapping[str, Tensor]) -> None:
         self.reducer.track(trained)
+        if self._planner is not None:
+            self._planner.start()  # The order of gradients may change.
 
     def send_dense(self, is_dense: bool) -> None:
         """Set whether the next steps send dense gradients, as DDP does, or compressed gradients."""
@@ -252,9 +262,9 @@ def _memory_of(module: nn.Module, settings: Settings, levels: FlatTopology) -> M
     return settings.memory_for(dtypes, levels.inter.world_size, local_share, *total_of)
 
 
-def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) -> Planner:
+def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) -> Optional[StepPlanner]:
     if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
-        return Planner()
+        return None
     parts = (settings.schedule, engine.levels.world, engine.recorder, engine._numels, engine.densities)
     memory = proxy(engine.memory)  # A reference cycle of the planner would otherwise free the memory object late.
     adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward

@@ -260,6 +260,7 @@ class Recorder:
         self.watches_gradients = False  # whether each ready gradient gets a timestamp, even on a GPU
         self.samples: Optional[ParameterSamples] = None  # norms and counts of this exchange; None if not requested
         self.last_samples: Optional[ParameterSamples] = None  # norms and counts of the last sampled exchange
+        self.on_record: Optional[Callable[[StepRecord], None]] = None  # set while the planner makes trials
         self.subject = _ALL  # description of the exchanged data, for error messages
         self._bucket: Optional[BucketRecord] = None
 
@@ -338,8 +339,7 @@ class Recorder:
         with shown(stage):
             start = self.clock.mark()
             yield
-        record = self.current if self._bucket is None else self._bucket
-        record.spans.append(Span(stage, start, self.clock.mark()))
+        (self._bucket or self.current).spans.append(Span(stage, start, self.clock.mark()))
 
     def end_exchange(self) -> StepRecord:
         """End the record of the current exchange, begin the next record, and return the ended record."""

@@ -18,8 +18,8 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
-from lightning_sparse.engine.planner import Densities
 from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
+from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.removed import refuse_removed, refusing

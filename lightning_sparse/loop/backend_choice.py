@@ -111,7 +111,7 @@ class AutoBackend(SharedOnCopy):
 
     def _run(self) -> Steps:
         """Compare and choose until training ends. Each ``yield`` waits for one step, and returns the step's seconds."""
-        while self._engine.planner.plan is None:
+        while self._engine.plan is None:
             yield
         self._log(
             f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MAX_TURNS}"

@@ -152,7 +152,7 @@ class Session:
 
     def exchange_plan(self) -> Optional[Plan]:
         """Return this rank's exchange plan, also after training, or ``None`` if the schedule has made no plan."""
-        return self._last[1] if self.engine is None else self.engine.planner.plan
+        return self._last[1] if self.engine is None else self.engine.plan
 
     def reset_residuals(self) -> None:
         """Set residuals, momentum and unsent updates to zero. Call this after writing weights by ``copy_``.

@@ -71,10 +71,10 @@ def train(rank, schedule, network, steps):
         if network is not None:
             slow_down(engine, network)
         buckets += [
-            () if engine.planner.plan is None else engine.planner.plan.buckets
+            () if engine.plan is None else engine.plan.buckets
             for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01)
         ]
-        return parameters_of(ddp), buckets, lines, engine.planner.plan
+        return parameters_of(ddp), buckets, lines, engine.plan
 
 
 def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair):
@@ -108,7 +108,7 @@ def train_adaptively(rank, network, steps):
         slow_down(engine, network)
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             engine.end_step()
-        return parameters_of(ddp), engine.planner.plan, engine.compression_stats()
+        return parameters_of(ddp), engine.plan, engine.compression_stats()
 
 
 @pytest.mark.exhaustive
@@ -132,7 +132,7 @@ def train_edges(rank, compressor, schedule, steps):
     with sparse_ddp(Edges(), compressor, **settings) as (ddp, engine):
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass
-        return parameters_of(ddp), engine.planner.plan is not None
+        return parameters_of(ddp), engine.plan is not None
 
 
 @pytest.mark.sampled(1)

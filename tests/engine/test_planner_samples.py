@@ -7,7 +7,8 @@ import torch
 
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.observe import BucketRecord, Span, StepRecord
-from lightning_sparse.engine.planner import Densities, StepPlanner, averaged
+from lightning_sparse.engine.planner import StepPlanner, averaged
+from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.schedule import Merged, plan_buckets
 from tests.helpers.examples import load
 from tests.schedule.problems import Problem, slow_total

@@ -1,15 +1,17 @@
-"""Selection of a bucket's elements to send, and of a wire format for each parameter."""
+"""Densities of parameters, selection of a bucket's elements to send, and of a wire format for each parameter."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cache
-from typing import NamedTuple, Optional
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.compressors.base import same_everywhere
 from lightning_sparse.compressors.selection import (
     FlatSelection,
     Selection,
@@ -24,6 +26,106 @@ from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import ExchangeResult, WireFormat
 from lightning_sparse.functional.elements import counts_of
+
+_STAGES = 4  # number of densities in a warm-up; Deep Gradient Compression uses one density per epoch
+_UNKNOWN_STEPS = 1_000_000  # assumed number of training steps until the training loop sets the number
+_FEW = 64  # number of cached densities
+_STAIR = 1.25  # ratio of successive densities while the density falls after Adam's dense steps
+
+
+class Densities:
+    """The density of each parameter in the next step.
+
+    1. The user sets the density: ``density=`` of the model, or per parameter (``LAGS(densities=...)``).
+    2. Warm-ups raise the density: over ``warmup_steps``, and after the dense steps of a corrected Adam.
+    3. Rules (:class:`~lightning_sparse.callbacks.AdaptiveDensity`) raise the density to ``ruled``, up to ``ceiling``.
+    4. A plan of buckets raises the density to ``planned``, if the extra elements cost no time.
+    5. ``sends_all`` sets the density to 1, which empties the residuals before ``sparse_auto`` sends dense gradients.
+    """
+
+    def __init__(self, compressor: Compressor, density: float, warmup_steps: Union[int, float] = 0) -> None:
+        self._compressor, self._target = compressor, density
+        self._warmup_steps = warmup_steps  # number of steps (int), or fraction of the training's steps (float)
+        self.ruled: Mapping[str, float] = {}
+        self.ceiling = 1.0
+        self.planned: Mapping[str, float] = {}
+        self.sends_all = False
+        self._total_steps: Optional[int] = None  # number of steps of the training
+        self._is_resumed = False  # whether a checkpoint has set _total_steps
+        self._steps: Counter[int] = Counter()  # number of steps, by index of the optimizer
+        self._in_warm_up = lru_cache(_FEW)(_raised)  # cached, because most steps repeat densities
+        self.begin_step()
+
+    def begin_step(self, progress: float = 1.0) -> None:
+        """Set a warm-up's stage for the next step. ``progress`` is the finished fraction of Adam's warm-up, 0 to 1."""
+        made, length = max(self._steps.values(), default=0), self._warmup_length
+        self._stage = (_STAGES if made >= length else _STAGES * made // length, progress)
+        self._compressor.begin_step(self._in_warm_up(self._target, *self._stage))
+
+    def of(self, name: str) -> float:
+        """Return the density of a parameter in the next step."""
+        return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
+
+    def wanted(self, name: str) -> float:
+        """Return a parameter's density according to user, warm-ups and rules. A plan may only raise this density."""
+        asked = self._in_warm_up(self.target(name), *self._stage)
+        return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
+
+    def count(self, name: str, numel: int) -> int:
+        """Return the number of elements that a parameter of ``numel`` elements sends at the density :meth:`wanted`."""
+        return element_count(numel, self.wanted(name))
+
+    def target(self, name: str) -> float:
+        """Return the density that the user has set for a parameter."""
+        return self._compressor.density_of(name, self._target)
+
+    def expect_steps(self, total_steps: Optional[int]) -> None:
+        """Set the number of training steps. After a resume, the number from the checkpoint is used."""
+        if not self._is_resumed:
+            self._total_steps = total_steps
+
+    def count_step(self, optimizer: int) -> None:
+        """Count a step of the optimizer with the index ``optimizer``."""
+        self._steps[optimizer] += 1
+
+    @property
+    def _warmup_length(self) -> int:
+        if isinstance(self._warmup_steps, int):
+            return self._warmup_steps
+        return math.ceil(round(self._warmup_steps * (self._total_steps or _UNKNOWN_STEPS), 6))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of the warm-up, or an empty dictionary without a warm-up."""
+        return {"steps": dict(self._steps), "total_steps": self._total_steps} if self._warmup_steps else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a saved warm-up."""
+        if self._warmup_steps:
+            self._steps = Counter(state["steps"])
+            self._is_resumed = bool(state["total_steps"])
+            self._total_steps = state["total_steps"] or self._total_steps
+
+
+def _raised(target: float, stage: int, progress: float) -> float:
+    # In a warm-up the density falls in stages of equal ratio, as in the code of Deep Gradient Compression.
+    least = falling_density(target, progress)
+    return least if stage >= _STAGES else max(least, same_everywhere(target ** ((stage + 1) / (_STAGES + 1))))
+
+
+def falling_density(target: float, progress: float) -> float:
+    """Return a density that falls from 1 to the target, in steps of equal ratio.
+
+    Args:
+        target: density at the end of the fall.
+        progress: finished fraction of the fall, 0 to 1.
+
+    >>> [round(falling_density(0.01, progress), 3) for progress in (0.0, 0.5, 0.99, 1.0)]
+    [1.0, 0.112, 0.012, 0.01]
+    """
+    if progress >= 1 or target >= 1:
+        return target
+    stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
+    return same_everywhere(target ** (int(progress * stairs) / stairs))
 
 
 class Part(NamedTuple):

@@ -48,7 +48,6 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection, grouped
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
-from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.selecting import BucketSelector, Part
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire import Wires
@@ -98,7 +97,6 @@ class Pipeline:
         wires: Wires,
         levels: FlatTopology,
         density_of: Callable[[str], float],
-        planner: Optional[Planner] = None,
     ) -> None:
         self.compressor = compressor
         self.memory = memory
@@ -106,7 +104,6 @@ class Pipeline:
         self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
-        self._planner = Planner() if planner is None else planner
         self._shares: dict[str, LocalGradient] = {}  # this rank's parts of gradients, if measure_norms() ran
         self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # whether refresh() has run in this step
@@ -214,7 +211,8 @@ class Pipeline:
             kept = self.memory.state_dict()
             samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
             self.recorder.last_samples = samples
-        self._planner.see_exchange(record)
+        if self.recorder.on_record is not None:
+            self.recorder.on_record(record)
 
     def _write_back(self, part: Part, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
         means = part.tensors  # the means overwrite the sums of gradient and residual

@@ -222,7 +222,7 @@ def follow_a_plan(rank, settings, steps):
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             history.append(gradients_of(ddp))
         engine.worker.drain()
-        return None if engine.planner.plan is None else engine.planner.plan.buckets, history[-3:]
+        return None if engine.plan is None else engine.plan.buckets, history[-3:]
 
 
 @pytest.mark.exhaustive
