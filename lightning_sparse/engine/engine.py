@@ -195,7 +195,7 @@ class Engine(SharedOnCopy):
         if recorder.last is None:
             return {}
         stats = {**mean_stats(recorder.last_step, recorder.has_levels), **recorder.total_stats()}
-        return stats if recorder.last.is_dense else self.replicas.in_stats(stats, recorder.last.covered_steps)
+        return stats if recorder.last.is_dense else {**stats, **self.replicas.statistics(recorder.last.covered_steps)}
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         """Return the state, without copies. With ``together`` ranks communicate, so all ranks must call this."""

@@ -164,8 +164,8 @@ class LocalStepsController(Replicas):
             yield
 
     @override
-    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
-        return {**stats, "local_steps": float(steps)}
+    def statistics(self, steps: int) -> dict[str, float]:
+        return {"local_steps": float(steps)}
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:

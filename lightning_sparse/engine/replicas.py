@@ -61,14 +61,9 @@ class Replicas(SharedOnCopy):
     def synchronize(self) -> None:
         """Make all replicas equal. All ranks must call this."""
 
-    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
-        """Return ``stats`` together with statistics about the replicas.
-
-        Args:
-            stats: statistics of the last exchange.
-            steps: number of optimizer steps that the exchange covers.
-        """
-        return stats
+    def statistics(self, steps: int) -> dict[str, float]:
+        """Return statistics about the replicas, after an exchange that covers ``steps`` optimizer steps."""
+        return {}
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         """Return the replicas' part of a checkpoint. With ``together``, all ranks call this, and may communicate."""
@@ -101,8 +96,8 @@ class AveragedReplicas(Replicas):
         self._steps = 0
 
     @override
-    def in_stats(self, stats: dict[str, float], steps: int) -> dict[str, float]:
-        return {**stats, "replica_divergence": float(self._averager.divergence)}
+    def statistics(self, steps: int) -> dict[str, float]:
+        return {"replica_divergence": float(self._averager.divergence)}
 
     @override
     def state_dict(self, together: bool = False) -> dict[str, Any]:
