@@ -232,6 +232,7 @@ class BucketSelector:
         for wire in self._formats:
             positions = [position for position, way in enumerate(ways) if way is wire]
             if not positions:
+                wire.release()
                 continue
             tensors = [accumulated[each] for each in positions]
             selection = chosen
