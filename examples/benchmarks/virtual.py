@@ -294,7 +294,7 @@ class VirtualRank:
         step = [LocalGradient(name, grad.view(-1), True) for name, grad in reversed(named) if grad is not None]
         used = torch.ones(len(step), dtype=torch.uint8, device=step[0].gradient.device)
         self.recorder.begin_backward()
-        self.recorder.end_backward()
+        self.recorder.current.backward_end = self.recorder.clock.mark()
         if self._pipeline.memory.clips_gradients:
             self._pipeline.measure_norms(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step, used=used))

@@ -195,9 +195,8 @@ class Communicator(SharedOnCopy):
 
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
         """Gather numbers from every rank, as float64 ``[world_size, len(numbers)]`` on the device."""
-        handed_in = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
         with self.translate_errors(f"{len(numbers)} numbers on which ranks agree"):
-            return self.all_gather(handed_in)
+            return self.all_gather(torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True))
 
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the mean of each number over ranks. The means are bitwise identical on all ranks."""

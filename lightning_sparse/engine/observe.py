@@ -273,10 +273,6 @@ class Recorder:
         """Record the start of a backward. Of several backwards before an exchange, the last backward counts."""
         self.current.backward_start = self.clock.mark()
 
-    def end_backward(self) -> None:
-        """Record the time when the last gradient was ready."""
-        self.current.backward_end = self.clock.mark()
-
     def mark_gradient(self) -> Optional[Timestamp]:
         """Return the timestamp of a ready gradient, or ``None`` on a GPU, where a timestamp costs a CUDA event."""
         return self.clock.mark() if self.clock.is_host or self.watches_gradients else None

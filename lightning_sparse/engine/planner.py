@@ -104,7 +104,7 @@ class StepPlanner:
                 steps.append((yield))
         self._recorder.watches_gradients = False
         records = list(chain.from_iterable(seen.values()))
-        samples = iter(averaged(self._communicator, records, self._holds_plan()))
+        samples = iter(averaged(self._communicator, records))
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], costs: BucketCosts, ready: Sequence[float]) -> Stops:
@@ -158,9 +158,9 @@ def _costs_and_times(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]
     return costs_of([bucket for sample in samples for bucket in sample.buckets]), list(ready)[1:]
 
 
-def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan: bool) -> list[StepSample]:
+def averaged(communicator: Communicator, steps: Sequence[StepRecord]) -> list[StepSample]:
     """Return sizes and times of the recorded steps. The times are means over ranks."""
-    times = [_times_of(record, holds_plan) for record in steps]
+    times = list(map(_times_of, steps))
     means = iter(communicator.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
     return [
         StepSample(
@@ -173,14 +173,13 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord], holds_plan
     ]
 
 
-def _times_of(record: StepRecord, holds_plan: bool) -> tuple[list[float], list[float]]:
+def _times_of(record: StepRecord) -> tuple[list[float], list[float]]:
     """Return two lists of this rank's seconds: until each recorded gradient; for buckets, exposed time and step."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
     # Without a Trainer, a hook may not have recorded the start of backward.
     first = watched[0] if watched else record.backward_end
     start = first if record.backward_start is None else record.backward_start
-    backward_seconds = Clock.seconds(start, record.backward_end)
-    ready = [backward_seconds if holds_plan else Clock.seconds(start, mark) for mark in watched]
+    ready = [Clock.seconds(start, mark) for mark in watched]
     buckets = [each.seconds(*stages) for each in record.buckets for stages in (("select", "encode"), ("exchange",))]
     return ready, [*buckets, record.exposed_seconds, Clock.seconds(start, record.end)]

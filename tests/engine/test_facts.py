@@ -99,7 +99,7 @@ def test_a_wait_after_a_step_counts_once():
     recorder = Recorder(torch.device("cpu"), world_size=4)
     marks = [Event(each) for each in (1.0, 1.5, 2.0, 2.25)]
     with mock.patch.object(recorder.clock, "mark", iter(marks).__next__):
-        recorder.end_backward()
+        recorder.current.backward_end = recorder.clock.mark()
         recorder.end_exchange()
         with recorder.waiting():
             pass

@@ -38,9 +38,9 @@ def test_the_numbers_of_many_ranks_are_averaged_in_little_time():
     ranks, tensors, steps = 512, 1000, 30
     seen = [step(1.0, tensors)] * steps
     start = time.perf_counter()
-    samples = averaged(echo(ranks), seen, holds_plan=False)
+    samples = averaged(echo(ranks), seen)
     assert time.perf_counter() - start < 1.0
-    for sample, alone in zip(samples, averaged(echo(), seen, holds_plan=False), strict=True):
+    for sample, alone in zip(samples, averaged(echo(), seen), strict=True):
         assert times_of(sample) == pytest.approx(times_of(alone))
 
 

@@ -313,7 +313,7 @@ class SparseBackward(Backward):
     @override
     def _end(self) -> threading.Event:
         recorder = self._context.pipeline.recorder
-        recorder.end_backward()
+        recorder.current.backward_end = recorder.clock.mark()
         # The time of a missing gradient is the end of backward.
         end = recorder.mark_gradient()
         recorder.current.ready = {each.name: self.marks.get(each, end) for each in self._order.travelling}
