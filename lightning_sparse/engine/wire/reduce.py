@@ -154,8 +154,8 @@ class UnionFormat(WireFormat):
 
     1. Each rank sends the number of selected elements in the bucket (all-gather, 8 bytes). The last message of a step
        also has a usage flag per parameter.
-    2. Each rank sends the selected indices in the flattened bucket (all-gather). Indices beyond the last element pad
-       each message to the longest message (format: see :mod:`lightning_sparse.functional.elements`).
+    2. Each rank sends the selected indices in the flattened bucket (all-gather). All messages have the length of the
+       longest message. Indices beyond the last element are padding (see :mod:`lightning_sparse.functional.elements`).
     3. All ranks average the values at all selected indices, by
        :meth:`ReduceFormat.average_at`.
 
