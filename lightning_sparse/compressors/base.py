@@ -211,8 +211,8 @@ class Compressor(ABC):
             means: mean gradient of each parameter, from :class:`~lightning_sparse.engine.wire.base.ExchangeResult`;
                 return the argument itself for unchanged means.
             finite: bool ``[]`` on the host or a device. If false, the step is skipped and the state must not change.
-            all_gather: gathers a tensor ``[n]`` of equal size from all ranks as ``[world_size, n]``. All ranks must
-                call the function equally often.
+            all_gather: function that gathers a tensor ``[n]`` from every rank, and returns ``[world_size, n]``. All
+                ranks must call the function with the same ``n``, and equally often.
         """
         return means
 

@@ -17,8 +17,8 @@ from lightning_sparse.compressors.selection import Selection
 class Dense(Compressor):
     """Send every element. With a 16-bit wire, rounding errors go to the residual.
 
-    Unlike the ring all-reduce of DDP, contributions are added rank by rank, so that the result does not depend on
-    the buckets.
+    Contributions are added rank by rank, so that the result does not depend on the buckets. In DDP's ring all-reduce,
+    the order of addition depends on the buckets.
     """
 
     default_density: ClassVar[Optional[float]] = None

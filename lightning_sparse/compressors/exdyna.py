@@ -22,7 +22,7 @@ from lightning_sparse.functional.topk import indices_reaching_each, top_k_indice
 _SMALLEST = 2.0**-126  # smallest normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
 _GAIN = 0.05  # gain of the control loop; density settles in about 25 steps, and oscillates with three times this gain
-_MIN_GAIN = _GAIN / 100  # minimum of the gain; enough for nearly constant gradients, which settle in hundreds of steps
+_MIN_GAIN = _GAIN / 100  # minimum gain; small enough for nearly constant gradients, which settle in hundreds of steps
 _CALMING = 0.5  # factor that multiplies the gain after a step in which the density swings
 _RECOVERY = 1.05  # factor that multiplies the gain after any other step
 _CHANCE = 2.0  # standard deviations; a smaller change of the density is treated as chance, not as a swing

@@ -80,7 +80,7 @@ class SDAGC(TopK):
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
-        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and alphas that a finite step will set
+        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and new alphas for a finite step
 
     @override
     def begin(self, layout: ModelLayout) -> None:

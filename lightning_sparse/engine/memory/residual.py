@@ -112,7 +112,7 @@ class Memory:
         """
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
-        """Overwrite flat gradients with means over ranks. Means of Adam's updates are first converted to gradients."""
+        """Overwrite flat gradients with means over ranks. Means of Adam's updates are converted to gradients."""
         scatter(gradients, means)
 
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
@@ -128,7 +128,7 @@ class Memory:
         """Set the clipping of gradients before Adam's update, from the next step on. All ranks must call this."""
 
     def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return one list of names for each norm that clipping needs: the norm of all gradients in the list."""
+        """Return lists of gradient names. Clipping needs, for each list, the norm of all gradients in the list."""
         return [list(names)]
 
     def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
