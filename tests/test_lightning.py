@@ -52,7 +52,7 @@ for strategy, callbacks in (
     try:
         other.Trainer(strategy=strategy, callbacks=callbacks, max_epochs=1, **quiet).fit(BoringModel())
     except (TypeError, ValueError) as error:
-        is_explicit = "to use {other}, import that before {name}" in str(error)
+        is_explicit = "to use {other}, import {other} before {name}" in str(error)
         assert is_explicit or "invalid strategy name" in str(error), error
     else:
         raise AssertionError(strategy)

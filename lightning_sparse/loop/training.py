@@ -107,7 +107,7 @@ class Session:
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:
             settings.compressor.begin(layout_of(module, 0, 1, next(module.parameters()).device))
-            self._log(f"one process, so there is nothing to exchange or compress; on several {description}.")
+            self._log(f"one process, so there is nothing to exchange or compress; on several processes {description}.")
         else:
             self._log(f"{description}.")
             if is_alone:
@@ -284,7 +284,7 @@ class Training:
 
     def _begin_steps(self) -> None:
         """Before an update, begin local steps if the next step is a local step. All ranks must call this."""
-        if self._is_implicit and self.engine.rounds is not None and self.backwards:  # no hook if submodules are called
+        if self._is_implicit and self.engine.rounds is not None and self.backwards:  # calls of submodules run no hook
             self.turn()
         if (rounds := self._rounds) is not None:
             rounds.begin_steps()
@@ -335,7 +335,7 @@ class Training:
             self.engine.begin_backward(context)
 
     def reset_residuals(self, loaded: Optional[AbstractSet[Tensor]] = None) -> None:
-        """Set residuals and momentum to zero, of ``loaded`` or of all parameters.
+        """Set residuals and momentum of ``loaded``, or of all parameters, to zero.
 
         With local steps, the current weights become the shared model.
         """

@@ -45,4 +45,4 @@ else:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 OTHER = "pytorch_lightning" if NAME == "lightning.pytorch" else "lightning.pytorch"
-HINT = f"for {NAME}, which this process has imported first; to use {OTHER}, import that before {NAME}"
+HINT = f"for {NAME}, which this process has imported first; to use {OTHER}, import {OTHER} before {NAME}"
