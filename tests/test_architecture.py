@@ -129,7 +129,7 @@ def test_functional_knows_nothing_but_torch():
 def test_only_collectives_the_engine_and_the_doors_call_torch_distributed():
     calling = {path.name for path in FILES if "torch.distributed" in imported(path) and noun(path) != "testing"}
     engine = {"collectives.py", "engine.py", "store.py"}
-    assert calling == {*engine, "training.py", "handle.py", "sparsify.py", "state.py", "probes.py"}
+    assert calling == {*engine, "training.py", "handle.py", "state.py", "probes.py"}
 
 
 def test_nothing_outgrows_a_reader():

@@ -82,6 +82,8 @@ class LocalStepsController(Replicas):
 
     @override
     def begin_round(self) -> None:
+        if self.shared.is_shown:
+            raise RuntimeError("training inside shared_model() would be lost: exit the context before")
         if not self.has_begun:
             self.has_begun, self._has_steps, self._steps_of = True, False, {}
             self.reset_shared_model()

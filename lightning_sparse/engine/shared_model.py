@@ -59,6 +59,11 @@ class SharedModel:
             name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
         }
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the context :meth:`shown` is active."""
+        return self._away is not None
+
     def restarted(self, trained: Sequence[str], names: Renaming) -> "SharedModel":
         """Return a shared model for other trained parameters. Call this only while replicas are equal.
 

@@ -1,10 +1,11 @@
-"""The handle of a model in a loop without a Trainer: hooks on the model, and the methods for users."""
+"""The entry point for loops without a Trainer: :func:`sparsify_gradients`, and the handle that the function returns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Optional, Union
 from weakref import WeakSet
 
@@ -16,38 +17,41 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from typing_extensions import Self
+from typing_extensions import Unpack
 
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
-from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.requirements import missing_capabilities, refuse
+from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_backward
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.functional.reductions import fingerprint
+from lightning_sparse.loop.arguments import pop_settings, with_settings_signature
 from lightning_sparse.loop.changes import Watch
 from lightning_sparse.loop.checks import (
     check_bare,
+    check_facts,
     check_model,
     check_replicas,
-    check_total_steps,
     check_trainers,
     check_wrapped,
 )
-from lightning_sparse.loop.levels import Node, agreed_ranks_of_node
-from lightning_sparse.loop.optimizers import all_optimizer_parameters
-from lightning_sparse.loop.state import act_together, exists, load_state, match_state, save_state
+from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
+from lightning_sparse.loop.optimizers import all_optimizer_parameters, unwrapped
+from lightning_sparse.loop.state import act_together, exists, load_state, save_state
 from lightning_sparse.loop.training import Log, RuntimeOptions, Session, Training
 from lightning_sparse.removed import refuse_removed
 
+_LOGGER = logging.getLogger(__name__)
 _CLOSED = (
     "the handle is closed. To continue training, call sparsify_gradients on the model again, in a new"
     " DistributedDataParallel if the model was in one. To train without an exchange, train a copy of the model"
 )
 
 
-class GradientSparsifier(Session):
+class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
     """Handle of :func:`~lightning_sparse.sparsify_gradients`: exchanges the gradients of one model until :meth:`close`.
 
     At the end of a ``with`` statement the handle is closed. ``settings`` apply to this model only.
@@ -63,12 +67,10 @@ class GradientSparsifier(Session):
         optimizers: Sequence[Optimizer],
         settings: Settings,
         given: RuntimeOptions,
-        node: Node,
         total_steps: Optional[int],
         log: Log,
     ) -> None:
         self.settings, self.optimizers, self._log = settings, optimizers, log
-        check_total_steps(settings, total_steps)
         self._called = model  # the module or wrapper that the user calls
         self._model: Wrapper
         _check_unattended(model)
@@ -81,17 +83,15 @@ class GradientSparsifier(Session):
             check_bare(self._model.module)
         check_model(self.module, settings.local_steps)
         check_trainers(self.module, optimizers, settings)
-        given = given._replace(local_world_size=agreed_ranks_of_node(settings, node, log))
         self._parts = _trained_parts(self.module)
         self._hooks: list[Any] = []
         self._is_closed = False
-        self._is_shown = False  # whether shared_model() is active
         if model is not self._model:
             sync_module_states(self.module)
         try:
             self._begin_training(self._model, optimizers, given)
+            self._expect_steps(total_steps)
             if self.training is not None:
-                self.training.expect_steps(total_steps)
                 self._register_hooks(self.training, given.scaler)
         except BaseException:  # a warning filter of the user may raise errors
             self._leave(has_failed=True)
@@ -117,12 +117,7 @@ class GradientSparsifier(Session):
             hook.remove()
         self._end_training(has_failed)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
         self.close(has_failed=error is not None)
 
     @property
@@ -174,13 +169,8 @@ class GradientSparsifier(Session):
 
         Nothing is sent. Without local steps the model is always shared.
         """
-        before = self._is_shown
         with self.replicas.shared_model():
-            self._is_shown = True
-            try:
-                yield
-            finally:
-                self._is_shown = before
+            yield
 
     def check_replicas(self) -> None:
         """Check between two steps that all ranks hold the same parameters. All ranks must call.
@@ -229,22 +219,20 @@ class GradientSparsifier(Session):
                 raise ValueError(f"one process cannot use {folder}: start several, or skip load_state")
             return
         state = load_state(str(folder), training.engine)
-        act_together(partial(self._check_state, state, training.engine, folder), f"{folder} does not fit")
-        training.load(state)
+        act_together(partial(self._load, state, training, folder), f"{folder} does not fit")
 
-    def _check_state(self, state: Mapping[str, Any], engine: Engine, folder: Union[str, Path]) -> None:
-        _, unused = match_state(state, engine)
-        if unused:
+    def _load(self, state: Mapping[str, Any], training: Training, folder: Union[str, Path]) -> None:
+        if (rounds := training.engine.rounds) is not None:
+            rounds.leave()
+            if state["shared model"] not in (None, self._prints()):
+                raise ValueError(
+                    f"{folder} belongs to another model. Before load_state, load the model that was saved together with"
+                    " this folder. During training, save the model inside `with handle.shared_model():`"
+                )
+        if unused := training.load(state):
             raise ValueError(
                 f"{folder} has unused parts ({'; '.join(unused)}): build the same model, optimizers and compressor, or"
                 " skip load_state to start with empty residuals"
-            )
-        if engine.rounds is not None:
-            engine.rounds.leave()
-        if state["shared model"] != self._prints():
-            raise ValueError(
-                f"{folder} belongs to another model. Before load_state, load the model that was saved together with"
-                " this folder. During training, save the model inside `with handle.shared_model():`"
             )
 
     def _prints(self) -> Optional[list[int]]:
@@ -289,12 +277,7 @@ class GradientSparsifier(Session):
         """Before a training forward, begin a batch. Before an evaluation, check that the model is the shared model."""
         is_training, has_grad = self.module.training, torch.is_grad_enabled()
         if has_grad and is_training and not is_in_backward():  # a forward inside backward recomputes activations
-            if training.engine.rounds is None:
-                training.restart_if_changed()
-            else:
-                self._check_not_shown()
-                training.engine.worker.raise_error()
-                training.begin_batch()
+            training.begin_batch()
             if isinstance(self._model, UnwrappedModule) and self._called is not self._model:
                 self._model.begin_forward()  # a wrapper that the user calls does this itself
         elif not (has_grad or is_training):  # evaluation needs the shared model
@@ -314,18 +297,69 @@ class GradientSparsifier(Session):
                 # Until the first training-mode forward, users may train in evaluation mode, or call submodules only.
                 reducer.allow_implicit_backward &= not is_training
 
-    def _check_not_shown(self) -> None:
-        if self._is_shown:
-            raise RuntimeError("training inside shared_model() would be lost: exit the context before")
-
     def _check_shared(self, *save: Any) -> None:
         rounds = None if self.engine is None else self.engine.rounds
-        if not (self._is_shown or rounds is None or rounds.is_shared):
+        if not (rounds is None or rounds.is_shared or rounds.shared.is_shown):
             raise RuntimeError(
                 f"this model belongs to rank {dist.get_rank()} alone during a round of local steps: evaluate and save"
                 " inside `with handle.shared_model():` (with Fabric: fabric.strategy.shared_model()), or call"
                 " synchronize() on all ranks before"
             )
+
+
+@with_settings_signature()
+def sparsify_gradients(
+    model: Module,
+    optimizer: Union[Optimizer, Iterable[Optimizer]],
+    compressor: Union[str, Compressor] = "lags",
+    density: Optional[float] = None,
+    *,
+    scaler: Optional[GradScaler] = None,
+    total_steps: Optional[int] = None,
+    timeout: Optional[timedelta] = None,
+    **given: Unpack[Compression],
+) -> GradientSparsifier:
+    """Exchange only the largest part of each gradient of a model, in a custom training loop.
+
+    Call the function once on all ranks, before the first backward. Parameters and buffers are broadcast from rank 0.
+    Gradients are exchanged during backward. When backward ends, ``.grad`` holds the mean over ranks. On one process the
+    function only checks the arguments.
+
+    Args:
+        model: a module without a wrapper; the training loop calls the module as before. Buffers are broadcast from rank
+            0 before the first training forward of a step, as with DDP. The model may also be a
+            ``DistributedDataParallel`` of all processes, which then reduces no gradient.
+        optimizer: one or several optimizers of the model. If a library such as Accelerate wraps an optimizer, the inner
+            optimizer is used.
+        compressor: name of a compressor, or an object. Compressors with diverging replicas are not supported.
+        density: fraction of elements sent; ``None`` for the default density.
+        scaler: the gradient scaler, or ``None``. Residuals are stored unscaled.
+        total_steps: optimizer steps of the whole training, which Adam's warm-up depends on; ``None`` if unknown.
+            Required if ``warmup_steps`` is a fraction, as by default with ``"dgc"`` and ``"sdagc"``.
+        timeout: maximum time that an exchange waits for other ranks; ``None`` for the timeout of the process group.
+        **given: settings of :class:`~lightning_sparse.Compression`. ``levels`` identifies nodes by torchrun's node
+            numbers, or by host names. With ``local_steps`` all ranks must make equally many steps, and call
+            :meth:`~lightning_sparse.GradientSparsifier.close` at the end. Evaluate and save inside
+            :meth:`~lightning_sparse.GradientSparsifier.shared_model`.
+
+    Raises:
+        ValueError: for a value out of range, an unknown name, or a setting that only the Trainer supports.
+        TypeError: for an object of the wrong type, or an unknown argument.
+        RuntimeError: if the model has a communication hook, or gradients of the model are already exchanged.
+    """
+    optimizers = [unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+    settings = pop_settings(sparsify_gradients, compressor, density, given)
+    refuse(missing_capabilities("in a plain loop or Fabric", settings))
+    check_facts(scaler, total_steps)
+    wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
+    model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
+    options = RuntimeOptions(timeout, scaler, local_world_size=agreed_ranks_of_node(settings, own_node(), _log))
+    return GradientSparsifier(model, optimizers, settings, options, total_steps, _log)
+
+
+def _log(line: str) -> None:
+    if dist.get_rank() == 0:
+        _LOGGER.info("sparsify_gradients: %s", line)
 
 
 def _refuse_join(**settings: Any) -> Any:

@@ -13,8 +13,7 @@ from transformers import Trainer, TrainerCallback
 from typing_extensions import Unpack, override
 
 from lightning_sparse.loop.arguments import LoopArguments
-from lightning_sparse.loop.handle import GradientSparsifier
-from lightning_sparse.loop.sparsify import sparsify_gradients
+from lightning_sparse.loop.handle import GradientSparsifier, sparsify_gradients
 
 _NAME = "lightning_sparse"  # folder name inside a checkpoint folder
 

@@ -23,13 +23,7 @@ def own_node() -> Node:
 
 
 def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], None]) -> int:
-    """Return the number of ranks per node that average gradients before the exchange between nodes (1: one level).
-
-    Args:
-        settings: the settings, with ``levels`` of 1, 2 or ``"auto"``.
-        node: identity of this rank's node.
-        log: function that logs a line if there are two levels.
-    """
+    """Return the number of ranks per node that average gradients before the exchange between nodes (1: one level)."""
     # Ranks gather through the store, because NCCL may not have a device for each rank yet.
     nodes = [] if settings.levels == 1 else all_gather_via_store(str(node))
     count = ranks_of_node(settings, nodes) if len(nodes) > 1 else 1

@@ -27,7 +27,7 @@ from lightning_sparse.engine.step.reducer import Wrapper, after_closure
 from lightning_sparse.engine.step.topology import ShardedModel, named_module
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
-from lightning_sparse.loop.checks import check_momentum, check_optimizers, in_one_order
+from lightning_sparse.loop.checks import check_momentum, check_optimizers, check_total_steps, in_one_order
 from lightning_sparse.loop.optimizer_states import load_states, states_of
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
@@ -115,6 +115,20 @@ class Session:
             self.training = Training(ddp, optimizers, settings, given, self._log)
         warn_of_adaptive(settings, optimizers, warn_user)
 
+    def _expect_steps(self, total_steps: Optional[int], logs_rounds: bool = True) -> None:
+        """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up and the rounds."""
+        check_total_steps(self.settings, total_steps)
+        if (training := self.training) is None:
+            return
+        total_steps = None if total_steps is None else int(total_steps)  # converts numpy's integers
+        training.engine.densities.expect_steps(total_steps)
+        if (adam := training.view.adam) is not None:
+            adam.warm_up.total_steps = total_steps
+            if adam.warm_up.is_dense:
+                self._log(summary.adam_line(self.settings, training.optimizers, total_steps))
+        if logs_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
+            summary.log_rounds(local, total_steps, self._log, warn_user)
+
     def _end_training(self, has_failed: bool = False, keeps_state: bool = False) -> None:
         """End the training. If ``keeps_state``, store the final state on the CPU. A second call does nothing.
 
@@ -125,7 +139,11 @@ class Session:
         # After an error, an exchange may block the GPU forever, so this method must not wait for the GPU.
         can_ask = not has_failed or training.device.type == "cpu"
         self._last = (self.compression_stats(), self.exchange_plan()) if can_ask else ({}, None)
-        is_whole = training.close(self._last[0], has_failed)
+        if self._last[0].get("total_steps") and not has_failed and training.engine.levels.world.world_size > 1:
+            dense = "HSDP" if isinstance(training.engine.wrapper, ShardedModel) else "DDP"
+            verdict = None if training.choice is None else training.choice.verdict
+            self._log(summary.report(self._last[0], verdict, dense))
+        is_whole = training.close(has_failed)
         self.training = None
         if is_whole and can_ask and keeps_state:  # copies to the CPU, because residuals are as large as the model
             self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), training.state())
@@ -250,18 +268,6 @@ class Training:
             self.view.adam.see_other_states()
             self.view.adam.warm_up.resume_from(before.warm_up)
 
-    def expect_steps(self, total_steps: Optional[int], tells_rounds: bool = True) -> None:
-        """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up and the rounds."""
-        total_steps = None if total_steps is None else int(total_steps)  # converts numpy's integers
-        densities = self.engine.densities
-        densities.expect_steps(total_steps)
-        if (adam := self.view.adam) is not None:
-            adam.warm_up.total_steps = total_steps
-            if adam.warm_up.is_dense:
-                self._log(summary.adam_line(self.settings, self.optimizers, total_steps))
-        if tells_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
-            summary.log_rounds(local, total_steps, self._log, warn_user)
-
     def turn(self) -> None:
         """Select, between two steps, whether the next steps are dense (as in DDP), compressed, or local."""
         rounds, adam = self.engine.rounds, self.view.adam
@@ -270,9 +276,8 @@ class Training:
             if self.is_dense and not is_dense:  # local steps have to start from equal models
                 sync_module_states(self.engine.module)
         else:
-            is_dense = (adam is not None and adam.warm_up.is_dense) or (
-                self.choice is not None and self.choice.wants_dense
-            )
+            is_dense = adam is not None and adam.warm_up.is_dense
+            is_dense = is_dense or (self.choice is not None and self.choice.wants_dense)
         if is_dense != self.is_dense:
             self.is_dense = is_dense
             self.engine.send_dense(is_dense)
@@ -291,6 +296,7 @@ class Training:
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
         """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
+        self.engine.worker.raise_error()
         self.restart_if_changed(optimizers)
         self.turn()
         if (rounds := self._rounds) is not None:
@@ -301,14 +307,11 @@ class Training:
 
     def begin(self, is_automatic: bool = False) -> None:
         """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
-        self._add_backward()
+        self.backwards, self.waiting = self.backwards + 1, self.optimizers
         reducer = self.engine.reducer
         # With accumulation, backwards of users' hooks exchange gradients only in the last batch of a step.
         reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
-
-    def _add_backward(self) -> None:
-        self.backwards, self.waiting = self.backwards + 1, self.optimizers
 
     def set_inside(self, is_inside: bool) -> None:
         """Set whether a backward that Lightning does not announce (manual optimization) may exchange gradients."""
@@ -320,7 +323,7 @@ class Training:
             self.engine.worker.raise_error()
             if self.engine.rounds is None:  # with rounds, turn() may broadcast models, and runs only between batches
                 self.turn()
-            self._add_backward()
+            self.backwards, self.waiting = self.backwards + 1, self.optimizers
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
         continued = self.engine.reducer.reduced.continued
@@ -427,11 +430,8 @@ class Training:
         self._loaded.clear()
         return unused
 
-    def close(self, stats: Mapping[str, float], has_failed: bool) -> bool:
+    def close(self, has_failed: bool) -> bool:
         """End the exchange, and remove all hooks. Return whether the worker has ended without an error."""
-        if stats.get("total_steps") and not has_failed and self.engine.levels.world.world_size > 1:
-            dense = "HSDP" if isinstance(self.engine.wrapper, ShardedModel) else "DDP"
-            self._log(summary.report(stats, None if self.choice is None else self.choice.verdict, dense))
         self.steps.close()
         self._loaded.close()
         is_whole = self.engine.close(has_failed)

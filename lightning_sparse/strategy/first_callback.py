@@ -24,14 +24,17 @@ class FirstCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and (rounds := self._training.engine.rounds) is not None:
-            rounds.synchronize()
-        self._shown.enter_context(self._training.engine.replicas.shared_model())
+        engine = self._training.engine
+        engine.recorder.totals.pause()
+        if not trainer.sanity_checking and engine.rounds is not None:
+            engine.rounds.synchronize()
+        self._shown.enter_context(engine.replicas.shared_model())
 
     def end_validation(self, module: LightningModule) -> None:
         """Restore this rank's local model. Runs when all callbacks have handled the end of a validation."""
         reshard(module)
         self._shown.close()
+        self._training.engine.recorder.totals.resume()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

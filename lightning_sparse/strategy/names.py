@@ -43,12 +43,7 @@ _OWN = (
     System(
         "sparse_loco",
         "Train each rank alone for 30 steps, then exchange 1/64 of the model changes, in 2 bits each (SparseLoCo).",
-        {
-            "compressor": "topk",
-            "density": 1 / 64,
-            "wire": "2bit",
-            "local_steps": LocalSteps(30, residual_decay=0.95),
-        },
+        {"compressor": "topk", "density": 1 / 64, "wire": "2bit", "local_steps": LocalSteps(30, residual_decay=0.95)},
     ),
 )
 SHARDED = System(

@@ -106,11 +106,10 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        super().on_train_start()
         if self.engine is None and self._checkpointer.has_loaded_save:
             self._log("a single replica does not use the residuals that several replicas have saved.")
         self._restore()
-        self._begin_steps()
+        super().on_train_start()
 
 
 _ONE_REPLICA = "the model has one replica, so nothing is exchanged: the training equals ModelParallelStrategy."

@@ -21,7 +21,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.engine.store import post_error
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_bare, check_device, check_model, check_total_steps
+from lightning_sparse.loop.checks import check_bare, check_device, check_model
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.summary import describe
 from lightning_sparse.loop.training import RuntimeOptions, Session, Training
@@ -71,7 +71,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     _timeout: Optional[timedelta]
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
     _has_failed = False
-    _first: Optional[FirstCallback] = None  # callback that ends rounds; ``None`` unless replicas diverge or are sharded
+    _first: FirstCallback  # callback of the current training
     _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
 
     def _set_up(self, settings: Settings, resumes: bool) -> None:
@@ -108,27 +108,23 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         if (training := self.training) is None:
             return
         training.set_inside(False)
-        if self.settings.replicas_diverge or self.holds_shards:
-            self._first = FirstCallback(training)
-            trainer.callbacks.insert(0, self._first)  # type: ignore[attr-defined]
-            self._replaced.callback(remove_callback, trainer, self._first)
-            self._replaced.callback(setattr, self, "_first", None)
+        self._first = FirstCallback(training)
+        trainer.callbacks.insert(0, self._first)  # type: ignore[attr-defined]
+        self._replaced.callback(remove_callback, trainer, self._first)
         if training.view.adam is not None:
             clip = clip_before(training, self.precision_plugin.clip_gradients)
             self.precision_plugin.clip_gradients = clip  # type: ignore[method-assign]
             self._replaced.callback(vars(self.precision_plugin).pop, "clip_gradients", None)
 
-    def _begin_steps(self) -> None:
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
         trainer, training = self._module.trainer, self.training
         if training is None:
             return
+        # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        makes_rounds = training.engine.replicas.are_apart and self._module.automatic_optimization and not is_trial
-        if makes_rounds or training.view.adam is not None or isinstance(self.settings.warmup_steps, float):
-            # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
-            total_steps = total_steps_of(trainer)
-            check_total_steps(self.settings, total_steps)
-            training.expect_steps(total_steps, makes_rounds)
+        self._expect_steps(total_steps_of(trainer), self._module.automatic_optimization and not is_trial)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,14 +176,14 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        if self._first is not None:
+        if self.training is not None:
             self._first.end_validation(self._module)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self.replicas.shared_model():
             state = super().lightning_module_state_dict()
-            if not self.replicas.are_apart:
+            if self.settings.local_steps is None:
                 return state
             return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
 
@@ -233,7 +229,6 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         rounds = None if self.engine is None else self.engine.rounds
         if rounds is not None and not (rounds.is_shared or self._has_failed):
             rounds.synchronize()  # needed after a resumed fit without further steps, which has no on_train_end
-            rounds.reset_shared_model()
         self._replaced.close()
         self._end_training(self._has_failed, keeps_state=True)
         super().teardown()
@@ -322,11 +317,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         check_bare(self.model)
         check_model(self.model, self.settings.local_steps)
         self._bare = self._bare_model(self.model)
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._begin_steps()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -337,6 +337,8 @@ class Numbers:
 
     trained = frozenset()
 
+    is_shown = False
+
     def __init__(self):
         self.exchanged = []
 

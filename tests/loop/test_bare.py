@@ -127,7 +127,7 @@ def overflow_beside_what_nobody_owns(rank):
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
     optimizer = OPTIMIZERS["SGD"](model[2].parameters())
     residuals, sent, lines = [], [], []
-    logged = patch("lightning_sparse.loop.sparsify._log", lines.append)
+    logged = patch("lightning_sparse.loop.handle._log", lines.append)
     with logged, sparsify_gradients(model, optimizer, **SPARSE) as handle:
         assert handle.engine.parameter_names == ("2.weight", "2.bias")
         for step in range(6):

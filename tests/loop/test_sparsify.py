@@ -259,8 +259,9 @@ def test_several_exchanges_for_one_step_are_one_step(pair, kind, compressor, arg
 
 def train_in_warm_up(rank):
     """Return the error without a total, and the density of each step with one."""
+    net = Edges()
     with pytest.raises(ValueError, match=r"warmup_steps=0\.5 is a fraction") as refusal:
-        sparsify_gradients(Edges(), torch.optim.SGD(Edges().parameters(), lr=0.1), density=0.01, warmup_steps=0.5)
+        sparsify_gradients(net, torch.optim.SGD(net.parameters(), lr=0.1), density=0.01, warmup_steps=0.5)
     densities = []
     settings = {"compressor": "topk", "density": 0.01, "warmup_steps": 0.5, "total_steps": 8}
     with sparsified("SGD", **settings) as (ddp, optimizer, handle):
