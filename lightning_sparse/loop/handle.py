@@ -163,14 +163,12 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         no_sync: AbstractContextManager[None] = self._model.no_sync()
         return no_sync
 
-    @contextmanager
-    def shared_model(self) -> Iterator[None]:
-        """Swap in the shared model of all ranks inside the context, for an evaluation or a save.
+    def shared_model(self) -> AbstractContextManager[None]:
+        """Return a context that swaps in the shared model of all ranks, for an evaluation or a save.
 
         Nothing is sent. Without local steps the model is always shared.
         """
-        with self.replicas.shared_model():
-            yield
+        return self.replicas.shared_model()
 
     def check_replicas(self) -> None:
         """Check between two steps that all ranks hold the same parameters. All ranks must call.

@@ -25,7 +25,6 @@ class FirstCallback(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self._training.engine
-        engine.recorder.totals.pause()
         if not trainer.sanity_checking and engine.rounds is not None:
             engine.rounds.synchronize()
         self._shown.enter_context(engine.replicas.shared_model())
@@ -34,7 +33,6 @@ class FirstCallback(Callback):
         """Restore this rank's local model. Runs when all callbacks have handled the end of a validation."""
         reshard(module)
         self._shown.close()
-        self._training.engine.recorder.totals.resume()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

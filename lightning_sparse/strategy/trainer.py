@@ -119,12 +119,11 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer, training = self._module.trainer, self.training
-        if training is None:
-            return
-        # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
-        is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        self._expect_steps(total_steps_of(trainer), self._module.automatic_optimization and not is_trial)
+        if self.engine is not None:
+            trainer: Any = self._module.trainer
+            logs_rounds = self._module.automatic_optimization and not trainer.fast_dev_run
+            # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
+            self._expect_steps(total_steps_of(trainer), logs_rounds)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,8 +202,9 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         # A weights-only checkpoint has no optimizer states, and gets no compression state.
-        state = self.final_state if self.training is None else self.training.state(together=True)
-        states = {} if state is None or "optimizer_states" not in checkpoint else {_MODEL: state}
+        is_whole = "optimizer_states" in checkpoint
+        state = self.training.state(together=True) if is_whole and self.training is not None else self.final_state
+        states = {_MODEL: state} if is_whole and state is not None else {}
         write_file = partial(super().save_checkpoint, storage_options=storage_options)
         self._checkpointer.save(states, checkpoint, filepath, write_file)
 
