@@ -305,12 +305,12 @@ class Training:
         if self.settings.replicas_diverge or self.choice is not None:
             self.steps.see_weights(self.engine.module)
 
-    def begin(self, is_automatic: bool = False) -> None:
-        """Prepare for a backward that Lightning announces. ``is_automatic`` means automatic optimization."""
+    def begin(self) -> None:
+        """Prepare for a backward that Lightning announces."""
         self.backwards, self.waiting = self.backwards + 1, self.optimizers
         reducer = self.engine.reducer
         # With accumulation, backwards of users' hooks exchange gradients only in the last batch of a step.
-        reducer.allow_implicit_backward = not is_automatic or bool(self.engine.wrapper.require_backward_grad_sync)
+        reducer.allow_implicit_backward = self._is_implicit or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
 
     def set_inside(self, is_inside: bool) -> None:

@@ -149,7 +149,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if (training := self.training) is not None:
-            training.begin(self._module.automatic_optimization)
+            training.begin()
             if closure_loss.grad_fn is not None:  # LightningModule.backward may run several backward passes
                 closure_loss.register_hook(training.engine.reducer.on_backward_start)
         super().pre_backward(closure_loss)
