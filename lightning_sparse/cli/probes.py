@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter
 from typing import Any, Union
+from unittest import SkipTest
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.cli.estimate import PASSES, Estimate
-from lightning_sparse.cli.rows import NotApplicableError, Rows
+from lightning_sparse.cli.rows import Rows
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
 from lightning_sparse.engine.store import default_store
 from lightning_sparse.functional.topk import top_k_indices
@@ -86,6 +87,7 @@ class Probes:
         os.environ["LIGHTNING_SPARSE_TEST_DEVICE"] = str(self._device)
         self._nodes = all_gather_object((os.environ.get("GROUP_RANK"), socket.gethostname()))
         names = [f"rank {rank} ({host})" for rank, (_, host) in enumerate(self._nodes)]
+        self._deadline = monotonic() + options.time
         self._ranks, self.rows = ranks, Rows(dist.get_rank(), names, options.time, options.output)
 
     def table(self) -> dict[str, Callable[[], str]]:
@@ -111,9 +113,10 @@ class Probes:
         return {**rows, "advice": self._advise} if self._options.parameters else rows
 
     def _alone(self) -> str:
-        raise NotApplicableError("needs two processes")
+        raise SkipTest("needs two processes")
 
     def _environment(self) -> str:
+        torch.get_device_module(self._device).set_device(self._device)  # a new thread's device is the first one
         packages = ("torch", NAME.split(".")[0], "lightning-sparse")
         versions = ", ".join([f"python {platform.python_version()}", *(f"{each} {version(each)}" for each in packages)])
         if (backend := backend_of(self._device)) == "nccl":
@@ -158,9 +161,9 @@ class Probes:
     def _replicas(self, **settings: Any) -> str:
         local = self._ranks // len(set(self._nodes))
         if "levels" in settings and not 1 < local < self._ranks:
-            raise NotApplicableError(f"{local} of {self._ranks} ranks are on each host, so there is no second level")
+            raise SkipTest(f"{local} of {self._ranks} ranks are on each host, so there is no second level")
         if "exchange" in settings and self._ranks < 3:
-            raise NotApplicableError("needs three processes: with two, owners send the same as a gather")
+            raise SkipTest("needs three processes: with two, owners send the same as a gather")
         model = _OddModel(_SGD)
         density = self._fit(SparseDDPStrategy("lags", 0.01, **settings), model).strategy.compression_stats()["density"]
         self._agreement(model)
@@ -184,7 +187,7 @@ class Probes:
             self._fit(SparseDDPStrategy("lags", 0.01), whole)
             self._fit(SparseDDPStrategy("lags", 0.01), half, max_steps=_STEPS // 2).save_checkpoint(path)
             if not all(all_gather_object(path.exists())):
-                raise NotApplicableError(f"hosts do not share {path.parents[1]}, the current folder")
+                raise SkipTest(f"hosts do not share {path.parents[1]}, the current folder")
             self._fit(SparseDDPStrategy("lags", 0.01), resumed, path)
             dist.barrier()
         finally:
@@ -208,7 +211,7 @@ class Probes:
         # A link inside a host is no network link: a transfer is a memory copy, and other programs change the time.
         ring = [rank for rank, node in enumerate(self._nodes) if node not in self._nodes[:rank]]
         if len(ring) < 2:
-            raise NotApplicableError("all ranks run on one host")
+            raise SkipTest("all ranks run on one host")
         message, answer = torch.ones(1 << 20, device=self._device), torch.ones(1, device=self._device)
         rank, own = dist.get_rank(), dict[tuple[int, int], float]()
         for sender, receiver in ((ring[at], ring[(at + by) % len(ring)]) for at in range(len(ring)) for by in (1, -1)):
@@ -246,7 +249,7 @@ class Probes:
         samples, rank = list[tuple[float, float]](), 0
         for size in sizes:
             expected = samples[-1][1] * size / samples[-1][0] if samples else 0.0
-            if all_gather_object(4 * expected < self.rows.deadline - monotonic())[0]:
+            if all_gather_object(4 * expected < self._deadline - monotonic())[0]:
                 with self._device:
                     function = make(size)
                 seconds = all_gather_object(median(self._times(function, 3 if expected < 1 else 1)))

@@ -1,28 +1,28 @@
-"""Run the rows of ``check`` one by one on all ranks. A thread per rank ends the command if a rank hangs or dies."""
+"""Run the rows of ``check`` one by one on all ranks. The main thread ends the command if a rank hangs or dies."""
 
 import json
-import math
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
+from threading import Thread
+from time import monotonic, sleep
 from typing import Any, Optional
+from unittest import SkipTest
 
-from lightning_sparse.engine.store import default_store
+from torch.distributed.elastic.utils.store import synchronize
 
-_BEAT_SECONDS = 0.5
-_SILENCE_SECONDS = 6.0  # time without a heartbeat after which a rank counts as dead
-_GRACE_SECONDS = 10.0  # time limit for all other ranks to finish a check, after one rank has failed
-_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/", "/cli/rows.py")  # code that waits for other ranks
+from lightning_sparse.engine.store import ExchangeError, default_store
 
-
-class NotApplicableError(Exception):
-    """The reason why a check cannot run on these machines."""
+_STATES = ("passed", "not applicable", "waits", "failed", "died")  # the last one of all ranks' states decides a row
+_POLL_SECONDS = 0.5
+_ANSWER_SECONDS = 3.0  # time for a rank's answer when the command ends; a rank without an answer has died
+_GRACE_SECONDS = 10.0  # time for all other ranks to finish a check after one rank
+_WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/")  # code that waits for other ranks
+_DEAD, _WAITING = b'["died", "died"]', b'["waits", ""]'
 
 
 class Rows:
@@ -31,113 +31,85 @@ class Rows:
     Attributes:
         names: name of each rank, with the host.
         environment: further entries of the report in the file ``output``.
-        deadline: end of the time limit, by ``time.monotonic()``.
     """
 
     def __init__(self, rank: int, names: list[str], limit: float, output: Optional[Path]) -> None:
         self.names, self.environment = names, dict[str, Any]()
-        self._ended, self._output, self._rank = list[dict[str, Any]](), output, rank
-        self._name, self._failure, self._is_over = "", "", threading.Event()
-        self.deadline, self._patience = time.monotonic() + limit, math.inf
+        self._rank, self._reports, self._output = rank, rank == 0, output
+        self._rows, self._failed = list[dict[str, Any]](), list[str]()
+        self._name, self._result, self._began = "", b"", monotonic()
+        self._end = self._began + limit
         self._store, self._watched = default_store().clone(), default_store().clone()  # threads cannot share a store
-        self._store.set_timeout(timedelta(days=1))  # the watching thread enforces `limit` instead
 
-    def run(self, table: Mapping[str, Callable[[], str]]) -> int:
-        """Run the function of each row. Return the exit status of the command: 1 if a row has failed, else 0."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would not run inside a collective
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends SIGTERM before other ranks report a dead rank
-        self._beat()
-        self._gather("start")
-        thread = threading.Thread(target=self._watch, daemon=True)
-        thread.start()
-        for name, function in table.items():
-            self._run(name, function)
-        if self._rank == 0:
-            self._conclude()
-        self._gather("end")  # a rank that ends early would count as dead
-        self._is_over.set()
-        thread.join()  # the interpreter would abort at exit if the thread still waited for the store
-        self._store.set(f"check/over/{self._rank}", "")
-        if self._rank == 0:  # rank 0 may host the store, so rank 0 waits for all ranks
-            self._store.wait([f"check/over/{rank}" for rank in range(len(self.names))], timedelta(seconds=10))
-        return int(any(row["state"] == "failed" for row in self._ended))
+    def run(self, table: Mapping[str, Callable[[], str]]) -> None:
+        """Run the function of each row. End the process with exit status 1 if a row has failed, else 0."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun sends SIGTERM after a rank has died
+        worker = Thread(target=self._run, args=(table,), daemon=True)  # signals do not interrupt a collective
+        worker.start()
+        with suppress(KeyboardInterrupt, RuntimeError):  # RuntimeError: the process with the store has died
+            while worker.is_alive() and monotonic() < self._end and not self._watched.check(["check/end"]):
+                worker.join(_POLL_SECONDS)
+        worker.join(_POLL_SECONDS)  # rank 0 may have ended, and with it the store
+        if len(self._rows) < len(table):
+            self._end_early(sys._current_frames().get(worker.ident or 0))
+        if self._reports:
+            print(f"FAILED: {', '.join(self._failed)}" if self._failed else "All rows passed.", flush=True)
+        os._exit(bool(self._failed))
 
-    def _run(self, name: str, function: Callable[[], str]) -> None:
-        self._name, self._failure, began = name, "", time.monotonic()
-        try:
-            state, detail = "passed", function()
-        except NotApplicableError as reason:
-            state, detail = "not applicable", str(reason)
-        except Exception as error:
-            state, detail = "failed", shorten(f"{type(error).__name__}: {error}", 400)
-            self._failure = detail
-        found = [json.loads(each) for each in self._gather(name, json.dumps([state, detail]))]
-        failed = {self.names[rank]: text for rank, (each, text) in enumerate(found) if each == "failed"}
-        # An ExchangeError means that this rank waited for a rank that failed.
-        causes = {rank: text for rank, text in failed.items() if not text.startswith("ExchangeError")} or failed
-        if len(causes) == len(found) > 1 and len(set(causes.values())) == 1:
-            causes = {"all ranks": detail}
-        state, detail = found[0]
-        if causes:
-            state, detail = "failed", "; ".join(f"{rank}: {text}" for rank, text in causes.items())
-        self._end_row(state, detail, time.monotonic() - began, self._rank == 0)
+    def _run(self, table: Mapping[str, Callable[[], str]]) -> None:
+        deadline = self._end
+        for self._name, function in table.items():
+            self._began, self._result, self._end = monotonic(), b"", deadline
+            self._result = _result(function)
+            self._end = min(deadline, monotonic() + _GRACE_SECONDS)
+            results = synchronize(self._store, self._result, self._rank, len(self.names), f"check/{self._name}/", 1e6)
+            self._end_row(results)
 
-    def _end_row(self, state: str, detail: str, seconds: float, reports: bool) -> None:
-        self._ended.append({"name": self._name, "state": state, "detail": detail, "seconds": round(seconds, 2)})
-        if reports:
+    def _end_early(self, frame: Any) -> None:
+        keys = [f"check/end/{rank}" for rank in range(len(self.names))]
+        results = [_DEAD, *[_WAITING for _ in keys[1:]]]  # rank 0 may have had the store
+        with suppress(RuntimeError):
+            self._watched.set("check/end", "")
+            self._watched.set(keys[self._rank], self._result or _place(frame))
+            sleep(_ANSWER_SECONDS)
+            results = [self._watched.get(key) if self._watched.check([key]) else _DEAD for key in keys]
+        self._reports = self._rank == next(rank for rank, result in enumerate(results) if result != _DEAD)
+        self._end_row(results)
+        sleep(_ANSWER_SECONDS)  # other ranks still read the store of rank 0
+
+    def _end_row(self, results: list[bytes]) -> None:
+        found = dict(zip(self.names, map(json.loads, results)))
+        state = max((each for each, _ in found.values()), key=_STATES.index)
+        texts = {name: text for name, (each, text) in found.items() if each == state}
+        detail = next(iter(texts.values()))
+        if state not in ("passed", "not applicable"):
+            if len(texts) == len(found) and len(set(texts.values())) == 1:
+                texts = {"all ranks": detail}
+            state, detail = "failed", "; ".join(f"{name}: {text}" for name, text in texts.items())
+            self._failed.append(self._name)
+        seconds = round(monotonic() - self._began, 2)
+        self._rows.append({"name": self._name, "state": state, "detail": detail, "seconds": seconds})
+        if self._reports:
             print(f"{state:14} {self._name:30} {detail} [{seconds:.1f} s]", flush=True)
-        if reports and self._output:
-            passed = all(row["state"] != "failed" for row in self._ended)
-            report = {"passed": passed, **self.environment, "rows": self._ended}
-            self._output.write_text(json.dumps(report, indent=1))
+            if self._output:
+                report = {"passed": not self._failed, **self.environment, "rows": self._rows}
+                self._output.write_text(json.dumps(report, indent=1))
 
-    def _conclude(self) -> None:
-        failed = [row["name"] for row in self._ended if row["state"] == "failed"]
-        print(f"FAILED: {', '.join(failed)}" if failed else "All rows passed.", flush=True)
 
-    def _gather(self, key: str, text: str = "") -> list[str]:
-        self._store.set(f"check/{key}/{self._rank}", text)
-        return self._texts(self._store, key)
+def _result(function: Callable[[], str]) -> bytes:
+    try:
+        state, detail = "passed", function()
+    except SkipTest as reason:
+        state, detail = "not applicable", str(reason)
+    except Exception as error:
+        state = "waits" if isinstance(error, ExchangeError) else "failed"  # another rank causes an ExchangeError
+        detail = shorten(f"{type(error).__name__}: {error}", 400)
+    return json.dumps([state, detail]).encode()
 
-    def _texts(self, store: Any, key: str) -> list[str]:
-        return [each.decode() for each in store.multi_get([f"check/{key}/{rank}" for rank in range(len(self.names))])]
 
-    def _beat(self) -> None:
-        frame: Any = sys._current_frames()[threading.main_thread().ident or 0]
-        path = frame.f_code.co_filename.replace(os.sep, "/")
-        state = "failed" if self._failure else "waits" if any(part in path for part in _WAITS) else "works"
-        place = self._failure or f"at {Path(path).name}:{frame.f_lineno}"
-        self._watched.set(f"check/beat/{self._rank}", json.dumps([time.monotonic(), state, place]))
-
-    def _watch(self) -> None:
-        beats, since = [""] * len(self.names), [0.0] * len(self.names)
-        while not self._is_over.wait(_BEAT_SECONDS):
-            try:
-                self._beat()
-                old, beats, now = beats, self._texts(self._watched, "beat"), time.monotonic()
-                since = [then if beat == before else now for then, beat, before in zip(since, beats, old)]
-                silent = [rank for rank, then in enumerate(since) if now - then > _SILENCE_SECONDS]
-                reason = self._reason([json.loads(beat) for beat in beats], silent)
-            except Exception as error:
-                reason, silent = f"{self.names[0]} or the host died, so the store is lost: {error}", [0]
-            if reason and not self._is_over.is_set():
-                self._end(reason, self._rank == min(set(range(len(self.names))) - set(silent)))
-
-    def _reason(self, beats: list[Any], silent: list[int]) -> str:
-        now, has_failed = time.monotonic(), any(state == "failed" for _, state, _ in beats)
-        self._patience = min(self._patience, now + _GRACE_SECONDS) if has_failed else math.inf
-        if now < min(self.deadline, self._patience) and not silent:
-            return ""
-        causes = silent or [rank for rank, (_, state, _) in enumerate(beats) if state != "waits"] or range(len(beats))
-        end = ", died" if silent else ", had not ended the check when the time was over"
-        texts = [place if state == "failed" and not silent else place + end for _, state, place in beats]
-        return "; ".join(f"{self.names[rank]}: {texts[rank]}" for rank in causes)
-
-    def _end(self, reason: str, reports: bool) -> None:
-        try:
-            self._end_row("failed", reason, 0.0, reports)
-            if reports:
-                self._conclude()
-                time.sleep(3 * _BEAT_SECONDS)  # other ranks still read the last heartbeats from rank 0's store
-        finally:
-            os._exit(1)
+def _place(frame: Any) -> bytes:
+    path = frame.f_code.co_filename.replace(os.sep, "/")
+    state = "waits" if any(part in path for part in _WAITS) else "failed"
+    place = f"at {Path(path).name}:{frame.f_lineno}, had not ended the check when the time was over"
+    return json.dumps([state, place]).encode()
