@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any, Optional
+from typing import Any, Optional, Union
 from unittest import SkipTest
 
 from torch.distributed.elastic.utils.store import synchronize
@@ -23,6 +23,8 @@ _ANSWER_SECONDS = 3.0  # time for a rank's answer when the command ends; a rank 
 _GRACE_SECONDS = 10.0  # time for all other ranks to finish a check after one rank
 _WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/")  # code that waits for other ranks
 _DEAD, _WAITING = b'["died", "died"]', b'["waits", ""]'
+
+Row = Union[str, Callable[[], str]]  # a check that returns a detail, or a reason why the check is not applicable
 
 
 class Rows:
@@ -41,7 +43,7 @@ class Rows:
         self._end = self._began + limit
         self._store, self._watched = default_store().clone(), default_store().clone()  # threads cannot share a store
 
-    def run(self, table: Mapping[str, Callable[[], str]]) -> None:
+    def run(self, table: Mapping[str, Row]) -> None:
         """Run the function of each row. End the process with exit status 1 if a row has failed, else 0."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun sends SIGTERM after a rank has died
@@ -57,11 +59,11 @@ class Rows:
             print(f"FAILED: {', '.join(self._failed)}" if self._failed else "All rows passed.", flush=True)
         os._exit(bool(self._failed))
 
-    def _run(self, table: Mapping[str, Callable[[], str]]) -> None:
+    def _run(self, table: Mapping[str, Row]) -> None:
         deadline = self._end
-        for self._name, function in table.items():
+        for self._name, check in table.items():
             self._began, self._result, self._end = monotonic(), b"", deadline
-            self._result = _result(function)
+            self._result = _result(check)
             self._end = min(deadline, monotonic() + _GRACE_SECONDS)
             results = synchronize(self._store, self._result, self._rank, len(self.names), f"check/{self._name}/", 1e6)
             self._end_row(results)
@@ -97,9 +99,9 @@ class Rows:
                 self._output.write_text(json.dumps(report, indent=1))
 
 
-def _result(function: Callable[[], str]) -> bytes:
+def _result(check: Row) -> bytes:
     try:
-        state, detail = "passed", function()
+        state, detail = ("not applicable", check) if isinstance(check, str) else ("passed", check())
     except SkipTest as reason:
         state, detail = "not applicable", str(reason)
     except Exception as error:
