@@ -3,8 +3,8 @@
 import os
 import sys
 
-from lightning_sparse.cli.check import check
 from lightning_sparse.cli.estimate import estimate
+from lightning_sparse.cli.probes import check
 from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.lightning import ArgsType, LightningCLI
 

@@ -1,10 +1,13 @@
-"""The rows of ``lightning-sparse check``: small trainings, timings of devices and of the network, and the advice."""
+"""The command ``lightning-sparse check``: run small trainings and timings on the machines of a training."""
 
 import argparse
+import logging
 import os
 import platform
 import socket
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -19,11 +22,14 @@ from unittest import SkipTest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from lightning_sparse.callbacks import ReplicaSentinel
-from lightning_sparse.cli.estimate import PASSES, Estimate
+from lightning_sparse.cli.estimate import COUNTS, PASSES, SECONDS, Estimate, read
 from lightning_sparse.cli.rows import Row, Rows
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
 from lightning_sparse.engine.store import default_store
@@ -43,6 +49,41 @@ _ADAM = partial(torch.optim.AdamW, lr=1e-3)
 _sparse = partial(SparseDDPStrategy, "lags", 0.01)
 
 
+def check(args: Sequence[str]) -> None:
+    """Run all checks, if necessary in new local processes. Exit with status 1 if a check has failed."""
+    options = _parsed(args)
+    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        probes = Probes(options)
+        probes.rows.run(probes.table())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.devices)))
+    local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={options.devices}"]
+    try:
+        torchrun([*local, "-m", "lightning_sparse", "check", *args])
+    except (ChildFailedError, SignalException):
+        sys.exit(1)
+
+
+def _parsed(args: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("lightning-sparse check", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    devices = torch.cuda.device_count() or 1
+    add("--devices", type=int, default=devices, help="number of local processes, without torchrun and srun")
+    add("--time", type=float, default=60.0, help="time limit of the command in seconds, default %(default)g")
+    add("--output", type=Path, help="a JSON file for the report, such as check.json")
+    add("--parameters", help="trained parameters of your model, such as 124M, for advice; needs --compute")
+    add("--compute", help="time of a step without communication, such as 120ms; needs --parameters")
+    options = parser.parse_args(args)
+    try:
+        if options.parameters or options.compute:
+            options.parameters = read("--parameters", options.parameters or "", COUNTS, "124M")
+            options.compute = read("--compute", options.compute or "", SECONDS, "120ms")
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
 class _OddModel(LightningModule):
     """A model with prime sizes, a tied embedding, and a bf16 layer. The last rank uses ``last``, others ``most``."""
 
@@ -56,7 +97,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        seed = torch.Generator().manual_seed(ranks * index + rank)  # `index`, because resuming repeats `batch`
+        seed = torch.Generator().manual_seed(ranks * index + rank)  # not `batch`, which a resume restarts at 0
         words = torch.randint(211, (8, 8), generator=seed).to(self.device)
         hidden = self.coarse(self.embedding(words).to(self.coarse.weight.dtype)).float().tanh()
         hidden = hidden + (self.last if rank == ranks - 1 else self.most)(hidden)
@@ -177,7 +218,7 @@ class Probes:
         return f"bitwise identical to a training without a pause after step {_STEPS // 2}"
 
     def _links(self) -> str:
-        # Links inside a host are memory copies. Another program on the host changes their times.
+        # A link inside a host is no network link: a transfer is a memory copy, and other programs change the time.
         ring = range(0, self._ranks, self._local)
         links = [(ring[at], ring[(at + by) % len(ring)]) for at, by in product(range(len(ring)), (1, -1))]
         rates = all_gather_object(max(self._rate(*link) for link in links))[:: self._local]

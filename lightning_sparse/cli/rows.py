@@ -17,10 +17,10 @@ from torch.distributed.elastic.utils.store import synchronize
 
 from lightning_sparse.engine.store import ExchangeError, default_store
 
-_STATES = ("passed", "not applicable", "waits", "failed", "died")  # the last one of all ranks' states decides a row
+_STATES = ("passed", "not applicable", "waits", "failed", "died")  # a row has its ranks' last state in this order
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0  # time for a rank's answer when the command ends; a rank without an answer has died
-_GRACE_SECONDS = 10.0  # time for all other ranks to finish a check after one rank
+_GRACE_SECONDS = 10.0  # time limit for all other ranks to finish a check, after one rank has finished
 _WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/")  # code that waits for other ranks
 _DEAD, _WAITING = b'["died", "died"]', b'["waits", ""]'
 
