@@ -1,4 +1,4 @@
-"""The base class of callbacks, for the choice of observed steps and for checks, and reductions over ranks."""
+"""The base class of callbacks, which chooses observed steps and runs checks, and reductions over ranks."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -24,7 +24,7 @@ _GRACE_SECONDS = 10.0  # time limit for all other ranks to finish a check, after
 _WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/")  # code that waits for other ranks
 _DEAD, _WAITING = b'["died", "died"]', b'["waits", ""]'
 
-Row = Union[str, Callable[[], str]]  # a check that returns a detail, or a reason why the check is not applicable
+Row = Union[str, Callable[[], str]]  # a reason why a check is not applicable, or a check, which returns a detail
 
 
 class Rows:

@@ -196,8 +196,8 @@ class ThresholdState(NamedTuple):
         swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
         gain = max(_MIN_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
         is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
-        # ``self.error`` is 0 after a step with a histogram. That step sent all large elements, so a small count is
-        # normal.
+        # A step that computes a histogram sets ``self.error`` to 0, and sends all large elements. A small count in the
+        # next step is then normal.
         if self.error and is_far_off and abs(selected - wanted) >= _SIGMAS * math.sqrt(wanted):
             return ThresholdState(None, gain)
         step = max(-_LARGEST_STEP, min(_LARGEST_STEP, gain * error))

@@ -213,7 +213,7 @@ class Settings:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """Error feedback in use: ``asked``. If Adam is corrected, ``asked`` without momentum and decay."""
+        """The user's error feedback, ``asked``. If Adam is corrected, ``asked`` without momentum and decay."""
         if self.adam is None:
             return self.asked
         return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change, clip_norm=self.asked.clip_norm)

@@ -196,7 +196,7 @@ class SharedModel:
         self._away = None
 
     def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
-        """Return this rank's state, without copies. Before rounds begin, the model's checkpoint has all tensors."""
+        """Return this rank's state, without copies. Before rounds begin, the state has no tensors."""
         own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
@@ -279,5 +279,5 @@ def _outer_step(
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round shared values to the module's ``dtype``, in the wide dtype. A rounding error then counts as no change."""
+    """Round values to the module's ``dtype``, and widen the result. A rounding error then counts as no change."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)

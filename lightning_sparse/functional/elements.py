@@ -262,7 +262,7 @@ def in_batches(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[tu
 
     Args:
         tensors: flat tensors.
-        others: lists of tensors of the same sizes, or of other objects. All pieces of a tensor get the same object.
+        others: lists with one entry per tensor: a tensor of equal size, or an object for all pieces of the tensor.
     """
     limit = _CPU_BATCH if tensors and tensors[0].device.type == "cpu" else _DEVICE_BATCH
     batch, numel = list[tuple[Any, ...]](), 0

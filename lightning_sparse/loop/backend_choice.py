@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
 
     ours: float
     theirs: float
-    gain: float  # seconds per step that compression saves: median over turns
+    gain: float  # seconds per step that compression saves over DDP (median)
     error: float  # two standard errors of ``gain``, in seconds
     wanted: float  # minimum gain in seconds: a smaller gain does not outweigh the delay of gradients
 

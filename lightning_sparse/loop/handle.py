@@ -214,7 +214,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         self._check_open()
         if (training := self.training) is None:
             if exists(str(folder)):
-                raise ValueError(f"one process cannot use {folder}: start several, or skip load_state")
+                raise ValueError(f"{folder} needs several processes: start more, or skip load_state")
             return
         state = load_state(str(folder), training.engine)
         act_together(partial(self._load, state, training, folder), f"{folder} does not fit")

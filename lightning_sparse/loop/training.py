@@ -410,7 +410,7 @@ class Training:
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load a state, and return descriptions of the parts that this training cannot use."""
         usable, unused = match_state(state, self.engine)
-        if self.engine.rounds is not None:  # the load may run inside shared_model()
+        if self.engine.rounds is not None:  # a user may load inside ``with shared_model()``
             self.engine.rounds.leave()
         exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]

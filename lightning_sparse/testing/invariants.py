@@ -132,7 +132,7 @@ def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -
 @_invariant([{}])
 def selections_are_valid(pool: Pool, compressor: Subject) -> None:
     """Selected indices are distinct, ascending, inside the tensor, and as many as ``selection_size()`` announces."""
-    pool.run(balance, settings_of(compressor), 2)  # `BucketSelector` raises an error for invalid indices
+    pool.run(balance, settings_of(compressor), 2)  # the run fails if `BucketSelector` receives invalid indices
 
 
 def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:

@@ -48,10 +48,10 @@ class ParamOrder:
         self.is_agreed = is_agreed  # whether all ranks exchange in this order
         self.places = {each.name: place for place, each in enumerate(members)}
         self.travelling = [each for each in members if each.numel]  # non-empty parameters, which buckets send
-        self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # flags of use, all 1
+        self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # usage flags, all 1
 
     def agreed(self, members: list[ParamEntry]) -> "ParamOrder":
-        """Return the agreed order of exchange: the same parameters, in the order of ``members``."""
+        """Return the order of exchange on which the ranks agreed: that of ``members``."""
         return ParamOrder(members, self.all_used.device, is_agreed=True)
 
 
@@ -102,7 +102,7 @@ class Backward(ABC):
     """Average the gradients of one backward over ranks, from the first gradient until all gradients are means.
 
     All ranks exchange all parameters in one order. A bucket is sent when this bucket and all earlier buckets are
-    complete. Gradients that are missing when backward ends are sent as zeros. The last message has the flags of use:
+    complete. Gradients that are missing when backward ends are sent as zeros. The last message has the usage flags:
     one flag per parameter, set if this rank has used the parameter. If no rank has used a parameter, the gradient and
     the residual of the parameter do not change.
 
@@ -124,8 +124,8 @@ class Backward(ABC):
         self._bucket_numel = 0
         self._missing: list[_Missing] = []
         self._copied: list[tuple[Tensor, Tensor]] = []  # pairs of a gradient and the copy that is exchanged
-        self._own_flags: Optional[Tensor] = None  # sent flags of use; the reference protects the memory
-        self._used_by_any: Optional[Tensor] = None  # flags of use by any rank, in the order of exchange
+        self._own_flags: Optional[Tensor] = None  # sent usage flags; the reference protects the memory
+        self._used_by_any: Optional[Tensor] = None  # usage flags by any rank, in the order of exchange
         self._committed: Optional[threading.Event] = None
 
     def take(self, member: ParamEntry) -> None:
@@ -166,7 +166,7 @@ class Backward(ABC):
             self._close_bucket()  # all values of a message have one dtype
         self._bucket.append(member)
         self._bucket_numel += member.numel
-        # The last bucket has the flags of use. _end() closes this bucket after all parameters are in buckets.
+        # The last bucket has the usage flags. _end() closes this bucket after all parameters are in buckets.
         if self._closes(member) and member is not self._order.travelling[-1]:
             self._close_bucket()
 
@@ -193,7 +193,7 @@ class Backward(ABC):
 
     @abstractmethod
     def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
-        """Queue a bucket for the worker. ``flags`` are the flags of use, only with the last bucket."""
+        """Queue a bucket for the worker. ``flags`` are the usage flags; ``None`` except with the last bucket."""
 
     def _commit(self) -> None:  # noqa: B027
         """Replace this rank's gradients by means, and set ``_used_by_any``. Runs on the worker after all buckets."""
@@ -361,7 +361,7 @@ class DenseBackward(Backward):
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
     def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
-        """Average flat gradients and flags of use in one all-reduce, and write the means to the gradients."""
+        """Average flat gradients and usage flags in one all-reduce, and write the means to the gradients."""
         among = self._context.among
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
@@ -373,7 +373,7 @@ class DenseBackward(Backward):
         with among.translate_errors(f"{len(flat)} elements of gradients", "all_reduce"):
             among.all_reduce(flat)
         torch._foreach_copy_(list(gradients), means)
-        self._used_by_any = used > 0  # empty before the last message
+        self._used_by_any = used > 0  # an empty tensor until the last message
 
 
 def _shares_memory(parameter: Tensor) -> bool:

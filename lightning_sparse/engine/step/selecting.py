@@ -236,7 +236,7 @@ class BucketSelector:
                 continue
             tensors = [accumulated[each] for each in positions]
             selection = chosen
-            if positions != few:  # otherwise the compressor's list is used without a copy
+            if positions != few:  # if equal, the compressor's list is used without a copy
                 of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
                 selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
             members = [bucket[each] for each in positions]

@@ -182,7 +182,7 @@ class Pipeline:
 
         Args:
             step: results of all buckets of the step.
-            places: index of each parameter in the flags of use, by name.
+            places: index of each parameter's usage flag, by name.
         """
         if not step:
             return  # no parameter is trained

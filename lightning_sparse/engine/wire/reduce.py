@@ -159,7 +159,7 @@ class UnionFormat(WireFormat):
     3. All ranks average the values at all selected indices, by
        :meth:`ReduceFormat.average_at`.
 
-    Ranks may select different numbers of elements, and the same elements. Without selected elements only phase 1 runs.
+    Selections of the ranks may differ in size, and may overlap. Without selected elements, only phase 1 runs.
     """
 
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
