@@ -127,7 +127,7 @@ def _check(sizes: Sequence[int], backward_seconds: Sequence[float]) -> None:
     for name, given, kind in (("sizes", sizes, Integral), ("backward_seconds", backward_seconds, Real)):
         for position, number in enumerate[Any](given):
             if not (isinstance(number, kind) and 0 <= float(number) < math.inf):
-                raise ValueError(f"{name}[{position}]={number!r} must be a finite number, at least 0; sizes are integers")
+                raise ValueError(f"{name}[{position}]={number!r} must be finite and at least 0 (sizes: integers)")
 
 
 def _cost(select_cost: Cost, exchange_cost: Cost, elements: int) -> float:
