@@ -16,6 +16,7 @@ REMOVED: dict[str, str] = {
     "GradientSparsifier.state_dict": "use save_state(folder) instead, on all ranks",
     "GradientSparsifier.load_state_dict": "use load_state(folder) instead, on all ranks",
     "CriticalRegime": "use ErrorBudget or Warmup, or a DensityRule of your own",
+    "LocalSteps.synchronous_steps": "train the first steps with strategy='ddp', and resume from the checkpoint",
     "LocalSteps.overlap_steps": "leave it out, because rounds wait for the exchange",
     "local_steps='auto'": "give a number of steps, `lightning-sparse estimate` prints one",
     "sparse_muloco": "use SparseDDPStrategy('dense', wire='bfloat16', local_steps=LocalSteps(30, outer_lr=0.7,"

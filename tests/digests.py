@@ -154,7 +154,6 @@ def rounds():
         "all": {"compressor": "dense", "local_steps": outer},
         "4 bits": {"compressor": "dense", "wire": "4bit", "local_steps": outer},
         "a part": {"density": 0.1, "wire": "bfloat16", "local_steps": LocalSteps(3, residual_decay=0.9)},
-        "after DDP": {"density": 0.1, "local_steps": LocalSteps(3, synchronous_steps=5)},
     }
     for way, arguments in ways.items():
         start = partial(Case, strategy=partial(SparseDDPStrategy, **arguments), model=partial(Model, ADAMW))

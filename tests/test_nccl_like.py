@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseModelParallelStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.testing.pool import Pool
@@ -117,7 +117,7 @@ CASES = {
     "two levels": (4, Logging, {**TOPK, "levels": 2}, 4),
     "two levels, AdamW": (4, partial(Logging, "AdamW"), {**TOPK, "levels": 2, "optimizer_correction": CORRECTION}, 4),
     "two levels, after backward": (4, Logging, {**TOPK, "levels": 2, "overlaps_backward": False}, 4),
-    "rounds": (2, Logging, {**TOPK, "local_steps": LocalSteps(2, synchronous_steps=2)}, 2),
+    "rounds": (2, Logging, {**TOPK, "local_steps": 2}, 2),
     "shards": (4, Sharded, {**TOPK}, 3),
     "rounds of shards": (4, Sharded, {**TOPK, "local_steps": 2}, 3),
 }

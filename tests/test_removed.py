@@ -39,6 +39,7 @@ GONE = {
     "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),
     "sparse_hsdp": (lambda: Fabric(strategy="sparse_hsdp", accelerator="cpu"), "sparse_hsdp"),
     "CriticalRegime": (lambda: callbacks.CriticalRegime, "ErrorBudget"),
+    "synchronous_steps": (lambda: LocalSteps(4, synchronous_steps=1), "synchronous_steps=1.*strategy='ddp'"),
     "overlap_steps": (lambda: LocalSteps(4, overlap_steps=1), "overlap_steps=1.*leave it out"),
     "automatic rounds": (
         lambda: SparseDDPStrategy(local_steps="auto"),

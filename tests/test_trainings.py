@@ -76,9 +76,7 @@ def unlike(training, outcomes):
             yield f"{name} is not finite"
         if name == "dead" and any(values[4:]):
             yield "what has a gradient of zero for good has moved"
-    # Synchronous steps are DDP steps, possibly for the whole training.
-    has_one = training.drifts and not (training.local is not None and training.local.synchronous_steps)
-    left_out = _OWN if has_one else _OWN + _AVERAGED
+    left_out = _OWN if training.drifts else _OWN + _AVERAGED
     # The average of a callback follows this rank's model.
     shows_own = training.drifts and "average at validation" in training.may_not_matter
     places = {

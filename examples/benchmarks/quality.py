@@ -246,13 +246,12 @@ class Run(NamedTuple):
     local: str = ""
 
     def local_numbers(self) -> list[float]:
-        """Return steps of a round, outer rate, outer momentum, decay, and synchronous steps before the first round.
+        """Return steps of a round, outer rate, outer momentum, decay, and with DDP the steps before averages.
 
         What is not given is what changes nothing; with DDP, the steps before averages that torch's documentation has.
         """
         given = [float(number) for number in self.local.split(":") if number]
-        synchronous = POST_LOCAL_START if self.system == "ddp" and self.local else 0.0
-        return [*given, *(1.0, 1.0, 0.0, 1.0, synchronous)[len(given) :]]
+        return [*given, *(1.0, 1.0, 0.0, 1.0, POST_LOCAL_START)[len(given) :]]
 
     @property
     def power_rank(self) -> Optional[int]:
@@ -271,9 +270,8 @@ class Run(NamedTuple):
         exchange = AUTO if name in OWN_EXCHANGE else Owners(float(keep)) if keep else way
         rounds: Union[int, LocalSteps] = 1
         if self.local:
-            steps, rate, momentum, decay, synchronous = self.local_numbers()
-            before = int(synchronous)
-            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before)
+            steps, rate, momentum, decay, _ = self.local_numbers()
+            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay)
             warmup = 0
         return Settings.of(
             name,
@@ -444,9 +442,8 @@ def _parser() -> argparse.ArgumentParser:
         "--local-steps",
         nargs="+",
         default=[""],
-        help="of a round, then outer rate, outer momentum (Nesterov's), decay, and synchronous steps before the first"
-        " round, such as 20:0.7:0.9 or 20:1:0:1:200; ddp with the first and the last of them is torch's post-localSGD"
-        " (the last is 100 if left out)",
+        help="of a round, then outer rate, outer momentum (Nesterov's), decay, such as 20:0.7:0.9; ddp with the first"
+        " is torch's post-localSGD, which averages after 100 steps, or after a fifth number such as 20:1:0:1:200",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; without it, the task's own")
     parser.add_argument("--rate", type=float, help="learning rate; without it, DDP's best")

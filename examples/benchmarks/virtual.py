@@ -247,13 +247,13 @@ class VirtualRank:
         self._steps += 1
         rounds = self._rounds
         is_local = self._averages_every is not None and self._steps > self._averages_after
-        if rounds is not None and not rounds.is_synchronous:
+        if rounds is not None:
             rounds.begin_round()
             is_local = True
         with torch.no_grad():
             if is_local:
                 self._clip()
-            elif self._settings is None or rounds is not None:
+            elif self._settings is None:
                 self._average_gradients([each.grad for each in self.network.parameters() if each.grad is not None])
                 self.recorder.end_exchange()
                 self._clip()

@@ -98,9 +98,8 @@ def row_of(run: Run, arguments: Mapping[str, Any]) -> Row:
     if run.density is not None:
         settings["density"] = run.density
     if run.local:
-        steps, rate, momentum, decay, synchronous = run.local_numbers()
-        before = int(synchronous)
-        rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before)
+        steps, rate, momentum, decay, _ = run.local_numbers()
+        rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay)
         settings["local_steps"] = rounds
     return Row(lambda hosts: {"strategy": SparseDDPStrategy(**settings), "num_nodes": hosts})
 

@@ -85,10 +85,11 @@ class Engine(SharedOnCopy):
             end,
             packages={},
         )
-        self.reducer = SparseReducer(ddp, context, is_dense=settings.local_steps is not None)
+        self.reducer = SparseReducer(ddp, context)
         self.replicas = self._replicas_of(module)
         self._track(trained)
-        self.send_dense(False)
+        if self.rounds is not None:
+            self.reducer.is_paused, ddp.broadcast_buffers = True, False
 
     def _replicas_of(self, module: nn.Module) -> Replicas:
         settings = self._settings
@@ -147,14 +148,10 @@ class Engine(SharedOnCopy):
 
     def send_dense(self, is_dense: bool) -> None:
         """Set whether the next steps send dense gradients, as DDP does, or compressed gradients."""
-        if self.rounds is None:
-            self.reducer.is_dense = is_dense
-            if is_dense:  # Dense steps change Adam's second moments, so updates in the residual become gradients again.
-                self.reducer.reduced.clear()
-                self.worker.run(self.memory.restore_gradients)
-        else:
-            self.reducer.is_paused = not is_dense
-            self.wrapper.broadcast_buffers = self._broadcasts_buffers and is_dense
+        self.reducer.is_dense = is_dense
+        if is_dense:  # Dense steps change Adam's second moments, so updates in the residual become gradients again.
+            self.reducer.reduced.clear()
+            self.worker.run(self.memory.restore_gradients)
 
     def target_densities(self) -> dict[str, float]:
         """Return the density that the user has set for each exchanged parameter, by name."""

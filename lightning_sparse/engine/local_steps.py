@@ -51,7 +51,7 @@ class LocalStepsController(Replicas):
         self._begun = 0  # number of steps at the last exchange
         self._step = 0  # number of steps of the optimizer with the most steps
         self._steps_of: dict[int, int] = {}  # number of steps, by index of the optimizer
-        self.has_begun = self._has_steps = False
+        self.has_begun = False
         self._is_stale = False  # whether an optimizer has stepped since the last exchange
 
     @property
@@ -64,11 +64,6 @@ class LocalStepsController(Replicas):
         """Number of steps since the first round began, or since a round last ended early."""
         return self._step - self._origin
 
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether the next step exchanges gradients as DDP does, because the rounds have not begun."""
-        return not self.has_begun and max(self._steps_of.values(), default=0) < self.local.synchronous_steps
-
     def restart(self, trained: Sequence[str], names: Renaming) -> None:
         """End the round early, and exchange changes of ``trained`` parameters from now on. All ranks must call this.
 
@@ -80,23 +75,13 @@ class LocalStepsController(Replicas):
         self.shared = self.shared.restarted(trained, names)
         self._begun, self._is_stale = self._step, False
 
-    @override
     def begin_round(self) -> None:
+        """Begin the first round of local steps, unless a round has begun. All ranks must call this."""
         if self.shared.is_shown:
             raise RuntimeError("training inside shared_model() would be lost: exit the context before")
         if not self.has_begun:
-            self.has_begun, self._has_steps, self._steps_of = True, False, {}
+            self.has_begun = True
             self.reset_shared_model()
-
-    def begin_steps(self) -> None:
-        """Before the first local step, average trained parameters once more. All ranks must call this.
-
-        Some layers (ActNorm) set parameters from a rank's data in the first forward pass.
-        """
-        self.begin_round()
-        if not self._has_steps:
-            self._has_steps = True
-            self.shared.reset_shared_model(all_of_it=False)
 
     def leave(self) -> None:
         """Drop this round's changes of parameters, because a checkpoint will be loaded. All ranks must call this."""
@@ -116,9 +101,9 @@ class LocalStepsController(Replicas):
 
         The optimizer with the most steps sets the length of a round. Steps that a gradient scaler skips count, too.
         """
-        self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         if not self.has_begun:
             return
+        self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         self._is_stale = True
         if self._steps_of[optimizer] > self._step:
             self._step += 1
@@ -132,7 +117,6 @@ class LocalStepsController(Replicas):
         if not self.has_begun:
             return
         self.shared.swap_out()  # Inside shared_model() the module has the shared model: restore this rank's tensors.
-        self.begin_steps()
         inactive, have_moved = self._meet(ends=True)
         if have_moved:
             self._exchange(inactive)
@@ -173,7 +157,7 @@ class LocalStepsController(Replicas):
     def state_dict(self, together: bool = False) -> dict[str, Any]:
         # A save does not end a round: two early ends per round raised the final loss of a small GPT by 1.6 to 4.5 %
         # (measured with DiLoCo's outer momentum, 300 steps, three seeds).
-        flags = {"has_begun": self.has_begun, "has_steps": self._has_steps, "is_stale": self._is_stale}
+        flags = {"has_begun": self.has_begun, "is_stale": self._is_stale}
         steps = {"step": self._step, "origin": self._origin, "begun": self._begun, "steps_of": dict(self._steps_of)}
         return {"rounds": {**flags, **steps, **self.shared.state(self.has_begun, together)}}
 
@@ -184,7 +168,6 @@ class LocalStepsController(Replicas):
             return
         state = state["rounds"]
         self.shared.load(state)
-        self.has_begun = state["has_begun"]
-        self._has_steps, self._is_stale = state["has_steps"], state["is_stale"]
+        self.has_begun, self._is_stale = state["has_begun"], state["is_stale"]
         self._step, self._origin, self._begun = state["step"], state["origin"], state["begun"]
         self._steps_of = dict(state["steps_of"])

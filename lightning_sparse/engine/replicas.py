@@ -42,9 +42,6 @@ class Replicas(SharedOnCopy):
 
     are_apart = False  # whether each rank's optimizer steps use only this rank's gradients
 
-    def begin_round(self) -> None:
-        """Begin the first round of local steps, unless a round has begun. All ranks must call this."""
-
     def reset_shared_model(self) -> None:
         """Average the model over ranks, and set the shared model to the mean. All ranks must call this."""
         self.synchronize()

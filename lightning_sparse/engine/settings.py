@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, Optional, TypedDict, Union
@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density, is_whole
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_count, checked_density, is_whole
 from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
@@ -42,8 +42,6 @@ class LocalSteps:
         outer_momentum: momentum of the outer step; 0 for none.
         nesterov: whether the outer momentum is Nesterov's.
         residual_decay: factor that multiplies the residual before the next change is added; 1 for no decay.
-        synchronous_steps: optimizer steps with DDP's dense gradients before the first round. A resumed training
-            continues the count.
 
     Raises:
         ValueError: for a number out of range.
@@ -59,28 +57,18 @@ class LocalSteps:
     outer_momentum: float = 0.0
     nesterov: bool = False
     residual_decay: float = 1.0
-    synchronous_steps: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         refuse_removed(f"local_steps={self.every!r}", f"local_steps={self.every!r}")
-        for name, least in (("every", 1), ("synchronous_steps", 0)):
-            given: Any = getattr(self, name)
-            if not is_whole(given, least):
-                named = f"local_steps={given!r} (every, of LocalSteps)" if name == "every" else f"{name}={given!r}"
-                raise ValueError(f"{named} must be a whole number, at least {least}")
-            object.__setattr__(self, name, int(given))  # numpy integers become int
+        every = checked_count("every", self.every, "optimizer steps (local_steps=... of the strategy)")
+        object.__setattr__(self, "every", every)  # numpy integers become int
         refuse(self._refusals())
 
     def _refusals(self) -> Iterator[str]:
-        synchronous, momentum = self.synchronous_steps, self.outer_momentum
+        momentum = self.outer_momentum
         for name, number in (("outer_momentum", momentum), ("residual_decay", self.residual_decay)):
             if not 0 <= number <= 1:
                 yield f"{name}={number!r} must be a number with 0 <= {name} <= 1"
-        if synchronous and replace(self, synchronous_steps=0) == LocalSteps():
-            yield (
-                f"synchronous_steps={synchronous} come before rounds of local steps, and local_steps=1 makes no rounds."
-                " Remove synchronous_steps, or use local_steps=... of 2 or more."
-            )
         if not self.outer_lr > 0:
             yield f"outer_lr={self.outer_lr!r} must be positive. Use 1 to apply the mean change unscaled."
         if momentum == 1:

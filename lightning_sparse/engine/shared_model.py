@@ -118,13 +118,9 @@ class SharedModel:
         """
         return bool(self._moved({name: each for name, each in self.exchanged().items() if name in self.trained}))
 
-    def reset_shared_model(self, all_of_it: bool = True) -> None:
-        """Average the ranks' models, and set the shared model to the mean. All ranks must call this.
-
-        Args:
-            all_of_it: whether to average all tensors. Otherwise only trained parameters are averaged.
-        """
-        adopted = {name: each for name, each in averaged(self.module).items() if all_of_it or name in self.trained}
+    def reset_shared_model(self) -> None:
+        """Average the ranks' models, and set the shared model to the mean. All ranks must call this."""
+        adopted = averaged(self.module)
         self._worker.run(lambda: self._averager.average(adopted))
         self._away = None
         for name, tensor in self.exchanged().items():

@@ -109,7 +109,6 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
             self._hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
             if scaler is not None:
                 training.steps.count_skipped(scaler)
-            training.turn()
 
     def _leave(self, has_failed: bool) -> None:
         _OPEN.discard(self)

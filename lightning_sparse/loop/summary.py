@@ -48,8 +48,7 @@ def describe(settings: Settings) -> str:
         sent = f"each {what} whole" if compressor.wire_format == "reduce" else f"each {what} in a custom encoding"
     parts = {"warm-up": _warm_up(settings), "schedule": _schedule(settings)}
     if local is not None:
-        first = f", the first {local.synchronous_steps} steps are synchronous" if local.synchronous_steps else ""
-        parts["local steps"] = f"{local.every}{first}"
+        parts["local steps"] = str(local.every)
     if compressor.wire_format == "gather":
         named = [word for word, exchange in EXCHANGES.items() if exchange == settings.exchange]
         parts["exchange"] = named[0] if named else repr(settings.exchange.owners)
@@ -113,7 +112,7 @@ def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str
 def log_rounds(local: LocalSteps, steps: int, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Log how many rounds ``steps`` optimizer steps make. Call ``warn`` if the rounds are few."""
     every = local.every
-    count = -(-max(0, steps - local.synchronous_steps) // every)
+    count = -(-steps // every)
     rounds = f"{count} round{'s' * (count != 1)} of {every} local steps"
     log(f"up to {steps} optimizer steps, that is {rounds}.")
     if count < FEW_ROUNDS and every > SAFE_STEPS:

@@ -19,7 +19,6 @@ import lightning_sparse.loop.summary as summary
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
-from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
@@ -191,7 +190,6 @@ class Training:
         self.view: OptimizerView
         self.is_dense = False  # whether steps send dense gradients, as DDP does
         self.backwards = 0  # number of backwards since the last optimizer step
-        self.waiting: Sequence[Optimizer] = ()  # optimizers that have not stepped since the last backward
         self._is_implicit = True  # whether no caller announces the next batch and the next backward
         self._given, self._log = given, log
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
@@ -269,37 +267,23 @@ class Training:
             self.view.adam.warm_up.resume_from(before.warm_up)
 
     def turn(self) -> None:
-        """Select, between two steps, whether the next steps are dense (as in DDP), compressed, or local."""
-        rounds, adam = self.engine.rounds, self.view.adam
-        if rounds is not None:
-            is_dense = rounds.is_synchronous
-            if self.is_dense and not is_dense:  # local steps have to start from equal models
-                sync_module_states(self.engine.module)
-        else:
-            is_dense = adam is not None and adam.warm_up.is_dense
-            is_dense = is_dense or (self.choice is not None and self.choice.wants_dense)
+        """Select, between two steps, whether the next steps are dense (as in DDP) or compressed."""
+        adam, choice = self.view.adam, self.choice
+        is_dense = (adam is not None and adam.warm_up.is_dense) or (choice is not None and choice.wants_dense)
         if is_dense != self.is_dense:
             self.is_dense = is_dense
             self.engine.send_dense(is_dense)
 
-    @property
-    def _rounds(self) -> Optional[LocalStepsController]:
-        """Controller of local steps if the next step is a local step, else ``None``."""
-        return None if self.is_dense else self.engine.rounds
-
-    def _begin_steps(self) -> None:
-        """Before an update, begin local steps if the next step is a local step. All ranks must call this."""
-        if self._is_implicit and self.engine.rounds is not None and self.backwards:  # calls of submodules run no hook
-            self.turn()
-        if (rounds := self._rounds) is not None:
-            rounds.begin_steps()
+    def _begin_round(self) -> None:
+        if self.engine.rounds is not None:  # needed if the user has called submodules only, because then no hook ran
+            self.engine.rounds.begin_round()
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
         """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
         self.engine.worker.raise_error()
         self.restart_if_changed(optimizers)
         self.turn()
-        if (rounds := self._rounds) is not None:
+        if (rounds := self.engine.rounds) is not None:
             rounds.begin_round()
             self._reset_loaded()
         if self.settings.replicas_diverge or self.choice is not None:
@@ -307,7 +291,7 @@ class Training:
 
     def begin(self) -> None:
         """Prepare for a backward that Lightning announces."""
-        self.backwards, self.waiting = self.backwards + 1, self.optimizers
+        self.backwards += 1
         reducer = self.engine.reducer
         # With accumulation, backwards of users' hooks exchange gradients only in the last batch of a step.
         reducer.allow_implicit_backward = self._is_implicit or bool(self.engine.wrapper.require_backward_grad_sync)
@@ -321,21 +305,19 @@ class Training:
         """Begin the exchange of a backward, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            if self.engine.rounds is None:  # with rounds, turn() may broadcast models, and runs only between batches
-                self.turn()
-            self.backwards, self.waiting = self.backwards + 1, self.optimizers
+            self.turn()
+            self.backwards += 1
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
         continued = self.engine.reducer.reduced.continued
         if self.is_dense:
             adam = self.view.adam
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
-        if self.settings.local_steps is None:
-            self._reset_loaded()
-            context = self.view.next_step(self.is_dense, continued, self.engine.reducer.reduced.begun)
-            if (scaler := self._given.scaler) is not None:  # not `get_scale`, which synchronizes with the device
-                context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
-            self.engine.begin_backward(context)
+        self._reset_loaded()
+        context = self.view.next_step(self.is_dense, continued, self.engine.reducer.reduced.begun)
+        if (scaler := self._given.scaler) is not None:  # not `get_scale`, which synchronizes with the device
+            context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
+        self.engine.begin_backward(context)
 
     def reset_residuals(self, loaded: Optional[AbstractSet[Tensor]] = None) -> None:
         """Set residuals and momentum of ``loaded``, or of all parameters, to zero.
@@ -346,8 +328,8 @@ class Training:
         names = [name for name, each in parameters if loaded is None or each in loaded]
         self.engine.worker.run(lambda: self.engine.memory.reset(names))
         self._log(ROLLED_BACK.format(count=len(names)))
-        if (rounds := self._rounds) is not None:
-            rounds.reset_shared_model()
+        if self.engine.rounds is not None:
+            self.engine.rounds.reset_shared_model()
 
     def _reset_loaded(self) -> None:
         """Reset the residuals of parameters that were loaded between two exchanges."""
@@ -365,10 +347,6 @@ class Training:
     def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
         if self.engine.reducer.is_open:
             raise RuntimeError(_BROKEN)
-        has_begun = self.engine.rounds is not None and self.engine.rounds.has_begun
-        # If no gradient exists yet, a closure computes gradients inside the step, possibly at changed weights (SAM).
-        if has_begun and any(each.grad is not None for each in optimizer_parameters(optimizer)):
-            self._begin_steps()
         return after_closure(self._before_update)(optimizer, *step)
 
     def _before_update(self, optimizer: Optimizer) -> None:
@@ -378,11 +356,11 @@ class Training:
             optimizer_parameters(optimizer)
         ):
             raise RuntimeError(_NEW)
-        self._begin_steps()
+        self._begin_round()
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        self._begin_steps()  # needed if a scaler has skipped the first step, because then no pre-hook ran
-        self.backwards, self.waiting = 0, [each for each in self.waiting if each is not optimizer]
+        self._begin_round()  # needed if a scaler has skipped the first step, because then no pre-hook ran
+        self.backwards = 0
         if self.view.adam is not None:
             self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
@@ -392,8 +370,6 @@ class Training:
         if number is None:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         self.engine.end_step(number)
-        if self._is_implicit and self.engine.rounds is not None and not self.waiting:
-            self.turn()
 
     def state(self, together: bool = False) -> dict[str, Any]:
         """Return this rank's state, between two steps, without a copy. If ``together``, all ranks must call this."""
@@ -417,9 +393,6 @@ class Training:
         held = all_optimizer_parameters(self.optimizers)
         self._restart(TrainedParameters(self.engine.module, held, [*self._trained.parameters.values(), *frozen]))
         self.engine.load_state_dict(usable)
-        if self.engine.rounds is not None:
-            self.is_dense = self.engine.rounds.is_synchronous
-            self.engine.send_dense(self.is_dense)
         self.engine.reducer.restore_order(usable.get("order", ()))
         if self.view.adam is not None:
             self.view.adam.clips.load(state["clips"])

@@ -40,7 +40,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         data_parallel_size: number of ranks over which FSDP shards a replica; ``"auto"`` for all ranks of the replica.
         **given: settings of :class:`~lightning_sparse.Compression`, without ``schedule``, ``overlaps_backward`` and
             ``levels``, and other arguments of ``ModelParallelStrategy``. ``tensor_parallel_size`` must be 1. With local
-            steps each replica steps alone, and ``synchronous_steps`` is not supported.
+            steps each replica steps alone.
 
     Attributes:
         settings: the validated settings.
@@ -130,11 +130,6 @@ def _set_up_mesh(strategy: Any, replicas: Union[str, int], shards: Union[str, in
 
 def _of_shards(settings: Settings, given: Mapping[str, Any], replicas: Any, shards: Any) -> Iterator[str]:
     yield from missing_capabilities("in a sharded model", settings)
-    if settings.local_steps is not None and settings.local_steps.synchronous_steps:
-        yield (
-            f"synchronous_steps={settings.local_steps.synchronous_steps} need DDP: use synchronous_steps=0, or"
-            " SparseDDPStrategy if the model fits on one device"
-        )
     layers = given.get("tensor_parallel_size", 1)
     if layers not in (1, AUTO):  # a command line passes "auto" by default
         yield (

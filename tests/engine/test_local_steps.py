@@ -321,14 +321,11 @@ def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair):
         {"outer_momentum": 1.0},
         {"residual_decay": -0.1},
         {"nesterov": True},
-        {"every": 4, "synchronous_steps": "all"},
-        {"synchronous_steps": 3},
     ],
     ids=str,
 )
 def test_numbers_out_of_range_are_refused(changes):
-    refused = "local_steps=" if list(changes) == ["every"] else f"{list(changes)[-1]}="
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(ValueError, match=f"{list(changes)[-1]}="):
         LocalSteps(**changes)
 
 
@@ -364,8 +361,7 @@ def count(local, steps, ends=(), optimizers=1):
     rounds = LocalStepsController(local, shared, Alone(), worker)
     for step in range(1, steps + 1):
         shared.now = step
-        if not rounds.is_synchronous:
-            rounds.begin_round()
+        rounds.begin_round()
         for optimizer in range(optimizers):
             rounds.count_step(optimizer)
         if step in ends:
@@ -380,8 +376,7 @@ def count(local, steps, ends=(), optimizers=1):
         (LocalSteps(4), {}, [4, 8, 12]),
         (LocalSteps(4), {"ends": (6, 8)}, [4, 6, 8, 12]),
         (LocalSteps(4), {"ends": (8,)}, [4, 8, 12]),  # no change since the end
-        (LocalSteps(5, synchronous_steps=3), {}, [8, 13]),
-        (LocalSteps(2, synchronous_steps=3), {"optimizers": 2}, [5, 7, 9, 11, 13]),
+        (LocalSteps(5), {"optimizers": 2}, [5, 10]),
     ],
 )
 def test_when_changes_are_exchanged(local, arguments, exchanged):
@@ -391,7 +386,7 @@ def test_when_changes_are_exchanged(local, arguments, exchanged):
 def step_apart(rank, where):
     """Make more steps on one rank than on the other, which has ended or is in a later round."""
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(2)) as (_, engine):
-        engine.rounds.begin_steps()
+        engine.rounds.begin_round()
         for _ in range(2 + (rank if where == "the end" else 2 * rank)):
             engine.end_step()
         if where == "the end" or rank == 0:

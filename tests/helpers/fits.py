@@ -9,7 +9,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.tensors import assert_same, differences
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.resuming import Numbered, fit_numbered, kept_at_end, resume_exactly
 from tests.helpers.trainers import weights
 
@@ -106,10 +106,6 @@ def one_model(answers):
         assert_same(other.batches, first.batches)
     assert all(tensor.isfinite().all() for tensor in first.end.values())
     return first
-
-
-def are_alike(one, other):
-    return [not differences(*both) for both in zip(one.batches, other.batches)]
 
 
 def refuse(rank, act, *arguments):

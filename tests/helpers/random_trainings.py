@@ -176,8 +176,7 @@ class Training:
         DDP does not broadcast buffers before each forward in manual optimization or accumulation, and never the
         buffers of an average. After a validation of an average, the model's buffers differ until the next forward.
         """
-        is_ddp = self.local is None or self.local.synchronous_steps > 0
-        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and is_ddp
+        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and self.local is None
         has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
         is_other = self.strategy == "switching" or self._misses_validation
         is_other = is_other or (self.is_sharded and self._loses_in_shards)
@@ -224,9 +223,7 @@ class Training:
     @property
     def rounds_anew(self):
         """Return whether three-rank sums of DDP may round differently after a resume, because buckets change."""
-        is_ddp = (
-            self.has_adam and self.correction is not None if self.local is None else self.local.synchronous_steps > 0
-        )
+        is_ddp = self.has_adam and self.correction is not None and self.local is None
         return is_ddp and self.ranks > 2
 
     @property
@@ -865,7 +862,7 @@ def in_shards(training):
         nodes=2,
         is_sharded=True,
         strategy=training.strategy if training.strategy in _SHARED[:-2] else "topk",
-        local=training.local and dataclasses.replace(training.local, synchronous_steps=0),
+        local=training.local,
         optimizer=training.optimizer if training.has_sgd or training.has_adam else "momentum",
         clips=training.clips and "Lightning's",
         parts=tuple(part for part in training.parts if part in _IN_SHARDS),
@@ -1008,7 +1005,6 @@ def _local(chance, strategy):
         outer_momentum=momentum,
         nesterov=momentum > 0 and chance.random() < 0.5,
         residual_decay=0.9 if chance.random() < (0.05 if strategy in ("dense", "qsgd") else 0.3) else 1.0,
-        synchronous_steps=chance.choice([0, 0, 0, 2]),
     )
 
 

@@ -7,17 +7,12 @@ from torch import nn
 
 from lightning_sparse import LocalSteps
 from tests.helpers.devices import DEVICE
-from tests.helpers.resuming import BATCHES, Numbered
+from tests.helpers.resuming import Numbered
 
 ROUNDS: dict[str, dict[str, Any]] = {
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, 0.7, 0.9, nesterov=True)},
     "sparse": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
     "quantized": {"compressor": "dense", "wire": "4bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
-    "synchronous": {
-        "density": 0.1,
-        "local_steps": LocalSteps(4, synchronous_steps=3),
-        "find_unused_parameters": True,
-    },
 }
 
 
@@ -46,36 +41,6 @@ class Overflowing(Local):
         self.notes = self.trainer.precision_plugin.scaler.get_scale()
 
 
-class Steady(Numbered):
-    def training_step(self, batch, batch_index):
-        return (1 + self.global_rank) * sum(each.sum() for each in self.parameters())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 def scaling():
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
     return [MixedPrecision("16-mixed", DEVICE.type, scaler)]
-
-
-class Worker(Numbered):
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-        (self.optimizer,), (self.schedule,) = self.configure_optimizers()
-
-    def backward_on(self, seen):
-        epoch, number = divmod(seen, BATCHES)
-        seed = 10_000 * self.rank + 100 * epoch + number
-        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
-        self.optimizer.zero_grad()
-        (self.network(rows) - rows).square().mean().backward()
-
-
-@torch.no_grad()
-def average(everybody):
-    for each in zip(*everybody):
-        mean = sum(each) / len(each)
-        for tensor in each:
-            tensor.copy_(mean)

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sparse import AdamCorrection, LocalSteps, sparsify_gradients
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.compressors import DGC
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
@@ -420,34 +420,6 @@ def close(rank, optimizer, settings):
 )
 def test_what_was_kept_takes_no_memory_once_it_is_closed(pair, optimizer, settings):
     assert pair.run(close, optimizer, settings) == [True, True]
-
-
-class Remembering(torch.optim.SGD):
-    """An optimizer with references to the gradients of its first step, which are zeroed in place."""
-
-    def step(self, closure=None):
-        parameters = self.param_groups[0]["params"]
-        self.gradients = getattr(self, "gradients", None) or [each.grad for each in parameters]
-        with torch.no_grad():
-            torch._foreach_add_(parameters, self.gradients, alpha=-0.01)
-
-
-def train_by_remembered_gradients(rank):
-    torch.manual_seed(0)
-    model = Edges().to(DEVICE)
-    optimizer = Remembering(model.parameters(), lr=0.01)
-    rounds = LocalSteps(50, synchronous_steps=20)
-    with sparsify_gradients(model, optimizer, **SPARSE, local_steps=rounds):
-        for step in range(4):
-            optimizer.zero_grad(set_to_none=False)
-            model(batch(rank, step)).backward()
-            optimizer.step()
-        return tensors_of(model)
-
-
-def test_whoever_holds_a_gradient_has_its_mean_in_dense_steps(pair):
-    ours, others = pair.run(train_by_remembered_gradients)
-    assert_same(ours, others)
 
 
 def train_large(rank, compressor, is_zeroed_in_place):

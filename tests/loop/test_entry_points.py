@@ -27,7 +27,6 @@ SETTINGS = {
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(5, 0.7, 0.9, nesterov=True)},
     "decaying": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(5, residual_decay=0.9)},
     "two levels": {"density": 0.1, "levels": 2, "optimizer_correction": AdamCorrection(3, 2, 2)},
-    "synchronous": {"density": 0.1, "local_steps": LocalSteps(5, 0.7, 0.9, synchronous_steps=3)},
 }
 
 

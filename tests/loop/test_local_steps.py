@@ -60,10 +60,9 @@ def train_parts(rank):
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).to(DEVICE)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    rounds = LocalSteps(8, synchronous_steps=2)
     seen = []
-    with sparsify_gradients(model, optimizers, density=0.1, local_steps=rounds) as handle:
-        for _ in range(6):
+    with sparsify_gradients(model, optimizers, density=0.1, local_steps=8) as handle:
+        for _ in range(4):
             for part, optimizer in zip(model, optimizers):
                 (part(torch.ones(2, 4, device=DEVICE)) - rank).square().mean().backward()
                 optimizer.step()
@@ -73,33 +72,10 @@ def train_parts(rank):
     return [*seen, tensors_of(model)]
 
 
-def test_rounds_begin_after_synchronous_steps_where_parts_of_a_model_are_called(pair):
+def test_rounds_begin_where_parts_of_a_model_are_called(pair):
     ones, others = pair.run(train_parts)
     are_apart = [bool(differences(one, other)) for one, other in zip(ones, others)]
-    assert are_apart == [False, False, *4 * [True], False]
-
-
-def start_from_data(rank, settings, synchronizes=False):
-    model = torch.nn.Linear(4, 4).to(DEVICE)
-    written = torch.full((4,), 1.0 + rank, device=DEVICE)
-    with sparsify_gradients(model, torch.optim.SGD(model.parameters(), lr=0.0), **settings) as handle:
-        for step in range(12):
-            outputs = model(torch.ones(2, 4, device=DEVICE))
-            if step == 0:
-                model.bias.data.copy_(written)
-                if synchronizes:
-                    handle.synchronize()
-            outputs.square().mean().backward()
-            handle.training.optimizers[0].step()
-            model.zero_grad()
-    return written, model.bias.detach()
-
-
-@pytest.mark.parametrize("synchronizes", [False, True])
-def test_what_the_first_forward_writes_is_where_rounds_begin(pair, synchronizes):
-    (one, end), (other, its_end) = pair.run(start_from_data, ROUNDS["diloco"], synchronizes)
-    for each in (end, its_end):
-        torch.testing.assert_close(each, (one + other) / 2, rtol=0, atol=1e-6)
+    assert are_apart == [*4 * [True], False]
 
 
 def forget(rank, folder):
@@ -269,8 +245,7 @@ def train_oddly(rank, in_halves):
 def test_steps_that_are_not_seen_leave_ranks_one_model(pair, in_halves, steps):
     (one, stats, warned), (other, _, unwarned) = pair.run(train_oddly, in_halves)
     assert_same(one, other)
-    assert stats.get("total_steps", 0) == steps
-    assert in_halves == ("total_wire_bytes" in stats)  # before the first step no exchange is needed
+    assert stats["total_steps"] == steps
     assert [("step of a registered optimizer" in each) for each in warned] == [True] * (not in_halves)
     assert not unwarned
 
@@ -461,8 +436,8 @@ def evaluate_at_once(rank, folder, settings, steps, ends_round):
 
 @pytest.mark.parametrize(
     ("settings", "steps", "ends_round"),
-    [(SPARSE, 0, False), (SPARSE, 2, True), ({"local_steps": LocalSteps(4, synchronous_steps=9)}, 3, False)],
-    ids=["before rounds", "a round was ended", "synchronous"],
+    [(SPARSE, 0, False), (SPARSE, 2, True)],
+    ids=["before rounds", "a round was ended"],
 )
 def test_a_model_of_all_ranks_is_evaluated_as_it_was_loaded(pair, tmp_path, settings, steps, ends_round):
     for before, after in pair.run(evaluate_at_once, tmp_path / "first", settings, steps, ends_round):

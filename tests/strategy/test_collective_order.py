@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse.loop.training as training_module
-from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import in_one_order
@@ -192,7 +192,7 @@ MORE_IN_ONE_ORDER = {
     "DGC": Case({"compressor": "dgc", "density": 0.1, "warmup_steps": 0}),
     "QSGD": Case({"compressor": "qsgd", "schedule": "layerwise"}),
     "two levels, AdamW": Case(corrected({**LARGEST, "levels": 2}), ADAMW, 4, NODES),
-    "rounds after DDP's steps": Case({**LARGEST, "local_steps": LocalSteps(2, synchronous_steps=2)}),
+    "rounds": Case({**LARGEST, "local_steps": 2}),
 }
 CASES = [*IN_ONE_ORDER, *exhaustive(MORE_IN_ONE_ORDER)]
 

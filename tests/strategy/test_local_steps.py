@@ -1,5 +1,4 @@
 import copy
-import warnings
 from functools import partial
 from itertools import pairwise
 from unittest import mock
@@ -7,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from pytorch_lightning import Callback
-from pytorch_lightning.callbacks import LearningRateFinder, ModelPruning, StochasticWeightAveraging
+from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -16,10 +15,10 @@ from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.fits import are_alike, assert_goes_on, fits, refusals
+from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
 from tests.helpers.resuming import Numbered
-from tests.helpers.rounds import ROUNDS, Local, Overflowing, Worker, average, scaling
+from tests.helpers.rounds import ROUNDS, Local, Overflowing, scaling
 from tests.helpers.trainers import Small, run_fit, weights
 
 
@@ -97,9 +96,8 @@ class TeachingOnOne(Teaching):
     [
         *((kind, Local, after) for kind in ROUNDS for after in (2, 4, 5, 8)),
         *((kind, Narrow, 3) for kind in ROUNDS),
-        *((kind, Teaching, after) for kind, after in zip(ROUNDS, (2, 5, 3, 8))),
+        *((kind, Teaching, after) for kind, after in zip(ROUNDS, (2, 5, 3))),
         *((kind, TeachingOnOne, 2) for kind in ("diloco", "sparse")),
-        ("synchronous", TeachingOnOne, 5),
     ],
 )
 def test_a_round_goes_on_to_the_bit(pair, tmp_path, kind, module, save_after):
@@ -117,33 +115,6 @@ def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair, tm
     first, *_ = fits(pair, partial(SavedLast, None, path), settings, max_epochs=1)
     for resumed in fits(pair, SavedLast, settings, path, max_epochs=1):
         assert_same(resumed.end, first.end)
-
-
-class FromData(Numbered):
-    notes = None
-
-    def __init__(self, save_after=None, path=""):
-        super().__init__(save_after, path)
-        self.register_buffer("has_started", torch.tensor(False))
-
-    def training_step(self, batch, batch_index):
-        if not self.has_started:
-            self.has_started.fill_(True)
-            self.notes = self.rows(batch_index).flatten()[:64].clone()
-            self.network[0].bias.data.copy_(self.notes)
-        return super().training_step(batch, batch_index)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-@pytest.mark.parametrize("accumulates", [1, 3])
-def test_what_the_first_forward_writes_is_where_rounds_begin(pair, accumulates):
-    answers = fits(pair, FromData, ROUNDS["diloco"], accumulate_grad_batches=accumulates)
-    mean = sum(each.notes for each in answers) / 2
-    for each in answers:
-        assert differences({"": mean}, {"": each.notes})
-        torch.testing.assert_close(each.end["network.0.bias"], mean, rtol=0, atol=1e-6)
 
 
 class Starting(Local):
@@ -237,8 +208,7 @@ def test_what_no_optimizer_has_is_left_to_whoever_writes_it(pair, tmp_path, kind
         assert_same(ours.batches, theirs.batches)
         assert_same(ours.notes, theirs.notes)
         assert_same(ours.end, theirs.end)
-        if kind != "synchronous":  # synchronous steps send all parameters that require gradients, as DDP does
-            assert ours.total["total_wire_bytes"] == theirs.total["total_wire_bytes"]
+        assert ours.total["total_wire_bytes"] == theirs.total["total_wire_bytes"]
         assert_same(later.batches, ours.batches[8:])
         assert_same(later.end, ours.end)
 
@@ -268,7 +238,7 @@ class Scaled(Validated):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_training_starts_from_what_callbacks_load(pair, kind):
-    by_rank = 0.5 if kind != "synchronous" else 0.0  # DDP's first steps average gradients only
+    by_rank = 0.5
     checks = {"num_sanity_val_steps": 1, "limit_val_batches": 1}
     expected = fits(pair, partial(Scaled, by_rank), ROUNDS[kind], **checks)
     for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
@@ -276,9 +246,7 @@ def test_training_starts_from_what_callbacks_load(pair, kind):
             fits(pair, Validated, ROUNDS[kind], callbacks=[Loads(hook, by_rank)], **checks), expected
         ):
             assert_same(loaded.batches, known.batches)
-            # The sanity check runs before the later hooks.
-            first = 0 if hook == "on_fit_start" and not by_rank else 1
-            assert_same(loaded.notes[first:], known.notes[first:])
+            assert_same(loaded.notes[1:], known.notes[1:])  # the first note is of the sanity check, on each rank
 
 
 class SavedTwice(Local):
@@ -363,9 +331,8 @@ LOOPS = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("module", "arguments", "more"), LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("kind", ["sparse", "synchronous"])
-def test_any_loop_trains_one_model(pair, kind, module, arguments, more):
-    first, second = fits(pair, module, {**ROUNDS[kind], **more}, limit_train_batches=8, max_epochs=1, **arguments)
+def test_any_loop_trains_one_model(pair, module, arguments, more):
+    first, second = fits(pair, module, {**ROUNDS["sparse"], **more}, limit_train_batches=8, max_epochs=1, **arguments)
     assert_same({name: first.end[name] for name in first.start}, {name: second.end[name] for name in first.start})
     assert all(not torch.equal(first.end[name], first.start[name]) for name in first.start if "network.1" not in name)
     assert first.total["total_wire_bytes"] > 0
@@ -388,91 +355,6 @@ def test_ranks_may_skip_different_steps(pair, tmp_path, module):
     for resumed, expected in zip(fits(pair, module, ROUNDS["diloco"], path, plugins=scaling()), (first, second)):
         assert resumed.notes == expected.notes
         assert_same(resumed.batches, expected.batches[6:])
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("ranks", "module", "arguments", "unused"),
-    [
-        (2, Local, {}, False),
-        (2, Narrow, {}, False),
-        (2, Local, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, False),
-        (2, Overflowing, {"plugins": scaling()}, False),
-        (2, Adversaries, {}, True),
-    ],
-    ids=["AdamW", "bfloat16", "accumulated", "scaled", "by hand"],
-)
-def test_synchronous_steps_are_those_of_ddp_to_the_bit(pools, ranks, module, arguments, unused):
-    more, checks = {"find_unused_parameters": unused}, {"val_check_interval": 4, "limit_val_batches": 1}
-    synchronous = {"density": 0.1, "local_steps": LocalSteps(2, synchronous_steps=12), **more}
-    ours, theirs = (fits(pools[ranks], module, each, **arguments, **checks) for each in (synchronous, {"ddp": more}))
-    for one, other in zip(ours, theirs):
-        for place in ("batches", "end", "optimizers", "notes"):
-            assert_same(getattr(one, place), getattr(other, place))
-
-
-def averaging_after(synchronous, every, **arguments):
-    return {"compressor": "dense", "local_steps": LocalSteps(every, synchronous_steps=synchronous), **arguments}
-
-
-@pytest.mark.parametrize("synchronous", [3, 4])
-def test_rounds_follow_synchronous_steps(pair, synchronous):
-    answers = fits(pair, Numbered, averaging_after(synchronous, 2))
-    workers = [Worker(rank) for rank in range(2)]
-    ends_round = [seen < synchronous or (seen + 1 - synchronous) % 2 == 0 for seen in range(11)]
-    for seen in range(11):  # the last round ends after the note of the last batch
-        for worker in workers:
-            worker.backward_on(seen)
-        if seen < synchronous:
-            average([[each.grad for each in worker.parameters()] for worker in workers])
-        for worker in workers:
-            worker.optimizer.step()
-            worker.schedule["scheduler"].step()
-        if seen >= synchronous and ends_round[seen]:
-            average([list(worker.parameters()) for worker in workers])
-        for worker, answer in zip(workers, answers):
-            torch.testing.assert_close(answer.batches[seen], weights(worker), rtol=0, atol=1e-5)
-    assert are_alike(*answers)[:11] == ends_round
-
-
-class Looking(Local):
-    def __init__(self):
-        super().__init__()
-        self.notes = []
-        warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        state = self.trainer.strategy.lightning_module_state_dict()
-        self.notes.append({name: each.clone() for name, each in state.items() if "running" in name})
-
-
-def test_rounds_begin_with_the_same_buffers(pair):
-    one, other = fits(pair, Looking, averaging_after(3, 2, broadcast_buffers=False))
-    assert [not differences(*both) for both in zip(one.notes, other.notes)] == [False] * 3 + [True] * 9
-
-
-def test_a_search_for_a_rate_goes_back_to_synchronous_steps(pair, tmp_path):
-    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=8, update_attr=False)
-    searched = fits(pair, Numbered, ROUNDS["synchronous"], callbacks=[finder], default_root_dir=str(tmp_path))
-    for one, other in zip(searched, fits(pair, Numbered, ROUNDS["synchronous"])):
-        assert_same(one.batches[-12:], other.batches)
-
-
-class Counting(Numbered):
-    def on_before_zero_grad(self, *args):
-        self.notes = [*getattr(self, "notes", []), self.trainer.strategy.is_dense]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("before", "after", "expected"), [(5, 8, 4), (5, 2, 0), (2, 8, 0)], ids=["more", "fewer", "begun"]
-)
-def test_another_number_counts_until_rounds_begin(pair, tmp_path, before, after, expected):
-    path = str(tmp_path / "middle.ckpt")
-    assert [sum(each.notes) for each in fits(pair, partial(Counting, 4, path), averaging_after(before, 3))] == [
-        before
-    ] * 2
-    assert [sum(each.notes) for each in fits(pair, Counting, averaging_after(after, 3), path)] == [expected] * 2
 
 
 class Averages(AverageAtValidation):

@@ -435,7 +435,6 @@ BAD = {
     "compressor=MiCRO": {"compressor": "micro"},
     "compressor=ExDyna": {"compressor": "exdyna"},
     "local_steps": {"local_steps": 0},
-    "synchronous_steps": {"local_steps": LocalSteps(5, synchronous_steps=1)},
     "replicas": {"replicas": 0},
     "data_parallel_size": {"data_parallel_size": 1.5},
     "tensor_parallel_size": {"tensor_parallel_size": 2},

@@ -176,7 +176,6 @@ NAMES = {
     "densty": "density",
     "find_unused": "find_unused_parameters",
     "outer_momentum": r"local_steps=LocalSteps\(5, outer_momentum=",
-    "synchronous_steps": r"local_steps=LocalSteps\(5, synchronous_steps=",
     "xyz": "omit the argument",
 }
 ELSEWHERE = [("compressor", "LAGS", "lags"), ("compressor", "sparse_lags", "lags"), ("wire", "fp16", "float16")]

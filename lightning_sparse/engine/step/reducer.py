@@ -147,13 +147,10 @@ class SparseReducer(SharedOnCopy):
     All ranks exchange gradients in the order of rank 0's first backward. With a replicated model, the exchange is
     complete when backward ends. With a sharded model, a caller begins the exchange by :meth:`prepare_for_backward`, and
     ends the exchange by :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged as in DDP.
-
-    Args:
-        is_dense: whether to average complete gradients at first.
     """
 
-    def __init__(self, wrapper: Wrapper, context: ReducerContext, is_dense: bool) -> None:
-        self.is_dense = is_dense
+    def __init__(self, wrapper: Wrapper, context: ReducerContext) -> None:
+        self.is_dense = False
         self.is_paused = False  # whether gradients are not exchanged, as in local steps
         self.allow_implicit_backward = True  # whether prepare_for_backward is optional
         self._wrapper = wrapper
@@ -246,7 +243,6 @@ class SparseReducer(SharedOnCopy):
         return bool(self._wrapper.require_backward_grad_sync) and not self.is_paused
 
     def _record_start(self) -> None:
-        # In dense mode the worker may be writing the current record, which belongs to a round of local steps.
         if self._exchanges and not self.is_dense:
             self._context.pipeline.recorder.begin_backward()
 

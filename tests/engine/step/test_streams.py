@@ -46,7 +46,7 @@ WAYS = {
     "narrow": Way(dtype=torch.bfloat16, local_world_size=2),
     "unused": Way(skips=True),
     "several backwards": Way(backwards=2, scales=True),
-    "rounds": Way({"local_steps": LocalSteps(2, 0.7, 0.9, synchronous_steps=1)}),
+    "rounds": Way({"local_steps": LocalSteps(2, 0.7, 0.9)}),
     "rounds, two levels": Way({"local_steps": LocalSteps(2)}, local_world_size=2),
 }
 
