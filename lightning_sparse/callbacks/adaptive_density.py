@@ -35,8 +35,8 @@ class AdaptiveDensity(StepObserver):
     TensorBoard also gets a table with reasons. Rank 0 logs a line when the set of rules that raise densities changes.
 
     Args:
-        rules: a list of :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`
-            or your own :class:`~lightning_sparse.callbacks.DensityRule`.
+        rules: a list of :class:`~lightning_sparse.callbacks.ErrorBudget` or your own
+            :class:`~lightning_sparse.callbacks.DensityRule`.
         max_density: largest density that a rule or ``LAGS(adaptive_density=True)`` sets.
         every_n_steps: optimizer steps between two measurements. A measurement reads all gradients and residuals.
 
@@ -47,8 +47,8 @@ class AdaptiveDensity(StepObserver):
 
     Example::
 
-        >>> from lightning_sparse.callbacks import ErrorBudget, Warmup
-        >>> adaptive = AdaptiveDensity([Warmup(100), ErrorBudget(budget=20.0)], max_density=0.25)
+        >>> from lightning_sparse.callbacks import ErrorBudget
+        >>> adaptive = AdaptiveDensity([ErrorBudget(budget=20.0)], max_density=0.25)
     """
 
     every_n_steps: int
@@ -107,7 +107,7 @@ class AdaptiveDensity(StepObserver):
         # Targets of frozen parameters remain, because a rule may return densities of parameters that are now frozen.
         self._targets = {**self._targets, **engine.target_densities()}
         is_due = self._has_measured or now[0] % self.every_n_steps == 0  # the plan may have changed densities
-        if is_due or now[1] != self._decided_at[1] or any(rule.follows_steps for rule in self.rules):
+        if is_due or now[1] != self._decided_at[1]:
             self._decide(trainer, engine)
         self._decided_at, self._has_measured = now, False
 
