@@ -15,8 +15,8 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 class MomentumCorrection(StepObserver):
     """Accumulate SGD's momentum before compression, with the arguments of :class:`~lightning_sparse.compressors.DGC`.
 
-    At the Trainer's ``log_every_n_steps``, loggers get ``sparse/momentum_norm``. With ``masks_momentum`` loggers also
-    get ``sparse/masked_fraction``, and with ``clip_norm`` also ``sparse/local_clip_factor``.
+    At the Trainer's ``log_every_n_steps``, loggers get ``sparse/momentum_norm``, and with ``clip_norm`` also
+    ``sparse/local_clip_factor``.
 
     Raises:
         ValueError: for an argument out of range. At the start of ``fit``, for an optimizer other than SGD, or for an
@@ -49,10 +49,6 @@ class MomentumCorrection(StepObserver):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(map(is_correctable, trainer.optimizers)):
             raise ValueError("MomentumCorrection is for torch.optim.SGD: replace Adam by SGD, or remove the callback")
-
-    @override
-    def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.memory.is_watched = True
 
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:

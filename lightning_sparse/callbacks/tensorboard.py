@@ -27,7 +27,6 @@ _CHARTS = {
     "sparse: residual": {
         "residual_to_gradient": "Residual over the gradient, ratio of norms",
         "update_error": "Residual of updates over the update, ratio of norms",
-        "second_moment_age": "Age of the second moment, steps",
         "replica_divergence": "Drift of replicas over parameters, ratio of norms",
     },
 }

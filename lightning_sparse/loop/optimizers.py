@@ -28,6 +28,10 @@ _TWO_NORMS = (
     " the others. Clip each optimizer separately, such as by clip(norm=1.0, optimizer=optimizer), or set"
     " optimizer_correction=None"
 )
+_ADDED = (
+    "momentum correction needs one exchanged backward per optimizer step, because each exchange applies the momentum."
+    " Call backward once on the sum of the losses, or run all backwards except the last inside no_sync()."
+)
 _SHOWN = 5  # maximum number of names in a message
 _NO_OPTIMIZER = Hyperparameters(float("nan"))  # NaN, so that a parameter's first learning rate counts as no change
 # Hyperparameters that only adaptive optimizers have: decay rates of moments and squares, the epsilon of a quotient,
@@ -105,11 +109,10 @@ class OptimizerView:
             else:
                 momentum = float(self._feedback.momentum or 0.0), self._feedback.nesterov
             settings = Hyperparameters(group["lr"], *momentum)
-            found.update(
-                (self._names[parameter], settings._replace(continues_step=parameter in continued))
-                for parameter in group["params"]
-                if parameter in self._names
-            )
+            named = [parameter for parameter in group["params"] if parameter in self._names]
+            if settings.momentum and not continued.isdisjoint(named):
+                raise RuntimeError(_ADDED)
+            found.update((self._names[parameter], settings) for parameter in named)
         return found
 
     def check_one_norm(self, parameters: Iterable[Tensor]) -> None:

@@ -61,13 +61,12 @@ def test_it_gives_everything_back(pair):
 
 
 def fit_logged(rank, directory, clip_norm):
-    norms, zeros = [], []
+    norms = []
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, *arguments):
             momenta = torch.cat(list(trainer.strategy.engine.memory.state_dict()["momentum"].values()))
             norms.append(float(momenta.norm()))
-            zeros.append(float((momenta == 0).float().mean()))
 
     trainer = make_trainer(
         rank,
@@ -77,19 +76,17 @@ def fit_logged(rank, directory, clip_norm):
         callbacks=[MomentumCorrection(masks_momentum=True, clip_norm=clip_norm), Watch()],
     )
     trainer.fit(WithSGD())
-    return norms, zeros
+    return norms
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
 def test_it_logs_what_it_does_on_logged_steps_only(pair, tmp_path, clip_norm):
-    (norms, zeros), (other_norms, _) = pair.run(fit_logged, str(tmp_path), clip_norm)
+    norms, other_norms = pair.run(fit_logged, str(tmp_path), clip_norm)
     rows = {int(row["step"]): row for row in rows_of(tmp_path, "sparse/momentum_norm")}
     assert list(rows) == [3, 7, 11, 15]
     for step, row in rows.items():
         expected = (norms[step] + other_norms[step]) / 2
         assert float(row["sparse/momentum_norm"]) == pytest.approx(expected, rel=1e-5)
-        assert float(row["sparse/masked_fraction"]) == pytest.approx(0.25, abs=0.01)
-        assert float(row["sparse/masked_fraction"]) <= zeros[step] + 0.01
         assert ("sparse/local_clip_factor" in row) == (clip_norm is not None)
         if clip_norm is not None:
             assert 0 < float(row["sparse/local_clip_factor"]) < 0.1

@@ -141,7 +141,13 @@ class Training:
         """
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
-        return is_alone and not (drops or self._has_idle or any(self._needs_other_things))
+        return is_alone and not (drops or self._has_idle or self._adds_momenta or any(self._needs_other_things))
+
+    @property
+    def _adds_momenta(self):
+        """Return whether a step may have several exchanged backwards, which momentum correction refuses."""
+        adds_up = self.by_hand == "by turns" or ("toggled" in self.by_hand and self.accumulates > 1)
+        return self.has_momentum and self.has_sgd and (self.backwards > 1 or (self.optimizers > 1 and adds_up))
 
     @property
     def uses_partly(self):
@@ -878,7 +884,7 @@ def drawn(seed):
         if refusals(training):
             training = training.but(**{name: Training.__dataclass_fields__[name].default})
     if refusals(training):
-        training = training.but(optimizer="momentum", strategy="topk")
+        training = training.but(optimizer="momentum", strategy="topk", callbacks=())
     assert training.is_possible
     assert not refusals(training)
     return training
@@ -977,6 +983,7 @@ def drawn_freely(seed):
         saves=(pick(points), chance.randint(1, epochs * batches)) if seldom(0.6) else None,
     )
     training = training.but(shares=training.shares or training._has_idle)
+    training = training.but(by_hand="together", backwards=1) if training._adds_momenta else training
     training = _with_more(training, chance)
     free = tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name))
     return training.but(may_not_matter=free)

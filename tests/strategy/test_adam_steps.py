@@ -449,7 +449,7 @@ class Logged(NumberedAdam):
         return [told for told in self.trainer.logger.told if "sparse/wire_bytes" in told]
 
 
-def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
+def test_what_waits_is_logged(pair):
     more = {"logger": NotingLogger(), "callbacks": [CompressionMonitor(by_parameter=True)], "log_every_n_steps": 1}
     told = fits(pair, Logged, SOON, **more)[0].notes
     assert len(told) == 12
@@ -462,8 +462,6 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
         # The logged value is a mean over ranks and parameters.
         assert min(each[tag] for tag in tags) < 1.1 * each["sparse/update_error"]
         assert max(each[tag] for tag in tags) > 0.9 * each["sparse/update_error"]
-    # In a small model all second moments refresh in the same step.
-    assert [each["sparse/second_moment_age"] for each in told[2:]] == [2, 1] * 4
 
 
 @pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])

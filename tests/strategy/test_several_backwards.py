@@ -16,7 +16,6 @@ UNUSED = {"find_unused_parameters": True}
 CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3)
 WITH = {
     "SGD": {"compressor": "topk"},
-    "momentum": {"compressor": "dgc", "warmup_steps": 0},
     "AdamW": {"compressor": "lags", "optimizer_correction": CORRECTION},
 }
 
@@ -103,18 +102,8 @@ MODELS = {
         how: (partial(Interfering, how=how), UNUSED) for how in ("cleared", "set to zero", "replaced", "past Lightning")
     },
 }
-# A shared layer has one momentum here, and one per optimizer in torch. Dropped gradients are in the momentum.
-WITH_OTHER_MOMENTA = ("shared", "never", "cleared", "zero", "replaced")
-CELLS = [
-    (name, kind, {})
-    for name in MODELS
-    for kind in WITH
-    if not (kind == "momentum" and any(part in name for part in WITH_OTHER_MOMENTA))
-]
-CELLS += [
-    (name, kind, {"gradient_as_bucket_view": False})
-    for name, kind in (("accumulating", "momentum"), ("a shared layer", "AdamW"), ("replaced", "AdamW"))
-]
+CELLS = [(name, kind, {}) for name in MODELS for kind in WITH]
+CELLS += [(name, "AdamW", {"gradient_as_bucket_view": False}) for name in ("a shared layer", "replaced")]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +239,7 @@ def test_what_goes_backward_before_lightning_does_is_dropped_whole(pair, kind):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", WITH)
 def test_backwards_beside_the_one_that_lightning_knows_of_count_as_much(pair, kind, by_hand):
     settings = {**WITH[kind], "density": 1.0}
     once, twice = (partial(Piecewise, kind=kind, pieces=pieces, by_hand=by_hand) for pieces in (1, 2))
@@ -263,7 +252,14 @@ class Afterwards(Piecewise):
         self.losses(self.rows(50))[1].backward()
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
+def test_momentum_correction_refuses_a_second_exchange_of_a_step(pair, by_hand):
+    module = partial(Piecewise, kind="momentum", pieces=2, by_hand=by_hand)
+    for told in refusals(pair, module, {"compressor": "dgc", "warmup_steps": 0, "density": 0.5}):
+        assert "one exchanged backward per optimizer step" in told
+
+
+@pytest.mark.parametrize("kind", WITH)
 def test_a_backward_that_nobody_was_told_of_is_named(pair, kind):
     module = partial(Afterwards, kind=kind, pieces=1, by_hand=False)
     for told in refusals(pair, module, {**WITH[kind], "density": 0.5}):

@@ -247,19 +247,14 @@ class AdamMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return ``update_error`` (norm of residuals over norm of last updates) and ``second_moment_age`` (steps)."""
+        """Return ``update_error``, the norm of residuals over the norm of last updates."""
         factors = self._clips.factors
         statistics = {} if factors is None else {"local_clip_factor": factors.min()}
         norms = self.update_norms()
         if not norms:
             return statistics
         waiting = torch.stack(list(torch._foreach_norm([self._residuals[name] for name in norms]))).norm()
-        ages = [self.states[name].current.step - self.states[name].second_step for name in norms]
-        return {
-            **statistics,
-            "update_error": waiting / torch.stack(list(norms.values())).norm(),
-            "second_moment_age": waiting.new_full((), max(ages)),
-        }
+        return {**statistics, "update_error": waiting / torch.stack(list(norms.values())).norm()}
 
     @override
     def state_dict(self) -> MemoryState:

@@ -30,8 +30,8 @@ class MomentumMemory(ResidualMemory):
     Each step computes ``u = m u + g``, then ``v = v + u``. With Nesterov momentum, ``u = m (u + g)``, then
     ``v = v + u + g``. The compressor selects elements of ``v``. The memory takes 12 bytes per element, or 4 without
     momentum. With ``masks_momentum``, ``u`` becomes zero at sent elements (momentum factor masking). If all elements of
-    a parameter are sent, ``u`` is not masked, as in momentum SGD. If a step has several exchanges, only the first
-    accepted exchange multiplies ``u`` by ``m``. ``rescale_on_lr_change`` rescales ``v``, and not ``u``.
+    a parameter are sent, ``u`` is not masked, as in momentum SGD. ``rescale_on_lr_change`` rescales ``v``, and not
+    ``u``.
     """
 
     def __init__(
@@ -46,8 +46,6 @@ class MomentumMemory(ResidualMemory):
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
-        self._decayed: dict[str, Tensor] = {}  # bool: whether this optimizer step has multiplied ``u`` by ``m``
-        self._masked: dict[str, Tensor] = {}  # number of elements with reset momentum, if ``is_watched``
 
     @override
     def _accumulate(
@@ -62,18 +60,6 @@ class MomentumMemory(ResidualMemory):
             return
         some, moved = [names[place] for place in moving], [gradients[place] for place in moving]
         momenta, in_flight = state_like(self._momenta, some, moved), state_like(self._in_flight, some, moved)
-        decayed: list[tuple[Tensor, Tensor]] = []
-        for place, (name, momentum) in enumerate(zip(some, momenta)):
-            if settings[name].continues_step:
-                # An earlier exchange of this step has already added the momentum ``before`` to the residual. The
-                # accumulation excludes ``before``, and the last loop adds ``before`` to the new momentum.
-                if name not in self._decayed:
-                    self._decayed[name] = torch.ones_like(momentum[:1], dtype=torch.bool)
-                before = momentum * self._decayed[name]
-                momenta[place] = momentum - before
-                decayed.append((in_flight[place], before))
-            else:
-                self._decayed.pop(name, None)
         residuals = self._waiting(names, gradients, hyperparameters)
         rows: defaultdict[bool, list[tuple[Any, ...]]] = defaultdict(list)
         for place, momentum, velocity in zip(moving, momenta, in_flight):
@@ -83,8 +69,6 @@ class MomentumMemory(ResidualMemory):
             _add_momentum(alike, is_nesterov)
         if rest := set(range(len(names))).difference(moving):
             torch._foreach_add_([gradients[place] for place in rest], [residuals[place] for place in rest])
-        for velocity, before in decayed:
-            velocity.add_(before)
 
     @override
     def update_residual(
@@ -93,32 +77,21 @@ class MomentumMemory(ResidualMemory):
         moving = [place for place, name in enumerate(names) if name in self._momenta]
         some = [names[place] for place in moving]
         in_flight = state_like(self._in_flight, some, [accumulated[place] for place in moving])
-        are_accepted = accepted.expand(len(names)).unbind()
-        for place, name, velocity in zip(moving, some, in_flight):
-            if self._masks_momentum:
-                is_whole = _mask_sent(velocity, accumulated[place], kept[place])
-                if self.is_watched and is_whole is not None:
-                    self._masked[name] = is_whole.logical_not().sum()
-            known = self._decayed.get(name)
-            self._decayed[name] = are_accepted[place] if known is None else known | are_accepted[place]
+        if self._masks_momentum:
+            for place, velocity in zip(moving, in_flight):
+                _mask_sent(velocity, accumulated[place], kept[place])
         if moving:
-            chosen = torch.stack([are_accepted[place] for place in moving]) if accepted.dim() else accepted
+            chosen = torch.stack([accepted[place] for place in moving]) if accepted.dim() else accepted
             overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
         super().update_residual(names, accumulated, kept, accepted)
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Add ``momentum_norm`` (norm of all momenta) and ``masked_fraction`` (fraction of momenta set to zero)."""
-        momenta = list(self._momenta.values())
-        if not momenta:
+        """Add ``momentum_norm``, the norm of all momenta."""
+        if not self._momenta:
             return super().statistics()
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(momenta)])
-        statistics = {**super().statistics(), "momentum_norm": norms.norm()}
-        if self._masks_momentum:
-            masked, self._masked = self._masked, {}
-            elements = sum(momentum.numel() for momentum in momenta)
-            statistics["masked_fraction"] = sum(masked.values(), norms.new_zeros(())) / elements
-        return statistics
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(self._momenta.values()))])
+        return {**super().statistics(), "momentum_norm": norms.norm()}
 
     @override
     def state_dict(self) -> MemoryState:
@@ -128,7 +101,7 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = cloned(state.get("momentum", {}))
-        self._decayed, self._in_flight = {}, {}  # Loaded momenta may have other shapes.
+        self._in_flight = {}  # Loaded momenta may have other shapes.
 
 
 def _add_momentum(rows: Sequence[Sequence[Any]], is_nesterov: bool) -> None:
@@ -146,11 +119,10 @@ def _add_momentum(rows: Sequence[Sequence[Any]], is_nesterov: bool) -> None:
         torch._foreach_add_(gradients, residuals)
 
 
-def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
-    """Set the momentum of sent elements to zero, in place. Return flags of the selected elements that were not sent."""
+def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> None:
+    """Set the momentum of sent elements to zero, in place."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
-        return None
+        return
     # A selected value is completely unsent if the message had no space for the value, or if the value was rounded to 0.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
-    return is_whole
