@@ -12,7 +12,7 @@ from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import Pipeline
-from lightning_sparse.engine.step.topology import FlatTopology, HierarchicalTopology
+from lightning_sparse.engine.step.topology import FlatTopology
 
 
 class EchoCommunicator(Communicator):
@@ -52,13 +52,12 @@ def echo_pipeline(
     if isinstance(levels, int):
         levels = FlatTopology(EchoCommunicator(levels, device))
     compressor, ranks = settings.compressor, levels.inter.world_size
-    share_of = levels.local_share if isinstance(levels, HierarchicalTopology) else None
     shares = tuple(map(levels.share_numel, sizes))
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), shares, 0, ranks, device))
     compressor.begin_step(settings.density)
     return Pipeline(
         compressor,
-        settings.memory_for({torch.float32}, ranks, share_of),
+        settings.memory_for({torch.float32}, levels),
         settings.wires_for(0, ranks),
         levels,
         density_of=lambda name: compressor.density_of(name, settings.density),

@@ -221,8 +221,8 @@ class VirtualRank:
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = settings.densities()
         self._densities.expect_steps(total_steps)
-        memory = settings.memory_for({torch.float32}, ranks)
         levels = FlatTopology(self._communicator)
+        memory = settings.memory_for({torch.float32}, levels)
         self._pipeline = Pipeline(compressor, memory, wires, levels, self._densities.of)
 
         if settings.local_steps is not None:

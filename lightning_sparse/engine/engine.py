@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, SharedOnCopy
 from lightning_sparse.engine.local_steps import LocalStepsController
-from lightning_sparse.engine.memory.residual import Memory, Renaming, renamed
+from lightning_sparse.engine.memory.residual import Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas
@@ -62,7 +62,9 @@ class Engine(SharedOnCopy):
         device, trained = next(module.parameters()).device, trained_in(module) if trained is None else trained
         levels = _levels_between(device, isinstance(ddp, ShardedModel), local_world_size, timeout)
         wires = settings.wires_for(levels.inter.rank, levels.inter.world_size)
-        memory = _memory_of(module, settings, levels)
+        # Frozen parameters may be unfrozen later, so the dtypes of all parameters count.
+        dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
+        memory = settings.memory_for(dtypes, levels)
 
         self.levels, self.memory = levels, memory
         self.recorder = levels.inter.recorder
@@ -249,14 +251,6 @@ def _levels_between(
     intra.gather_numbers([0.0])
     inter = Communicator(rows[place], device, timeout, rows, recorder)
     return (Shards if is_sharded else HierarchicalTopology)(intra, inter, world)
-
-
-def _memory_of(module: nn.Module, settings: Settings, levels: FlatTopology) -> Memory:
-    """Build the memory for the dtypes of all parameters. Frozen parameters may be unfrozen later."""
-    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
-    local_share = levels.local_share if isinstance(levels, HierarchicalTopology) else None
-    total_of = (levels.total_of,) if isinstance(levels, Shards) else ()
-    return settings.memory_for(dtypes, levels.inter.world_size, local_share, *total_of)
 
 
 def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) -> Optional[StepPlanner]:

@@ -1,14 +1,13 @@
 """Checks of the user's arguments, and settings in which objects replace names such as ``"topk"``."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, Optional, TypedDict, Union
 
 import torch
-from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
@@ -20,6 +19,7 @@ from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
 from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
 from lightning_sparse.engine.step.selecting import Densities
+from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.removed import refuse_removed, refusing
@@ -260,31 +260,19 @@ class Settings:
         dense_format = own.dense_wire_format or (None if self.adam is None else "reduce")
         return build_wires(own.wire_format, dense_format, self.wire, rank, world_size, self.exchange, self.wire_bits)
 
-    def memory_for(
-        self,
-        gradient_dtypes: set[torch.dtype],
-        world_size: int,
-        local_share: Optional[Callable[[Tensor], Tensor]] = None,
-        total_of: Callable[[Tensor], Tensor] = lambda own: own,
-    ) -> Memory:
-        """Build the memory of residuals, or a no-op memory if all gradients are sent exactly or without a residual.
-
-        Args:
-            gradient_dtypes: dtypes of the gradients.
-            world_size: number of ranks. Each rank clips to the clip norm divided by the square root of this number.
-                The mean of independent gradients is shorter than each gradient by the same factor.
-            local_share: with two levels, a function that returns this rank's part of a flat tensor.
-            total_of: function that adds numbers over the ranks of a sharded replica.
-        """
+    def memory_for(self, gradient_dtypes: set[torch.dtype], levels: FlatTopology) -> Memory:
+        """Build the memory of residuals, or a no-op memory if all gradients are sent exactly or without a residual."""
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback
         if not feedback.keeps_residual:
             return Memory()
         if self.adam is not None:
-            return AdamMemory(world_size, self.adam, feedback.rescale_on_lr_change, local_share, total_of)
+            return AdamMemory(levels, self.adam, feedback.rescale_on_lr_change)
         if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
             return Memory()
-        local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(world_size)
+        # The mean of independent gradients is shorter than each gradient by the root of the number of ranks.
+        ratio = math.sqrt(levels.inter.world_size)
+        local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / ratio
         if feedback.momentum is None:
             return ResidualMemory(local_clip_norm, feedback.rescale_on_lr_change, feedback.decay)
         is_unknown = feedback.momentum == FROM_OPTIMIZER

@@ -1,7 +1,7 @@
 """A residual memory for updates of Adam. :class:`AdamCorrection` documents the method and the papers."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
@@ -13,7 +13,6 @@ from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.moments import AdamMoments, AdamState, Refreshes
 from lightning_sparse.engine.memory.residual import (
-    Averages,
     Clip,
     Hyperparameters,
     MemoryState,
@@ -25,6 +24,7 @@ from lightning_sparse.engine.memory.residual import (
     rename_in,
     state_like,
 )
+from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.functional.adam import accumulate_updates, denominator, to_gradients
 
 _UNCORRECTED = Hyperparameters(0.0)
@@ -38,8 +38,7 @@ class OwnClips:
     Both norms are measured in updates of second moments.
     """
 
-    world_size: int
-    total_of: Callable[[Tensor], Tensor]
+    levels: FlatTopology
     clips: Sequence[Clip] = ()
     factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
     squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]`` each: of a rank's gradient, of the mean
@@ -66,9 +65,9 @@ class OwnClips:
         squares = [self.squared_norms.get(name, none) for name in names]
         # Parameters without a gradient in this backward do not count.
         total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
-        own, mean = self.total_of(total).unbind()
+        own, mean = self.levels.total_of(total).unbind()
         # Before the first measurement, the gradients of ranks are assumed to be independent.
-        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.world_size))
+        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.levels.inter.world_size))
 
     def clip(self, gradients: Mapping[str, Tensor]) -> None:
         """Clip gradients, in place."""
@@ -94,29 +93,19 @@ class AdamMemory(ResidualMemory):
     """Accumulate updates of Adam for parameters with ``Hyperparameters.adam``, and gradients for all other parameters.
 
     Args:
-        world_size: number of ranks in the exchange.
+        levels: topology, which averages gradients for second moments.
         correction: the user's settings.
         rescale_on_lr_change: whether residuals are rescaled when the learning rate changes.
-        local_share: function that returns this rank's part of a flat tensor, if the ranks of a node divide gradients.
-        total_of: function that adds numbers over the shards of a replica.
     """
 
     corrects_adam = True
 
-    def __init__(
-        self,
-        world_size: int,
-        correction: AdamCorrection,
-        rescale_on_lr_change: bool = False,
-        local_share: Optional[Callable[[Tensor], Tensor]] = None,
-        total_of: Callable[[Tensor], Tensor] = lambda own: own,
-    ) -> None:
+    def __init__(self, levels: FlatTopology, correction: AdamCorrection, rescale_on_lr_change: bool = False) -> None:
         super().__init__(None, rescale_on_lr_change)
-        self._clips = OwnClips(world_size, total_of)
+        self._clips = OwnClips(levels)
         self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, set when the first parameter ends the warm-up
         self.correction = correction
-        self._world_size = world_size
-        self._share_of = local_share or (lambda flat: flat)
+        self._levels = levels
         self.states: dict[str, AdamState] = {}
         self.refreshes = Refreshes(correction.second_moment_interval)
 
@@ -164,7 +153,9 @@ class AdamMemory(ResidualMemory):
         state.is_update = True
         # ``owed`` is the sum of the updates that the first moment alone would cause later. All ranks have the same sum.
         beta1, first = moments.beta1, moments.first
-        owed = in_widened([self._share_of(first)])[0] * (beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1))))
+        owed = in_widened([self._levels.local_share(first)])[0] * (
+            beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1)))
+        )
         first.zero_()
         if name in self._residuals:
             owed.add_(self._residuals[name])
@@ -206,17 +197,19 @@ class AdamMemory(ResidualMemory):
         self._clips.clip(dict(zip(states, gradients)))
         for gradient, (name, state) in zip(gradients, states.items()):
             if not given[name].continues_step and (decay := state.current.decay):
-                gradient.add_(self._share_of(state.current.parameter), alpha=decay)
+                gradient.add_(self._levels.local_share(state.current.parameter), alpha=decay)
         self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
-        accumulate_updates(gradients, waiting, self._seconds(each), [one.scalars for one in each], self._world_size)
+        accumulate_updates(
+            gradients, waiting, self._seconds(each), [one.scalars for one in each], self._levels.inter.world_size
+        )
         if self.is_watched:
             for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
                 state.update_norm = norm
 
     def _seconds(self, states: Sequence[AdamState]) -> list[Tensor]:
-        return [self._share_of(state.current.second) for state in states]
+        return [self._levels.local_share(state.current.second) for state in states]
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -236,9 +229,10 @@ class AdamMemory(ResidualMemory):
         self.refreshes.on_finite(finite)
 
     @override
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        self.refreshes.update(next_step, self.states, averages, self._clips.measure if self.clips_gradients else None)
+        measure = self._clips.measure if self.clips_gradients else None
+        self.refreshes.update(next_step, self.states, self._levels, measure)
 
     @override
     def update_norms(self) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.memory.residual import Averages, widened
+from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.functional.adam import AdamScalars
 
 _GROWTH = 0.1  # interval between two updates / number of steps so far: after step 2000, the interval is 200 steps
@@ -71,7 +72,7 @@ class Refreshes:
         self,
         next_step: Mapping[str, AdamMoments],
         states: Mapping[str, AdamState],
-        averages: Averages,
+        levels: FlatTopology,
         measure: Optional[Callable[..., None]],
     ) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
@@ -81,13 +82,13 @@ class Refreshes:
         Args:
             next_step: Adam's state for the next step, by parameter name.
             states: states of the corrected parameters.
-            averages: collectives.
+            levels: topology that averages over ranks.
             measure: :meth:`OwnClips.measure`, or ``None`` if gradients are not clipped by norm.
         """
         gradients = self.taken(next_step)
         for together in _messages(gradients, next_step):
             some = {name: gradients.pop(name) for name in together}
-            _average(some, next_step, states, averages, measure)
+            _average(some, next_step, states, levels, measure)
         self.ask(next_step)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
@@ -138,20 +139,20 @@ def _average(
     gradients: Mapping[str, Tensor],
     next_step: Mapping[str, AdamMoments],
     states: Mapping[str, AdamState],
-    averages: Averages,
+    levels: FlatTopology,
     measure: Optional[Callable[..., None]],
 ) -> None:
     """Average the gradients in one message, and update the second moments if the means are finite."""
     seconds = {name: next_step[name].second for name in gradients}
     numels = [each.numel() for each in seconds.values()]
-    flat = averages.mean_gradients(gradients, numels)
+    flat = levels.mean_gradients(gradients, numels)
     is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
     if measure is not None:
         of_own, of_means = (
             torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
             for each in (gradients.values(), flat.split(numels))
         )
-        measure(list(gradients), of_means, averages.mean_squares(of_own), is_finite)
+        measure(list(gradients), of_means, levels.mean_squares(of_own), is_finite)
     flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
     alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
     for name, mean in zip(seconds, flat.split(numels)):

@@ -7,7 +7,7 @@ Gradient Compression" (arXiv 1712.01887), section 3.2. Decay: SparseLoCo (arXiv 
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Optional, Protocol, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -75,16 +75,6 @@ class Clip(NamedTuple):
     names: frozenset[str]
 
 
-class Averages(Protocol):
-    """Collectives that a memory may call at the beginning of a step. All ranks must call the same methods."""
-
-    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
-        """Return concatenated means over ranks of bfloat16 gradients. ``numels`` are sizes of complete gradients."""
-
-    def mean_squares(self, squares: Tensor) -> Tensor:
-        """Average squared gradient norms over ranks. If the ranks of a node divide gradients, average over nodes."""
-
-
 class Memory:
     """Add stored values to gradients before selection, and store unsent values. This base class stores nothing."""
 
@@ -115,8 +105,8 @@ class Memory:
         """Overwrite flat gradients with means over ranks. Means of Adam's updates are converted to gradients."""
         scatter(gradients, means)
 
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters], averages: Averages) -> None:
-        """Before the first bucket of a step, average the gradients that update Adam's second moments."""
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
+        """Before a step's first bucket, average the gradients that update Adam's second moments, on all ranks."""
 
     def on_finite(self, finite: Tensor) -> None:
         """Receive a flag, bool ``[]``: whether all messages are finite. :meth:`update_residual` runs later."""

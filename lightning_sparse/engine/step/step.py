@@ -117,7 +117,7 @@ class Pipeline:
         """In the first call of a step, update Adam's second moments. Later calls in the same step do nothing."""
         if not self._has_refreshed:
             self._has_refreshed = True
-            self.memory.refresh(self.context.hyperparameters, self.levels)
+            self.memory.refresh(self.context.hyperparameters)
 
     def measure_norms(self, gradients: Sequence[LocalGradient]) -> None:
         """Compute the norms of all gradients of a step, and pass the norms to the memory, which clips gradients."""

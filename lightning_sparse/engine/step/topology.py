@@ -166,6 +166,10 @@ class FlatTopology:
         whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
         return whole, torch.stack(list(map(norm_of_all, whole)))
 
+    def total_of(self, numbers: Tensor) -> Tensor:
+        """Return the sums of ``numbers`` over the ranks of a sharded replica."""
+        return numbers
+
     def write_back(self) -> None:
         """End the step. With two levels, all-gather shares inside the node, and write complete gradients."""
 
@@ -223,8 +227,8 @@ class Shards(DividedRanks):
         # Ranks of a replica may have shards of different parameters, so only the total norms are combined.
         return norms, self.norms_of(torch.stack(list(map(norm_of_all, norms))))
 
+    @override
     def total_of(self, numbers: Tensor) -> Tensor:
-        """Return the sums of ``numbers`` over the ranks of this replica."""
         return self._intra.call(Payload("all_gather", numbers)).sum(dim=0)
 
 
