@@ -127,7 +127,7 @@ class ExDyna(Compressor):
         histogram, self._histogram = self._histogram, None
         if not bool(finite):  # a synchronization, because the state is on the host
             return means
-        indices = [_indices(mean) for mean in means]
+        indices = [mean.indices.flatten() for mean in means if mean.indices is not None]
         numel = sum(mean.numel for mean in means)
         wanted = self._wanted(numel)
         if wanted < numel and self._threshold.threshold is not None:
@@ -270,11 +270,6 @@ def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
     # ``start`` is the tensor's offset in the flat model.
     first, last = (min(max(edge - start, 0), numel) for edge in owned)
     return first, last
-
-
-def _indices(mean: Selection) -> Tensor:
-    assert mean.indices is not None
-    return mean.indices.flatten()
 
 
 class MiCRO(ExDyna):

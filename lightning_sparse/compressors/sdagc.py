@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gather, ModelLayout
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, Gather, ModelLayout
+from lightning_sparse.compressors.dgc import DGC
 from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize
-from lightning_sparse.compressors.topk import TopK, largest_of_each
+from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.functional.elements import copied_to
 
 _GAIN = 0.05  # change of ln(alpha) per ln(sent / wanted), the numbers of elements
@@ -25,7 +26,7 @@ _ALPHA_RANGE = (0.5, 50.0)
 _MIN_DENSITY = 1e-6
 
 
-class SDAGC(TopK):
+class SDAGC(DGC):
     """Send elements above ``alpha`` standard deviations of the layer, with an adaptive ``alpha`` (reconstruction).
 
     For a parameter with gradient plus residual ``v``, elements with ``|v| >= alpha * std(v)`` are sent, largest first:
@@ -53,7 +54,6 @@ class SDAGC(TopK):
     has_density_by_parameter: ClassVar[bool] = False  # thresholds determine the number of sent elements
     fills_selection: ClassVar[bool] = False
     dense_wire_format: ClassVar[Optional[str]] = None  # select() adapts thresholds at density 1, too
-    default_warmup_steps: ClassVar[Union[int, float]] = 0.1
 
     def __init__(
         self,
@@ -71,13 +71,8 @@ class SDAGC(TopK):
             raise ValueError(f"capacity={capacity} must be at least 1, because a message must hold the wanted elements")
         self.alpha = alpha
         self.capacity = capacity
-        self.feedback = ErrorFeedback(
-            momentum=momentum,
-            nesterov=nesterov,
-            masks_momentum=masks_momentum,
-            clip_norm=clip_norm,
-            rescale_on_lr_change=revises_learning_rate,
-        ).checked()
+        super().__init__(momentum, nesterov, masks_momentum, clip_norm)
+        self.feedback = self.feedback._replace(rescale_on_lr_change=revises_learning_rate)
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
         self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and new alphas for a finite step

@@ -53,36 +53,28 @@ class MomentumMemory(ResidualMemory):
     ) -> None:
         """Add momenta and residuals to gradients, in place. ``_in_flight`` stores the new momenta."""
         settings = {name: hyperparameters.get(name, self._without_optimizer) for name in names}
-        # Only parameters with momentum need a momentum buffer.
-        moving = [place for place, name in enumerate(names) if settings[name].momentum or name in self._momenta]
-        if not moving:
+        # Without momentum, no momentum buffer is necessary.
+        if not (self._momenta or any(each.momentum for each in settings.values())):
             super()._accumulate(names, gradients, hyperparameters)
             return
-        some, moved = [names[place] for place in moving], [gradients[place] for place in moving]
-        momenta, in_flight = state_like(self._momenta, some, moved), state_like(self._in_flight, some, moved)
+        momenta, in_flight = (state_like(state, names, gradients) for state in (self._momenta, self._in_flight))
         residuals = self._waiting(names, gradients, hyperparameters)
         rows: defaultdict[bool, list[tuple[Any, ...]]] = defaultdict(list)
-        for place, momentum, velocity in zip(moving, momenta, in_flight):
-            own = settings[names[place]]
-            rows[own.nesterov].append((momentum, velocity, gradients[place], residuals[place], own.momentum))
+        for own, *tensors in zip(settings.values(), momenta, in_flight, gradients, residuals):
+            rows[own.nesterov].append((*tensors, own.momentum))
         for is_nesterov, alike in rows.items():
             _add_momentum(alike, is_nesterov)
-        if rest := set(range(len(names))).difference(moving):
-            torch._foreach_add_([gradients[place] for place in rest], [residuals[place] for place in rest])
 
     @override
     def update_residual(
         self, names: Sequence[str], accumulated: list[Tensor], kept: Sequence[Selection], accepted: Tensor
     ) -> None:
-        moving = [place for place, name in enumerate(names) if name in self._momenta]
-        some = [names[place] for place in moving]
-        in_flight = state_like(self._in_flight, some, [accumulated[place] for place in moving])
-        if self._masks_momentum:
-            for place, velocity in zip(moving, in_flight):
-                _mask_sent(velocity, accumulated[place], kept[place])
-        if moving:
-            chosen = torch.stack([accepted[place] for place in moving]) if accepted.dim() else accepted
-            overwrite_accepted([self._momenta[name] for name in some], in_flight, chosen)
+        if self._in_flight.keys() >= set(names):
+            in_flight = [self._in_flight[name] for name in names]
+            if self._masks_momentum:
+                for velocity, each, unsent in zip(in_flight, accumulated, kept):
+                    _mask_sent(velocity, each, unsent)
+            overwrite_accepted([self._momenta[name] for name in names], in_flight, accepted)
         super().update_residual(names, accumulated, kept, accepted)
 
     @override
