@@ -115,11 +115,9 @@ class CompressionMonitor(StepObserver):
             record.is_logged = True
         if samples is None:
             return stats
-        if engine.memory.corrects_adam:
-            stats |= {name: float(each) for name, each in engine.memory.statistics().items()}
         # With the Adam correction, residuals hold updates. Only parameters of the last exchange have update norms.
         facts, name = samples.facts(), "residual_to_gradient"
-        if "update_error" in stats:
+        if samples.update_norms:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"
         moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # excludes frozen parameters
         residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *moving]))

@@ -4,9 +4,8 @@ from typing import Any, Optional, Union
 
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, log_scalars, over_ranks
+from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
@@ -14,9 +13,6 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 class MomentumCorrection(StepObserver):
     """Accumulate SGD's momentum before compression, with the arguments of :class:`~lightning_sparse.compressors.DGC`.
-
-    At the Trainer's ``log_every_n_steps``, loggers get ``sparse/momentum_norm``, and with ``clip_norm`` also
-    ``sparse/local_clip_factor``.
 
     Raises:
         ValueError: for an argument out of range. At the start of ``fit``, for an optimizer other than SGD, or for an
@@ -27,6 +23,8 @@ class MomentumCorrection(StepObserver):
 
         >>> correction = MomentumCorrection(clip_norm=0.25)
     """
+
+    every_n_steps = 0  # observes no step
 
     def __init__(
         self,
@@ -49,11 +47,6 @@ class MomentumCorrection(StepObserver):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(map(is_correctable, trainer.optimizers)):
             raise ValueError("MomentumCorrection is for torch.optim.SGD: replace Adam by SGD, or remove the callback")
-
-    @override
-    def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
-        means = over_ranks(engine, {name: float(each) for name, each in engine.memory.statistics().items()})
-        log_scalars(trainer, {f"sparse/{name}": value for name, value in means.items()}, step)
 
     @override
     def teardown(self, trainer: Trainer, *given: Any, **named: Any) -> None:

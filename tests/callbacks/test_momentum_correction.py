@@ -2,15 +2,12 @@ from functools import partial
 
 import pytest
 import torch
-from pytorch_lightning import Callback
-from pytorch_lightning.loggers import CSVLogger
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import MomentumCorrection
-from lightning_sparse.compressors import DGC, LAGS
+from lightning_sparse.compressors import DGC
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import fits
-from tests.helpers.loggers import rows_of
 from tests.helpers.trainers import WithSGD, make_trainer, weights
 
 SPARSE = {"density": 0.05, "warmup_steps": 0}
@@ -58,35 +55,3 @@ def test_it_gives_everything_back(pair):
         assert not any(each is not None for each in kept)  # the optimizer has stepped without momentum
         assert (group["momentum"], group["nesterov"]) == (0.9, True)
         assert all(torch.equal(later[name], fresh[name]) for name in later)
-
-
-def fit_logged(rank, directory, clip_norm):
-    norms = []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer, *arguments):
-            momenta = torch.cat(list(trainer.strategy.engine.memory.state_dict()["momentum"].values()))
-            norms.append(float(momenta.norm()))
-
-    trainer = make_trainer(
-        rank,
-        SparseDDPStrategy(LAGS(error_feedback="update"), density=0.25),
-        logger=CSVLogger(directory, name="", version=""),
-        log_every_n_steps=4,
-        callbacks=[MomentumCorrection(masks_momentum=True, clip_norm=clip_norm), Watch()],
-    )
-    trainer.fit(WithSGD())
-    return norms
-
-
-@pytest.mark.parametrize("clip_norm", [None, 1e-3])
-def test_it_logs_what_it_does_on_logged_steps_only(pair, tmp_path, clip_norm):
-    norms, other_norms = pair.run(fit_logged, str(tmp_path), clip_norm)
-    rows = {int(row["step"]): row for row in rows_of(tmp_path, "sparse/momentum_norm")}
-    assert list(rows) == [3, 7, 11, 15]
-    for step, row in rows.items():
-        expected = (norms[step] + other_norms[step]) / 2
-        assert float(row["sparse/momentum_norm"]) == pytest.approx(expected, rel=1e-5)
-        assert ("sparse/local_clip_factor" in row) == (clip_norm is not None)
-        if clip_norm is not None:
-            assert 0 < float(row["sparse/local_clip_factor"]) < 0.1

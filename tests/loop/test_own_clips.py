@@ -140,8 +140,8 @@ def clip_factors(rank, turns):
             model(rank, names := turns[step * len(turns) // 24] if step < 23 else turns[-1]).backward()
             handle.clip(norm=1.0)
             optimizer.step()
-            factor = handle.engine.memory.statistics().get("local_clip_factor")
-            found[names] = None if factor is None else float(factor)
+            factors = handle.engine.memory._clips.factors
+            found[names] = None if factors is None else float(factors.min())
     return found
 
 

@@ -240,17 +240,6 @@ class AdamMemory(ResidualMemory):
         return {name: norm for name, norm in known if norm is not None}
 
     @override
-    def statistics(self) -> dict[str, Tensor]:
-        """Return ``update_error``, the norm of residuals over the norm of last updates."""
-        factors = self._clips.factors
-        statistics = {} if factors is None else {"local_clip_factor": factors.min()}
-        norms = self.update_norms()
-        if not norms:
-            return statistics
-        waiting = torch.stack(list(torch._foreach_norm([self._residuals[name] for name in norms]))).norm()
-        return {**statistics, "update_error": waiting / torch.stack(list(norms.values())).norm()}
-
-    @override
     def state_dict(self) -> MemoryState:
         saved = super().state_dict()
         residuals, states = saved["residual"], self.states

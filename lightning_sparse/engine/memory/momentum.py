@@ -78,14 +78,6 @@ class MomentumMemory(ResidualMemory):
         super().update_residual(names, accumulated, kept, accepted)
 
     @override
-    def statistics(self) -> dict[str, Tensor]:
-        """Add ``momentum_norm``, the norm of all momenta."""
-        if not self._momenta:
-            return super().statistics()
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(self._momenta.values()))])
-        return {**super().statistics(), "momentum_norm": norms.norm()}
-
-    @override
     def state_dict(self) -> MemoryState:
         return {**super().state_dict(), "momentum": dict(self._momenta)}
 

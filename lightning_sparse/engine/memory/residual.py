@@ -80,7 +80,7 @@ class Memory:
 
     corrects_adam: bool = False  # whether the residual holds updates of Adam or AdamW, not gradients
     clips_gradients: bool = False  # whether the memory needs the norms of all gradients before the first bucket
-    is_watched: bool = False  # whether to record :meth:`statistics` and norms; set this before a step
+    is_watched: bool = False  # whether to record :meth:`update_norms`; set this before a step
 
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
@@ -140,10 +140,6 @@ class Memory:
     def reset(self, names: Iterable[str]) -> None:
         """Reset residuals and momentum of parameters to zero, between two steps."""
         self.rename(dict.fromkeys(names))
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Return statistics of the last step by name, as scalar tensors. Some statistics require ``is_watched``."""
-        return {}
 
     def update_norms(self) -> dict[str, Tensor]:
         """Return the norm of each parameter's last update of Adam, by parameter name. Requires ``is_watched``."""
@@ -242,11 +238,6 @@ class ResidualMemory(Memory):
         accepted = accepted.to(present.device, non_blocking=True) & (present[:, 0] > 0)
         self._rates.update(zip(names, torch.where(accepted.unsqueeze(1), present, last).unbind()))
         return accepted
-
-    @override
-    def statistics(self) -> dict[str, Tensor]:
-        """With clipping, return ``local_clip_factor``, the factor that multiplied this rank's gradient."""
-        return {} if self._clip_factor is None else {"local_clip_factor": self._clip_factor}
 
     @override
     def state_dict(self) -> MemoryState:
