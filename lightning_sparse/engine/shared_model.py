@@ -1,19 +1,18 @@
 """The shared model of local steps: the model that all ranks hold between two rounds.
 
-Ranks exchange the changes of tensors since the last round. The mean change is the gradient of an outer
-``torch.optim.SGD`` step on the shared model. A module may replace or rename tensors, so each method looks up tensors.
+Ranks exchange the changes of tensors since the last round. The mean change is the gradient of an outer SGD step on the
+shared model. A module may replace or rename tensors, so each method looks up tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
+from itertools import compress, groupby
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import SGD
 
 from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.memory.residual import Renaming, renamed, widened
@@ -153,11 +152,21 @@ class SharedModel:
         pipeline.commit([each for bucket in _buckets(moving, self._schedule) for each in pipeline.exchange(bucket)])
         if beside := self._beside:
             _average_buffers([self._shared[name] for name in beside], [changes[name] for name in beside], pipeline)
-        self._momenta.update(_outer_step(self._local, self._shared, moving, self._momenta))
+        self._step(moving)
         pipeline.recorder.current.covered_steps = steps
         pipeline.selector.workspace.release()  # frees working memory until the next exchange, many steps later
         pipeline.close_record()
         pipeline.recorder.samples = None  # Each request for samples covers one exchange.
+
+    def _step(self, means: Mapping[str, Tensor]) -> None:
+        """Make a step of SGD on the shared model, with ``means`` as gradients, as ``torch.optim.SGD`` does."""
+        factor, momenta = self._local.outer_momentum, self._momenta
+        for name, mean in means.items():
+            update = mean
+            if factor:
+                momenta[name] = momenta[name].mul_(factor).add_(mean) if name in momenta else mean
+                update = mean.add(momenta[name], alpha=factor) if self._local.nesterov else momenta[name]
+            flatten_as(self._shared[name]).add_(update, alpha=-self._local.outer_lr)
 
     def unify_rest(self) -> None:
         """Make all tensors except exchanged parameters equal on all ranks. All ranks must call this."""
@@ -244,34 +253,16 @@ def _average_buffers(shared: Sequence[Tensor], changes: Sequence[Tensor], pipeli
 
 
 def _buckets(changes: Mapping[str, Tensor], schedule: Schedule) -> Iterator[list[LocalGradient]]:
-    bucket, numel = list[LocalGradient](), 0
-    for name, change in changes.items():
-        if bucket and bucket[0].gradient.dtype is not change.dtype:  # a bucket has one dtype
+    for _, alike in groupby(changes.items(), key=lambda item: item[1].dtype):  # a bucket has one dtype
+        bucket, numel = list[LocalGradient](), 0
+        for name, change in alike:
+            bucket.append(LocalGradient(name, change, None))
+            numel += change.numel()
+            if schedule.closes_bucket(name, numel):
+                yield bucket
+                bucket, numel = [], 0
+        if bucket:
             yield bucket
-            bucket, numel = [], 0
-        bucket.append(LocalGradient(name, change, None))
-        numel += change.numel()
-        if schedule.closes_bucket(name, numel):
-            yield bucket
-            bucket, numel = [], 0
-    if bucket:
-        yield bucket
-
-
-def _outer_step(
-    how: LocalSteps, shared: Mapping[str, Tensor], means: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Make an outer step on the tensors in ``shared``, with ``means`` as gradients. Return the new momenta."""
-    momentum, parts = "momentum_buffer", [flatten_as(shared[name]) for name in means]
-    # flatten_as() returns new objects in each round, so each round needs a new optimizer. ``foreach`` needs more
-    # memory, and saves time only on a GPU.
-    is_together = any(part.device.type != "cpu" for part in parts)
-    outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=is_together)
-    for part, (name, mean) in zip(parts, means.items()):
-        part.grad, outer.state[part][momentum] = mean, momenta.get(name)
-    outer.step()
-    outer.zero_grad()
-    return {name: outer.state[part][momentum] for name, part in zip(means, parts)} if how.outer_momentum else {}
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
