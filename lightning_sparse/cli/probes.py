@@ -45,7 +45,6 @@ _STEPS = 40
 _CLOSE = 1e-4  # accepted difference between two orders of summation
 _SLOW = 1 / 3  # share of the fastest link's rate below which a link is too slow
 _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-_ADAM = partial(torch.optim.AdamW, lr=1e-3)
 _sparse = partial(SparseDDPStrategy, "lags", 0.01)
 
 
@@ -68,8 +67,7 @@ def check(args: Sequence[str]) -> None:
 def _parsed(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("lightning-sparse check", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    devices = torch.cuda.device_count() or 1
-    add("--devices", type=int, default=devices, help="number of local processes, without torchrun and srun")
+    add("--devices", type=int, default=torch.cuda.device_count() or 1, help="processes, without torchrun and srun")
     add("--time", type=float, default=60.0, help="time limit of the command in seconds, default %(default)g")
     add("--output", type=Path, help="a JSON file for the report, such as check.json")
     add("--parameters", help="trained parameters of your model, such as 124M, for advice; needs --compute")
@@ -134,7 +132,7 @@ class Probes:
             "density 1 equals DDP": self._equals_ddp,
             "replicas at density 0.01": self._replicas,
             "mass": self._conserves,
-            "AdamW, accumulation, clipping": partial(self._equals_ddp, _ADAM, **accumulated),
+            "AdamW, accumulation, clipping": partial(self._equals_ddp, torch.optim.AdamW, **accumulated),
             "save and resume": self._resumes,
             "owners": partial(self._replicas, exchange="owners") if self._ranks > 2 else "needs three processes",
             "two levels": two_levels if 1 < self._local < self._ranks else "needs several hosts with several processes",
