@@ -32,8 +32,6 @@ _ENDS = ("", " and has reached a validation or the end")
 class LocalStepsController(Replicas):
     """Count local steps, and exchange changes of parameters after each round. Each exchange first calls ``begin``."""
 
-    are_apart = True
-
     def __init__(
         self,
         local: LocalSteps,

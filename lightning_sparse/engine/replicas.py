@@ -40,8 +40,6 @@ def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
 class Replicas(SharedOnCopy):
     """Replicas that are identical after every step, because all ranks apply mean gradients. All methods are no-ops."""
 
-    are_apart = False  # whether each rank's optimizer steps use only this rank's gradients
-
     def reset_shared_model(self) -> None:
         """Average the model over ranks, and set the shared model to the mean. All ranks must call this."""
         self.synchronize()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor, available_compressors
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.removed import REMOVED, refuse_removed
+from lightning_sparse.removed import refuse_removed
 from lightning_sparse.strategy.fabric import SparseFabricStrategy
 from lightning_sparse.strategy.lightning import STRATEGY_REGISTRY, StrategyRegistry
 from lightning_sparse.strategy.sharded import SparseModelParallelStrategy
@@ -69,9 +69,8 @@ def register_names() -> None:
     for registry, whole in _REGISTRIES:
         # If a configuration gives only a class path, Lightning looks up the lower-case path as a strategy name.
         registry.register(f"lightning_sparse.{whole.__name__}".lower(), whole, "with default arguments", override=True)
-        for name in REMOVED:
-            if name.startswith("sparse_"):
-                registry.register(name, partial(refuse_removed, f"strategy={name!r}", name), override=True)
+        gone = partial(refuse_removed, "strategy='sparse_muloco'", "sparse_muloco")
+        registry.register("sparse_muloco", gone, override=True)
 
 
 def register_compressor(name: str, compressor: type[Compressor]) -> None:

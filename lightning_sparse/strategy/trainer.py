@@ -66,7 +66,7 @@ class SparseBase:
 class SparseStrategy(SparseBase, Session, ParallelStrategy):
     """Common base of the Trainer's strategies."""
 
-    holds_shards: ClassVar[bool]  # whether each rank holds only a shard of the model
+    holds_shards: ClassVar[bool] = False  # whether each rank holds only a shard of the model
     _bare: UnwrappedModule  # replacement for the DDP wrapper
     _timeout: Optional[timedelta]
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
@@ -264,8 +264,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         >>> SparseDDPStrategy(compressor="topk", density=0.01).compression_stats()
         {}
     """
-
-    holds_shards: ClassVar[bool] = False
 
     @with_settings_signature()
     def __init__(
