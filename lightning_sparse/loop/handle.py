@@ -38,7 +38,7 @@ from lightning_sparse.loop.checks import (
     check_trainers,
     check_wrapped,
 )
-from lightning_sparse.loop.levels import agreed_ranks_of_node, own_node
+from lightning_sparse.loop.levels import Node, agreed_ranks_of_node, own_node
 from lightning_sparse.loop.optimizers import all_optimizer_parameters, unwrapped
 from lightning_sparse.loop.state import act_together, exists, load_state, save_state
 from lightning_sparse.loop.training import Log, RuntimeOptions, Session, Training
@@ -67,6 +67,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         optimizers: Sequence[Optimizer],
         settings: Settings,
         given: RuntimeOptions,
+        node: Node,
         total_steps: Optional[int],
         log: Log,
     ) -> None:
@@ -83,6 +84,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
             check_bare(self._model.module)
         check_model(self.module, settings.local_steps)
         check_trainers(self.module, optimizers, settings)
+        given = given._replace(local_world_size=agreed_ranks_of_node(settings, node, log))
         self._parts = _trained_parts(self.module)
         self._hooks: list[Any] = []
         self._is_closed = False
@@ -350,8 +352,8 @@ def sparsify_gradients(
     check_facts(scaler, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
-    options = RuntimeOptions(timeout, scaler, local_world_size=agreed_ranks_of_node(settings, own_node(), _log))
-    return GradientSparsifier(model, optimizers, settings, options, total_steps, _log)
+    options = RuntimeOptions(timeout, scaler)
+    return GradientSparsifier(model, optimizers, settings, options, own_node(), total_steps, _log)
 
 
 def _log(line: str) -> None:

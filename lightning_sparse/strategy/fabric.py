@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
+from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_device, check_facts
 from lightning_sparse.loop.handle import GradientSparsifier, clipped_before
-from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.training import RuntimeOptions
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike
@@ -202,10 +201,9 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
                 " If the model is not trained, use model.eval() or torch.no_grad()"
             )
-        local_world_size = agreed_ranks_of_node(self.settings, self.node_rank, self._log)
-        options = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None), NOT_CLIPPED, local_world_size)
-        settings = copy.deepcopy(self.settings)
-        handle = GradientSparsifier(model, optimizers, settings, options, self._total_steps, self._log)
+        options = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None))
+        parts = (copy.deepcopy(self.settings), options, self.node_rank, self._total_steps, self._log)
+        handle = GradientSparsifier(model, optimizers, *parts)
         self._waiting.pop(model).remove()
         self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
         self._are_closed = False
