@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 from weakref import proxy
 
 import torch
@@ -22,10 +22,9 @@ _SIGMAS = 2.0  # number of standard errors in ``Comparison.error``
 _TO_SIGMA = 1.4826  # ratio of standard deviation to median absolute deviation, for a normal distribution
 _ERROR_OF_MEDIAN = 1.2533  # ratio of a median's standard error to a mean's, for a normal distribution
 _SETTLING_STEPS = 2  # untimed steps after a switch of backend
-_TIMED_STEPS = 6  # maximum number of timed steps per backend in a turn, which times both
+_TIMED_STEPS = 6  # number of timed steps per backend in a turn, which times both
 _TURNS = 2  # minimum number of turns; with several turns, other load on the machine affects both backends
 _MAX_TURNS = 6  # maximum number of turns of a comparison, even if the result is not clear
-_HOPELESS = 2.0  # timing of DDP stops early if DDP's median time is this multiple of compression's
 _RECHECK_STEPS = 5000  # optimizer steps between two comparisons
 
 Turn = tuple[Sequence[float], Sequence[float]]  # for one turn: seconds of timed steps with compression, then with DDP
@@ -48,19 +47,14 @@ class Comparison(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether ``gain`` exceeds ``wanted`` by more than ``error``."""
-        return self.gain - self.wanted > self.error
+        """Whether ``gain`` clearly exceeds ``wanted``."""
+        return self.is_clear and self.gain > self.wanted
 
-    def choice(self, density: float) -> str:
-        """Return a text with the chosen backend and the reason for the choice."""
-        gain = self.gain / self.theirs
+    def __str__(self) -> str:
+        saved = f"compression saves {max(0.0, self.gain) / self.theirs:.1%}"
         if self.pays:
-            return f"compression, which saves {gain:.1%}"
-        if gain <= 0:
-            return "plain DDP, because compression saves nothing"
-        unsure = "" if self.is_clear else ", and the difference is within the error"
-        worth = f"a density of {density:.2g} has to save {self.wanted / self.theirs:.0%}"
-        return f"plain DDP, because compression saves {gain:.1%}: {worth}{unsure}"
+            return f"compression, because {saved}"
+        return f"plain DDP, because {saved}, and has to save {self.wanted / self.theirs:.0%}"
 
 
 def compare(turns: Sequence[Turn], density: float) -> Comparison:
@@ -95,9 +89,7 @@ class AutoBackend(SharedOnCopy):
         self._log = log
         self._is_comparing = False
         self._density = 1.0  # density of the last timed steps with compression
-        self._exposed = 0.0  # seconds from the end of backward until gradients are ready, per step with compression
         self._border = perf_counter()  # time at the end of the last step, in seconds
-        self._told: Optional[bool] = None  # whether the last logged choice was compression; None without a log
         self.verdict = "training ended before compression and plain DDP were compared"
         self._course = self._run()
         next(self._course)
@@ -113,39 +105,33 @@ class AutoBackend(SharedOnCopy):
         """Compare and choose until training ends. Each ``yield`` waits for one step, and returns the step's seconds."""
         while self._engine.plan is None:
             yield
-        self._log(
-            f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MAX_TURNS}"
-            " turns, and continues with the faster backend."
-        )
         while True:
-            turns, is_done = list[Turn](), False
-            while not is_done:
-                ours = yield from self._time(False)
-                theirs = yield from self._time(True, hopeless=_HOPELESS * median(ours))
-                turns.append((ours, theirs))
-                comparison = compare(turns, self._density)
-                is_done = len(turns) == _MAX_TURNS or (len(turns) >= _TURNS and comparison.is_clear)
+            turns, comparison = list[Turn](), None
+            while comparison is None or (not comparison.is_clear and len(turns) < _MAX_TURNS):
+                turns.append(((yield from self._time(False)), (yield from self._time(True))))
+                comparison = compare(turns, self._density) if len(turns) >= _TURNS else None
             yield from self._decide(not comparison.pays)
-            self._tell(comparison, len(turns))
+            self.verdict = f"chosen: {comparison}"
+            self._log(
+                f"a step takes {1e3 * comparison.theirs:.1f} ms with DDP and {1e3 * comparison.ours:.1f} ms with"
+                f" compression (the difference may be wrong by {1e3 * comparison.error:.1f} ms), in {len(turns)} turns"
+                f" of each; {self.verdict}."
+            )
             for _ in range(_RECHECK_STEPS):
                 yield
 
-    def _time(self, is_dense: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
-        """Time steps of a backend. Return mean seconds over ranks, by step. Stop if the median reaches ``hopeless``."""
+    def _time(self, is_dense: bool) -> Generator[None, float, list[float]]:
+        """Time steps of a backend. Return mean seconds over ranks, by step."""
         self.wants_dense = is_dense
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):
             yield
         seen: list[float] = []
-        exposed: list[float] = []
-        while len(seen) < _TIMED_STEPS and (not seen or median(seen) < hopeless):
+        while len(seen) < _TIMED_STEPS:
             seen.append(self._engine.mean_over_ranks((yield)))
-            exposed.append(0.0 if is_dense else self._engine.compression_stats()["exposed_seconds"])
         self._is_comparing = False
         if not is_dense:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
-            # The exposed seconds are NaN if a step sends dense gradients (Adam's warm-up). The median omits NaNs.
-            self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed, dtype=torch.float64).nanmedian()))
         return seen
 
     def _decide(self, is_dense: bool) -> Steps:
@@ -162,17 +148,3 @@ class AutoBackend(SharedOnCopy):
             yield
         if is_dense:
             self._engine.recorder.totals.seconds.clear()  # the times of compressed steps would distort exposed_share
-
-    def _tell(self, comparison: Comparison, turns: int) -> None:
-        ours, theirs = comparison.ours, comparison.theirs
-        self.verdict = f"chosen: {comparison.choice(self._density)}"
-        if self._told is comparison.pays:
-            return
-        self._told = comparison.pays
-        # r = (DDP's step time - t) / t, where t is the step time with compression minus the exposed time.
-        alone = ours - self._exposed
-        r = f"; r = {max(0.0, theirs / alone - 1):.2g} as measured" if alone > 0 else ""
-        self._log(
-            f"a step takes {1e3 * theirs:.1f} ms with DDP and {1e3 * ours:.1f} ms with compression (the difference may"
-            f" be wrong by {1e3 * comparison.error:.1f} ms), in {turns} turns of each{r}; {self.verdict}."
-        )
