@@ -1,5 +1,6 @@
 import os
 from collections import defaultdict
+from multiprocessing import get_context
 from unittest.mock import patch
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 
 from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import subject_of
+from lightning_sparse.testing.wrapping import subject_of
 from tests.helpers.commands import Interpreter
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
+from tests.helpers.pools import forking
 from tests.helpers.tiers import sample
 
 # Waiting threads are slow on a busy machine. Pools also use one thread.
@@ -26,7 +28,7 @@ class FirstApart(Pool):
     def _start(self):
         if not self._members:
             alone = self.first(1)
-            alone._preload = []
+            alone._context = get_context("spawn")
             Pool._start(alone)
         super()._start()
 
@@ -60,7 +62,7 @@ def environment_of_its_own():
 @pytest.fixture(scope="session")
 def pools():
     """Pools by number of ranks. Forking all processes except the first saves half a minute of CPU time."""
-    largest = FirstApart(4, preload=IMPORTED)
+    largest = FirstApart(4, context=forking(IMPORTED))
     yield {ranks: largest.first(ranks) for ranks in (1, 2, 3, 4)}
     largest.stop()
 
@@ -76,7 +78,7 @@ def forked():
 
     All these processes order sets alike. Launched processes do not, so tests of invariants use ``pools``.
     """
-    pools = {ranks: Pool(ranks, preload=IMPORTED, group_timeout=GROUP_TIMEOUT) for ranks in (1, 2, 3, 4)}
+    pools = {ranks: Pool(ranks, context=forking(IMPORTED), timeout=GROUP_TIMEOUT) for ranks in (1, 2, 3, 4)}
     yield pools
     for pool in pools.values():
         pool.stop()

@@ -10,10 +10,17 @@ from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.schedule import FixedSize, Layerwise, Single
 from lightning_sparse.testing.invariants import balance
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import SCHEDULE_NAMES, WIRES
 from tests.compressors.virtual import Net
 from tests.helpers.devices import DEVICE, needs_cuda
-from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, batch, sparse_ddp, watch_gradients
+from tests.helpers.sparse_ddp import (
+    COMPRESSOR_NAMES,
+    DENSITY,
+    SCHEDULE_NAMES,
+    WIRES,
+    batch,
+    sparse_ddp,
+    watch_gradients,
+)
 
 pytestmark = needs_cuda
 

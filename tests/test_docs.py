@@ -25,9 +25,9 @@ from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.loop.arguments import REFUSED
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing import InvariantError, checks_for
-from lightning_sparse.testing.wrapping import batch, sgd_steps, sparse_ddp
 from tests.helpers.commands import run_pytest
 from tests.helpers.pages import DOCS, PAGES, ROOT, anchors, blocks, prose, rows, spans
+from tests.helpers.sparse_ddp import batch, sgd_steps, sparse_ddp
 
 SYSTEMS = DOCS / "strategies.md"
 AUTHORS = DOCS / "write-a-compressor.md"

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from lightning_sparse.engine.store import ExchangeError
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.testing.wrapping import Edges, batch, sgd_steps
+from tests.helpers.sparse_ddp import Edges, batch, sgd_steps
 from torch.nn.parallel import DistributedDataParallel
 
 torch.set_num_threads(1)

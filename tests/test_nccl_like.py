@@ -18,6 +18,7 @@ from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import ENTRY_POINTS
 from tests.helpers.nccl_like import NAME, taken_for_nccl
+from tests.helpers.pools import forking
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import forget_groups
 
@@ -28,7 +29,9 @@ CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=1, second_moment
 
 @pytest.fixture(scope="module")
 def nccl_like():
-    pool = Pool(4, NAME, preload=["tests.helpers.nccl_like", "tests.helpers.trainers"], group_timeout=TIMEOUT)
+    pool = Pool(
+        4, context=forking(["tests.helpers.nccl_like", "tests.helpers.trainers"]), backend=NAME, timeout=TIMEOUT
+    )
     yield pool
     pool.stop()
 

@@ -9,9 +9,9 @@ import torch
 from lightning_sparse import AdamCorrection
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.optimizers import OptimizerView
-from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
 from tests.helpers.devices import DEVICE
 from tests.helpers.examples import load
+from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sparse_ddp
 
 CORRECTION = AdamCorrection(warmup_steps=3, density_decay_steps=2, second_moment_interval=2)
 STEPS = 9

@@ -97,7 +97,7 @@ def unlike(training, outcomes):
                 }
                 for state in states
             )
-            apart = {place.split("[")[0] for other in others for place in differences(first, other)}
+            apart = {place.partition(":")[0] for other in others for place in differences(first, other)}
             if apart:
                 yield f"{place} {number}: ranks are not one model: {', '.join(sorted(apart))}"
                 break

@@ -7,8 +7,7 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Optional
@@ -29,25 +28,16 @@ class Pool:
 
     Args:
         ranks: number of processes, one for each rank.
-        backend: backend of the process group. Only gloo lets several ranks share a GPU.
-        preload: modules that a fork server imports once, so that new processes start fast. On the CPU only.
-        group_timeout: time limit of a collective.
-        timeout: seconds from the start of a function to the result of the first rank.
+        limit: seconds from the start of a function to the result of the first rank.
+        context: how ``multiprocessing`` starts processes; ``None`` to start new interpreters.
+        **group: arguments of ``init_process_group``. Only the default backend, gloo, lets several ranks share a GPU.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        backend: str = "gloo",
-        preload: Sequence[str] = (),
-        group_timeout: Optional[timedelta] = None,
-        timeout: float = 120.0,
-    ) -> None:
+    def __init__(self, ranks: int, limit: float = 120.0, context: Any = None, **group: Any) -> None:
         self.ranks = ranks
-        self._group_timeout = group_timeout
-        self._timeout = timeout
-        self.backend = backend
-        self._preload = list(preload)
+        self._limit = limit
+        self._context: Any = context or multiprocessing.get_context("spawn")
+        self._group = {"backend": "gloo", **group}
         self._members: list[tuple[Any, Connection]] = []  # pairs of a process and a connection to this process, by rank
         self._stores: dict[int, str] = {}  # path of the `FileStore` of the present process group, by number of ranks
 
@@ -70,14 +60,14 @@ class Pool:
     ) -> list[tuple[Optional[str], Any]]:
         """Run ``function(rank, *args)`` on all ranks. Return ``(None, result)`` or ``(failure, None)`` of each rank.
 
-        The first result must arrive within ``timeout`` seconds (0: the pool's ``timeout``), and each further result
+        The first result must arrive within ``timeout`` seconds (0: the pool's ``limit``), and each further result
         within ``patience`` seconds (0: ``timeout``) after another result. After a failure, all processes end.
         """
         self._start()
         waiting = connections = [connection for _, connection in self._members[: self.ranks]]
         for connection in connections:
             _send(connection, (self.ranks, self._stores[self.ranks], function, args))
-        limit, answers = timeout or self._timeout, {}
+        limit, answers = timeout or self._limit, {}
         while waiting and (ready := wait(waiting, limit)):
             answers.update({connection: _answer(connection) for connection in waiting if connection in ready})
             waiting = [connection for connection in waiting if connection not in answers]
@@ -97,13 +87,9 @@ class Pool:
         self._stores.clear()
 
     def _start(self) -> None:
-        context: Any = multiprocessing.get_context("forkserver" if self._preload else "spawn")
-        if self._preload:
-            context.set_forkserver_preload(self._preload)
         for rank in range(len(self._members), self.ranks):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, rank, self.backend, self._group_timeout)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, rank, self._group), daemon=True)
             process.start()
             self._members.append((process, ours))
         if self.ranks not in self._stores:
@@ -129,7 +115,7 @@ def _answer(connection: Connection) -> tuple[Optional[str], Any]:
     return answer
 
 
-def _serve(connection: Connection, rank: int, backend: str, timeout: Optional[timedelta]) -> None:
+def _serve(connection: Connection, rank: int, group: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     joined = ""
@@ -142,7 +128,7 @@ def _serve(connection: Connection, rank: int, backend: str, timeout: Optional[ti
             if store != joined:
                 if joined:
                     dist.destroy_process_group()
-                dist.init_process_group(backend, f"file://{store}", timeout=timeout, rank=rank, world_size=ranks)
+                dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=ranks, **group)
                 joined = store
             with patch.dict(os.environ):  # a seed that Lightning writes to os.environ must not affect the next function
                 answer = moved(function(rank, *args), "cpu")

@@ -1,50 +1,56 @@
-"""Trainings with the engine alone, without a Trainer, and copies of gradients and residuals."""
+"""Trainings of the compressor under test, with the engine alone, and copies of gradients and residuals."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.settings import DEFAULTS, LocalSteps, Settings
-from lightning_sparse.schedule import Schedule
-from lightning_sparse.testing.subjects import Subject, subject_of
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.testing.tensors import DEVICE
 
 Tensors = dict[str, Tensor]
+Subject = Union[str, Compressor, Callable[[], Compressor]]
+_DENSITY = 0.05
+
+
+def subject_of(compressor: Subject) -> Compressor:
+    """Build a compressor from a name, a class or a function, or raise ``TypeError``."""
+    choice: Any = compressor
+    if callable(choice) and not isinstance(choice, Compressor):
+        choice = choice()
+    built: Compressor = build_by_name("compressor", Compressor, COMPRESSORS, choice)
+    return built
+
+
+def density_for(compressor: Subject) -> Optional[float]:
+    """Return a density at which tests detect wrong residuals, or ``None`` if the compressor has no density."""
+    return None if subject_of(compressor).default_density is None else _DENSITY
+
+
+def settings_of(compressor: Subject, **others: Any) -> dict[str, Any]:
+    """Return arguments of :func:`sparse_ddp`, with a density for tests."""
+    return {"compressor": compressor, "density": density_for(compressor), **others}
 
 
 @contextmanager
 def sparse_ddp(
-    model: nn.Module,
-    compressor: Subject = "topk",
-    density: Optional[float] = None,
-    schedule: "str | Schedule" = "merged",
-    log: Callable[[str], None] = print,
-    correction: Optional[AdamCorrection] = None,
-    local_steps: Optional[LocalSteps] = None,
-    local_world_size: int = 1,
-    **given: Any,
+    model: nn.Module, compressor: Subject, density: Optional[float] = None, local_world_size: int = 1, **given: Any
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
-    """Wrap a model in DDP with an engine, which exchanges the gradients. At the end of the context the engine closes.
+    """Wrap a model in DDP with an engine, which exchanges the gradients until the context ends.
 
-    ``given`` has further settings of the engine and further arguments of DDP.
+    ``given`` has further settings of the engine.
     """
-    chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
-    chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
-    ddp = DistributedDataParallel(model.to(DEVICE), **given)
-    settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
-    settings = replace(settings, local_steps=local_steps)  # `Settings.of` drops `LocalSteps(1)`
-    if settings.can_correct_adam:
-        settings = settings.correcting_adam()
-    engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)
-    if engine.rounds is not None:
-        engine.rounds.begin_round()
+    chosen = {"warmup_steps": 0, "optimizer_correction": None, **given}
+    ddp = DistributedDataParallel(model.to(DEVICE))
+    engine = Engine(
+        ddp, Settings.of(subject_of(compressor), density, **chosen), log=print, local_world_size=local_world_size
+    )
     try:
         yield ddp, engine
     finally:
@@ -57,15 +63,6 @@ def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) ->
     engine.reducer.reduced.forget(ddp.parameters())  # ends the previous step, even without optimizer.step()
     loss.backward()
     engine.worker.raise_error()
-
-
-def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Make an SGD step for each loss, and yield the number of the step. ``losses`` may compute each loss lazily."""
-    optimizer = torch.optim.SGD(ddp.parameters(), **settings)
-    for step, loss in enumerate(losses):
-        backpropagate(ddp, engine, loss)
-        optimizer.step()
-        yield step
 
 
 class Edges(nn.Module):

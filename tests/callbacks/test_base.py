@@ -15,7 +15,7 @@ from lightning_sparse.callbacks import (
     OverlapTimeline,
     ReplicaSentinel,
 )
-from lightning_sparse.testing.subjects import subject_of
+from lightning_sparse.testing.wrapping import subject_of
 from tests.helpers.fits import refusals
 from tests.helpers.sparse_ddp import DENSITY
 from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, weights
@@ -50,7 +50,6 @@ def test_another_strategy_is_refused_or_warned_of_and_the_same_callback_twice_is
     ("build", "error", "argument", "values"),
     [
         (ReplicaSentinel, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
-        (ReplicaSentinel, ValueError, "action", ("rise",)),
         (OverlapTimeline, ValueError, "steps", ([], [-1], [1.5], "12", 7)),
         (MomentumCorrection, ValueError, "momentum", (1.0, None)),
         (MomentumCorrection, ValueError, "clip_norm", (0.0,)),

@@ -37,8 +37,7 @@ from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import AutoBackend
-from lightning_sparse.testing.invariants import Sluggish
-from lightning_sparse.testing.subjects import is_exact
+from lightning_sparse.testing.invariants import Sluggish, is_exact
 from tests.compatibility.running import changing_hands
 from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer
 

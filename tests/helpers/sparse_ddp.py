@@ -1,22 +1,85 @@
 # ruff: noqa: F401
 
-from lightning_sparse.testing.subjects import (
-    COMPRESSOR_NAMES,
-    SCHEDULE_NAMES,
-    WIRES,
-    density_for,
-    is_exact,
-    subject_of,
-)
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.settings import DEFAULTS, Settings
+from lightning_sparse.engine.wire import WIRES as _WIRES
+from lightning_sparse.testing.invariants import GivenGradients, is_exact
+from lightning_sparse.testing.tensors import DEVICE
 from lightning_sparse.testing.wrapping import (
     Edges,
     backpropagate,
     batch,
+    booked_step,
+    density_for,
     parameters_of,
-    sgd_steps,
-    sparse_ddp,
+    subject_of,
     watch_gradients,
 )
+
+COMPRESSOR_NAMES = sorted(COMPRESSORS)
+SCHEDULE_NAMES = ["merged", "layerwise", "single"]
+WIRES = list(_WIRES)
+
+
+@contextmanager
+def sparse_ddp(
+    model,
+    compressor="topk",
+    density=None,
+    schedule="merged",
+    log=print,
+    correction=None,
+    local_steps=None,
+    local_world_size=1,
+    **given,
+):
+    """Wrap a model in DDP with an engine, which exchanges the gradients. At the end of the context the engine closes.
+
+    ``given`` has further settings of the engine and further arguments of DDP.
+    """
+    chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
+    chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
+    ddp = DistributedDataParallel(model.to(DEVICE), **given)
+    settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
+    settings = replace(settings, local_steps=local_steps)  # `Settings.of` drops `LocalSteps(1)`
+    if settings.can_correct_adam:
+        settings = settings.correcting_adam()
+    engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)
+    if engine.rounds is not None and not engine.rounds.is_synchronous:
+        engine.rounds.begin_round()
+    try:
+        yield ddp, engine
+    finally:
+        engine.close()
+
+
+def sgd_steps(ddp, engine, losses, **settings):
+    """Make an SGD step for each loss, and yield the number of the step. ``losses`` may compute each loss lazily."""
+    optimizer = torch.optim.SGD(ddp.parameters(), **settings)
+    for step, loss in enumerate(losses):
+        backpropagate(ddp, engine, loss)
+        optimizer.step()
+        yield step
+
+
+def train_branches(rank, settings, user=0):
+    """Train 3 steps. After step 0, only rank ``user`` uses the parameter ``sometimes``, and no rank uses ``never``."""
+    book = []
+    names = ("shared", "sometimes", "never")
+    with sparse_ddp(GivenGradients(dict.fromkeys(names, torch.zeros(300))), **settings) as (ddp, engine):
+        gradients = watch_gradients(ddp.module)
+        for step, uses in enumerate([3, 2 if rank == user else 1, 2 if rank == user else 1]):
+            inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
+            entry = booked_step(ddp, engine, gradients, ddp(dict.fromkeys(names[:uses], inputs)))
+            book.append({kind: {name[8:]: each for name, each in of.items()} for kind, of in entry.items()})
+    return book
 
 
 def declaring(promise):

@@ -13,10 +13,10 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.engine.adam.moments import AdamMoments, Refreshes
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
-from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import NotingLogger, assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
+from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
 from tests.helpers.trainers import WithOptimizer, learning_in_turns
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3

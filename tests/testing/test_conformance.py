@@ -9,10 +9,22 @@ from lightning_sparse.engine.step.selecting import BucketSelector
 from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.testing import InvariantError, check_compressor, checks_for
-from lightning_sparse.testing.invariants import balance
-from lightning_sparse.testing.subjects import COMPRESSOR_NAMES, SCHEDULE_NAMES, subject_of
+from lightning_sparse.testing.invariants import assert_mass_is_conserved, balance
+from lightning_sparse.testing.tensors import assert_same
+from lightning_sparse.testing.wrapping import settings_of
 from tests.compressors import lawless
 from tests.helpers.devices import DEVICE, moved
+from tests.helpers.sparse_ddp import (
+    COMPRESSOR_NAMES,
+    SCHEDULE_NAMES,
+    Edges,
+    batch,
+    parameters_of,
+    sgd_steps,
+    sparse_ddp,
+    subject_of,
+    train_branches,
+)
 
 CHECKS = [check for name in COMPRESSOR_NAMES for check in checks_for(name)]
 
@@ -21,6 +33,45 @@ CHECKS = [check for name in COMPRESSOR_NAMES for check in checks_for(name)]
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_invariant(pools, check):
     check(pools[3])
+
+
+def train_observed(rank, settings, is_observed):
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        for _ in sgd_steps(ddp, engine, (ddp(batch(rank, step)) for step in range(3)), lr=0.01, momentum=0.9):
+            if is_observed:
+                engine.compression_stats()
+        return parameters_of(ddp)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_observer_changes_nothing(pair, compressor, schedule):
+    settings = settings_of(compressor, schedule=schedule)
+    assert_same(*(pair.run(train_observed, settings, is_observed) for is_observed in (True, False)))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("schedule", "wire", "ranks"), [("merged", "float32", 2), ("layerwise", "bfloat16", 3), ("single", "4bit", 2)]
+)
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_unused_parameters_are_left_alone(pools, compressor, schedule, wire, ranks):
+    """A parameter that any rank uses has a gradient on all ranks. Other parameters have none. No residual is lost."""
+    books = pools[ranks].run(train_branches, settings_of(compressor, schedule=schedule, wire=wire))
+    if subject_of(compressor).feedback.keeps_residual:
+        assert_mass_is_conserved(books)
+    later = {"shared": True, "never": False}
+    for book in books:
+        for entry, expected in zip(book, ({**later, "sometimes": True, "never": True}, later, later)):
+            for name, is_written in expected.items():
+                gradient = entry["applied"][name]
+                assert bool(gradient.any()) is is_written, f"{name}: {gradient}"
+    one, *others = (book[1]["applied"]["sometimes"] for book in books)
+    assert one.any(), "a parameter used on rank 0 has no gradient there"
+    if not subject_of(compressor).replicas_diverge:
+        assert all(one.equal(other) for other in others), "the gradient of a parameter differs between ranks"
 
 
 def firsts(compressor):

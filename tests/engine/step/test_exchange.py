@@ -11,11 +11,10 @@ from lightning_sparse.testing.invariants import (
     assert_nothing_moves,
     balance,
     outcomes_of,
-    train_branches,
     train_with_gaps,
 )
 from lightning_sparse.testing.tensors import assert_same
-from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, sparse_ddp
+from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sparse_ddp, train_branches
 
 COMPRESSORS = {
     "topk": "topk",

@@ -14,13 +14,12 @@ from lightning_sparse.testing.invariants import (
     edges_of,
     outcomes_of,
     train_both,
-    train_branches,
     train_with_gaps,
 )
-from lightning_sparse.testing.subjects import density_for
 from lightning_sparse.testing.tensors import assert_same
-from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp
+from lightning_sparse.testing.wrapping import gradients_of, residuals_like
 from tests.helpers.devices import DEVICE, moved
+from tests.helpers.sparse_ddp import Edges, backpropagate, batch, density_for, sparse_ddp, train_branches
 
 NODE = {"local_world_size": 2}
 WAYS = [
