@@ -1,21 +1,20 @@
 """The callback that sets the density of each parameter by rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_sparse.callbacks.base import (
     StepObserver,
     engine_of,
     facts_over_ranks,
-    log_line,
     log_scalars,
     parameter_tag,
     step_of,
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
-from lightning_sparse.callbacks.tensorboard import log_table
 from lightning_sparse.compressors.base import checked_count, checked_density
 from lightning_sparse.compressors.density import DensityRule, Measurement, RuleContext
 from lightning_sparse.engine import Engine
@@ -32,7 +31,7 @@ class AdaptiveDensity(StepObserver):
     A parameter gets the largest of the rules' densities and the user's density. The strategy's warm-up and plan may
     raise this density. Checkpoints have the state of the rules. When a density has changed by a quarter, loggers get
     ``sparse_parameters/density/<parameter name>``, unless ``CompressionMonitor(by_parameter=True)`` logs the same.
-    TensorBoard also gets a table with reasons. Rank 0 logs a line when the set of rules that raise densities changes.
+    Rank 0 logs a line when the set of rules that raise densities changes.
 
     Args:
         rules: a list of :class:`~lightning_sparse.callbacks.ErrorBudget` or your own
@@ -69,7 +68,6 @@ class AdaptiveDensity(StepObserver):
         if stage == "fit":
             self._targets, self._logged = dict[str, float](), dict[str, float]()
             self._decided_at = (-1, -1)  # step and epoch of the last decision
-            self._has_measured = False
             self._deciders: set[str] = set()
             for rule in self.rules:
                 rule.begin()
@@ -85,9 +83,6 @@ class AdaptiveDensity(StepObserver):
         if [each["rule"] for each in saved] == [type(rule).__name__ for rule in self.rules]:
             for rule, each in zip(self.rules, saved):
                 rule.load_state_dict(each["state"])
-        elif saved:
-            names = ", ".join(each["rule"] for each in saved)
-            log_line(self, f"the checkpoint has the state of the rules {names}; the rules here start without state.")
 
     @override
     def observes(self, trainer: Trainer, step: int) -> bool:
@@ -106,10 +101,8 @@ class AdaptiveDensity(StepObserver):
             return
         # Targets of frozen parameters remain, because a rule may return densities of parameters that are now frozen.
         self._targets = {**self._targets, **engine.target_densities()}
-        is_due = self._has_measured or now[0] % self.every_n_steps == 0  # the plan may have changed densities
-        if is_due or now[1] != self._decided_at[1]:
-            self._decide(trainer, engine)
-        self._decided_at, self._has_measured = now, False
+        self._decided_at = now
+        self._decide(trainer, engine)
 
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
@@ -122,7 +115,6 @@ class AdaptiveDensity(StepObserver):
         for rule in self.rules:
             if rule.measures:
                 rule.observe(Measurement(gradients, residuals, updates), self._context(trainer, engine))
-        self._has_measured = True
 
     def _context(self, trainer: Trainer, engine: Engine) -> RuleContext:
         present = engine.present_densities()
@@ -137,23 +129,17 @@ class AdaptiveDensity(StepObserver):
                     minima[name], winners[name] = bounded, rule
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
         present, logged = engine.present_densities(), {**self._targets, **self._logged}
-        if not all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
-            # A rule sets a parameter's density unless the strategy's warm-up or plan sets a larger density.
-            deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
-            self._report(trainer, deciding, present, context.step)
-
-    def _report(
-        self, trainer: Trainer, winners: Mapping[str, DensityRule], present: dict[str, float], step: int
-    ) -> None:
+        if all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
+            return
         self._logged = present
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
-            log_scalars(trainer, {parameter_tag("density", name): value for name, value in present.items()}, step)
-        raised = {name for name, density in present.items() if density > _CHANGE * self._targets[name]}
-        reasons = {name: "the strategy's warm-up or plan" if name in raised else "set by the user" for name in present}
-        reasons |= {name: f"{type(rule).__name__}: {rule.reason(name)}" for name, rule in winners.items()}
-        rows = [(name, f"{density:.4g}", reasons[name]) for name, density in present.items()]
-        log_table(trainer, "sparse/densities", [("parameter", "density", "why"), *rows], step)
-        deciders = {reasons[name].partition(":")[0] for name in raised}
+            scalars = {parameter_tag("density", name): density for name, density in present.items()}
+            log_scalars(trainer, scalars, context.step)
+        # If the strategy's warm-up or plan sets a larger density than the rules, no rule decides.
+        winners = {name: rule for name, rule in winners.items() if minima[name] >= present.get(name, 2.0)}
+        deciders = {type(rule).__name__ for rule in winners.values()}
         if deciders != self._deciders:
             self._deciders, most = deciders, max(present, key=present.__getitem__)
-            log_line(self, f"step {step}: densities up to {present[most]:.2g}, of {most} ({reasons[most]})")
+            why = f"{type(winners[most]).__name__}: {winners[most].reason(most)}" if most in winners else "no rule"
+            densities = f"densities up to {present[most]:.2g}, of {most} ({why})"
+            rank_zero_info(f"AdaptiveDensity: step {context.step}: {densities}")

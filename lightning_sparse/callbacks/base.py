@@ -1,11 +1,10 @@
 """The base class of callbacks, which chooses observed steps and runs checks, and reductions over ranks."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from statistics import fmean
 from typing import Any, Optional, TypeVar
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_sparse.engine import Engine
@@ -113,24 +112,14 @@ def log_scalars(trainer: Trainer, scalars: dict[str, float], step: int) -> None:
         logger.log_metrics(scalars, step=step)
 
 
-def log_line(callback: Callback, line: str) -> None:
-    """Log a line to the console, on rank 0 only."""
-    rank_zero_info(f"{type(callback).__name__}: {line}")
-
-
 _Key = TypeVar("_Key", bound=Hashable)
-# Reductions other than the mean: all ranks wait for the slowest rank, and throughputs add up.
-_REDUCTIONS: dict[Hashable, Callable[[Sequence[float]], float]] = {
-    "exposed_seconds": max,
-    "exposed_share": max,
-    "samples_per_second": math.fsum,
-}
+_MAXIMA = {"exposed_seconds", "exposed_share"}  # all ranks wait for the slowest rank
 
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
     """Reduce each value over ranks. With local steps, return this rank's values, because ranks do not synchronize."""
     rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
-    return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, zip(*rows))}
+    return {name: (max if name in _MAXIMA else fmean)(column) for name, column in zip(mine, zip(*rows))}
 
 
 def facts_over_ranks(engine: Engine, samples: ParameterSamples) -> dict[str, ParameterFacts]:

@@ -6,15 +6,12 @@ from time import perf_counter
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver, facts_over_ranks, log_scalars, over_ranks, parameter_tag
-from lightning_sparse.callbacks.tensorboard import log_layout, log_table
+from lightning_sparse.callbacks.tensorboard import log_layout
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import ParameterSamples, StepRecord, compressed, mean_of, mean_stats
-from lightning_sparse.loop.summary import describe
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 
@@ -50,9 +47,9 @@ class CompressionMonitor(StepObserver):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plan: Any = ()  # last logged plan; () before the first plan
+        self._has_layout = False  # whether the charts are defined
         self._totals: dict[str, float] = {}  # the engine's totals at the last logged step
-        self._samples, self._began = 0.0, perf_counter()
+        self._began = perf_counter()
         if not trainer.loggers and not self.progress_bar:
             rank_zero_warn("CompressionMonitor has no logger: give the Trainer a logger, or remove the callback")
 
@@ -60,11 +57,6 @@ class CompressionMonitor(StepObserver):
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
         engine.recorder.samples = ParameterSamples()
         engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, *at: Any) -> None:
-        self._samples += batch_size(batch)
-        super().on_train_batch_end(trainer, module, outputs, batch, *at)
 
     @override
     def on_validation_start(self, *given: Any) -> None:
@@ -86,11 +78,9 @@ class CompressionMonitor(StepObserver):
         if self.by_parameter and samples is not None:
             scalars |= _of_parameters(engine, samples)
         log_scalars(trainer, scalars, step)
-        if samples is not None and engine.plan != self._plan:
-            if self._plan == ():
-                log_layout(trainer, stats)
-            self._plan = engine.plan
-            _log_plan(trainer, engine, records[-1], step)
+        if samples is not None and not self._has_layout:
+            self._has_layout = True
+            log_layout(trainer, stats)
         if self.progress_bar:
             shown = {"compression": stats["total_compression_ratio"]}
             if "exposed_seconds" in stats:
@@ -109,8 +99,8 @@ class CompressionMonitor(StepObserver):
         if engine.rounds is None:  # with local steps, backward is not timed
             stats["backward_seconds"] = mean_of(ours, lambda each: each.backward_seconds)
         stats["commit_seconds"] = mean_of(ours, lambda each: each.seconds("commit"))
-        stats |= {"step_seconds": seconds / steps, "samples_per_second": self._samples / seconds}
-        self._samples, self._began = 0.0, self._began + seconds
+        stats["step_seconds"] = seconds / steps
+        self._began += seconds
         for record in records:
             record.is_logged = True
         if samples is None:
@@ -122,14 +112,6 @@ class CompressionMonitor(StepObserver):
         moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # excludes frozen parameters
         residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *moving]))
         return {**stats, name: _ratio(residual, added)}
-
-
-def _log_plan(trainer: Trainer, engine: Engine, record: StepRecord, step: int) -> None:
-    strategy: Any = trainer.strategy
-    rows = [(len(each.names), f"`{each.names[0]}`", each.elements, each.wire_bytes) for each in record.buckets]
-    note = engine.plan or "there is no plan of buckets, or plans are still being measured"
-    text = f"{describe(strategy.settings)}; ranks: {trainer.world_size}; {note}"
-    log_table(trainer, "sparse/plan", [("parameters", "first", "elements", "bytes"), *rows], step, text)
 
 
 def _of_parameters(engine: Engine, samples: ParameterSamples) -> dict[str, float]:
@@ -145,9 +127,3 @@ def _of_parameters(engine: Engine, samples: ParameterSamples) -> dict[str, float
 
 def _ratio(norm: float, other: float) -> float:
     return norm / other if other > 0 else math.nan
-
-
-def batch_size(batch: Any) -> float:
-    """Return the size of the first dimension of a batch's tensors, or NaN if tensors differ in this size."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
-    return sizes.pop() if len(sizes) == 1 else math.nan

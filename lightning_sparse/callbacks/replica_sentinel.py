@@ -1,15 +1,11 @@
 """A check that all ranks train bitwise identical replicas."""
 
-from typing import ClassVar
-
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.compressors.base import checked_count
-from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.engine import Engine
-from lightning_sparse.loop.checks import ReplicaError, check_replicas
+from lightning_sparse.loop.checks import check_replicas
 from lightning_sparse.strategy.lightning import Trainer
 
 
@@ -18,7 +14,6 @@ class ReplicaSentinel(StepObserver):
 
     Args:
         every_n_steps: optimizer steps between two checks.
-        action: ``"raise"`` to end training on all ranks, ``"warn"`` to continue.
 
     Raises:
         ValueError: for an invalid argument. At the start of ``fit``, if the settings let replicas differ by design.
@@ -26,20 +21,12 @@ class ReplicaSentinel(StepObserver):
 
     Example::
 
-        >>> sentinel = ReplicaSentinel(every_n_steps=1000, action="warn")
+        >>> sentinel = ReplicaSentinel(every_n_steps=1000)
     """
 
-    actions: ClassVar[tuple[str, ...]] = ("raise", "warn")
-
-    def __init__(self, every_n_steps: int = 100, action: str = "raise") -> None:
+    def __init__(self, every_n_steps: int = 100) -> None:
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
-        self.action = checked_name("action", action, self.actions)
 
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
-        try:
-            check_replicas(engine, f"after step {step}")
-        except ReplicaError as error:
-            if self.action == "raise":
-                raise
-            rank_zero_warn(str(error))
+        check_replicas(engine, f"after step {step}")

@@ -1,6 +1,6 @@
-"""TensorBoard output beyond scalars: charts in the tab "Custom Scalars", and tables in the tab "Text"."""
+"""Charts in TensorBoard's tab "Custom Scalars"."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
@@ -22,7 +22,6 @@ _CHARTS = {
         "select_seconds": "Selection, seconds",
         "exchange_seconds": "Exchange, seconds",
         "commit_seconds": "Commit, seconds",
-        "samples_per_second": "Throughput, samples a second",
     },
     "sparse: residual": {
         "residual_to_gradient": "Residual over the gradient, ratio of norms",
@@ -39,11 +38,3 @@ def log_layout(trainer: Trainer, shown: Container[str]) -> None:
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_custom_scalars({key: charts for key, charts in layout.items() if charts})
-
-
-def log_table(trainer: Trainer, tag: str, rows: Sequence[Sequence[object]], step: int, text: str = "") -> None:
-    """Log a text and a table, both in Markdown. The first row has the column names."""
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(tag, "\n".join([text, "", *lines]), step)

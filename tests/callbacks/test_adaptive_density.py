@@ -138,16 +138,27 @@ def test_changes_are_logged_when_they_happen(pair, tmp_path):
     assert {int(row["step"]): float(row[tag]) for row in rows_of(tmp_path, tag)} == {0: 0.5, 16: 0.02}
 
 
-def test_tensorboard_shows_the_reasons(pair, tmp_path):
+def test_densities_are_logged_once_beside_the_monitor(pair, tmp_path):
     pair.run(fit_logged, str(tmp_path), TensorBoardLogger, True)
     events = events_of(tmp_path)
     # The monitor logs the measured value under the same name, at its own steps.
     steps = [event.step for event in events.Scalars(f"sparse_parameters/density/{WEIGHT}")]
     assert steps == list(range(3, 32, 4))
-    pages = events.Tensors("sparse/densities/text_summary")
-    texts = [page.tensor_proto.string_val[0].decode() for page in pages]
-    assert f"| {WEIGHT} | 0.5 | ByEpoch: one of 1 |" in texts[0]
-    assert f"| {WEIGHT} | 0.02 | set by the user |" in texts[1]
+
+
+def lines_of(rank, rules):
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_sparse.callbacks.adaptive_density.rank_zero_info", lines.append)
+        strategy = SparseDDPStrategy(density=0.02, schedule="single")
+        run_fit(rank, strategy, callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=3)
+    return lines
+
+
+def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
+    (first, last), _ = pair.run(lines_of, [Warmup(30)])
+    assert first == "AdaptiveDensity: step 0: densities up to 0.88, of network.0.weight (Warmup: step 1 of 30)"
+    assert re.fullmatch(r"AdaptiveDensity: step \d+: densities up to 0.02\d*, of network.0.weight \(.*\)", last)
 
 
 class Saving(Callback):

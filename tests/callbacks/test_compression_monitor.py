@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.callbacks.compression_monitor import batch_size
 from lightning_sparse.compressors import A2SGD
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
@@ -56,8 +55,6 @@ def test_everything_reaches_any_logger(fitted, tmp_path):
     assert set(events.Tags()["scalars"]) >= tags
     for row in rows:
         assert float(row["sparse/compression_ratio"]) > 10
-        samples = float(row["sparse/samples_per_second"]) * float(row["sparse/step_seconds"])
-        assert samples == pytest.approx(8, rel=0.2)
     for name, parameter in Small().named_parameters():
         by_name = {kind: float(row[f"sparse_parameters/{kind}/{name}"]) for kind in BY_PARAMETER}
         assert by_name["density"] == pytest.approx(max(1, round(0.01 * parameter.numel())) / parameter.numel())
@@ -79,14 +76,6 @@ def test_the_page_opens_sorted_and_shows_settings_and_plan(fitted, tmp_path):
     assert all(len(patterns) == 1 for patterns in charts.values())
     tags = events.Tags()["scalars"]
     assert all(any(re.match(pattern, tag) for tag in tags) for patterns in charts.values() for pattern in patterns)
-    first, *later = events.Tensors("sparse/plan/text_summary")
-    assert first.step == 3
-    text = first.tensor_proto.string_val[0].decode()
-    assert all(each in text for each in ("TopK sends 0.01 of", "wire: float32", "ranks: 2; there is no plan of"))
-    text = later[-1].tensor_proto.string_val[0].decode()  # after the trials
-    assert "ranks: 2; gradients are exchanged in" in text
-    assert "backward and exchange take" in text
-    assert "`network." in text
 
 
 class Dawdling(Callback):
@@ -170,7 +159,6 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
     assert [int(row["step"]) for row in rows] == STEPS
     known = {"density": 1, "compression_ratio": 1, "total_compression_ratio": 1, "wire_bytes": noted[0]["dense_bytes"]}
     assert {name: float(first[f"sparse/{name}"]) for name in known} == pytest.approx(known)
-    assert float(first["sparse/samples_per_second"]) > 0
     assert not any(first[f"sparse/{name}"] for name in ("exposed_seconds", "exchange_seconds", "backward_seconds"))
     # Two DDP steps and two sparse steps: bytes are a mean over all, the other values over sparse steps.
     for name in ("wire_bytes", "density"):
@@ -229,12 +217,6 @@ def test_backward_takes_time_before_its_first_gradient(fitted, tmp_path):
     fitted(module=LateGradients)
     for row in rows_of(tmp_path / "rows", "sparse/wire_bytes"):
         assert 0.05 <= float(row["sparse/backward_seconds"]) < float(row["sparse/step_seconds"])
-
-
-def test_a_batch_has_the_size_that_its_tensors_share():
-    assert batch_size([torch.zeros(3, 2), {"label": torch.zeros(3), "weight": torch.tensor(1.0)}]) == 3
-    assert math.isnan(batch_size([torch.zeros(3), torch.zeros(4)]))
-    assert math.isnan(batch_size("text"))
 
 
 def fit_warned(rank):

@@ -3,7 +3,7 @@ import torch
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
-from lightning_sparse.callbacks.replica_sentinel import ReplicaError
+from lightning_sparse.loop.checks import ReplicaError
 from tests.helpers.trainers import Small, make_trainer
 
 
@@ -16,23 +16,15 @@ class Tampered(Small):
                 self.network[2].weight[0, 0] += 1
 
 
-def fit_tampered(rank, action):
-    trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=[ReplicaSentinel(4, action)])
-    if action == "raise":
-        with pytest.raises(ReplicaError) as caught:
-            trainer.fit(Tampered())
-        return trainer.global_step, str(caught.value)
-    if rank > 0:
+def fit_tampered(rank):
+    trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=[ReplicaSentinel(4)])
+    with pytest.raises(ReplicaError) as caught:
         trainer.fit(Tampered())
-        return trainer.global_step, ""
-    with pytest.warns(UserWarning, match="ranks train different models") as warned:
-        trainer.fit(Tampered())
-    return trainer.global_step, str(next(each.message for each in warned if "different models" in str(each.message)))
+    return trainer.global_step, str(caught.value)
 
 
-@pytest.mark.parametrize(("action", "steps"), [("raise", 8), ("warn", 16)])
-def test_a_changed_parameter_is_named_and_ends_training_on_all_ranks_unless_told(pair, action, steps):
-    (made, message), (others, _) = pair.run(fit_tampered, action)
-    assert made == others == steps
+def test_a_changed_parameter_is_named_and_ends_training_on_all_ranks(pair):
+    (made, message), (others, _) = pair.run(fit_tampered)
+    assert made == others == 8
     for told in ("after step 7", "'network.2.weight'", "rank 1", "2 of 4 parameters"):
         assert told in message

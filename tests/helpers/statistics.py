@@ -12,4 +12,4 @@ STATS = {
     "exchange_seconds",
     "exposed_seconds",
 }
-MEASURED = {"backward_seconds", "commit_seconds", "step_seconds", "samples_per_second", "residual_to_gradient"}
+MEASURED = {"backward_seconds", "commit_seconds", "step_seconds", "residual_to_gradient"}
