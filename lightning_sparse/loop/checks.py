@@ -8,7 +8,6 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn import Module
@@ -138,15 +137,6 @@ def check_bare(model: Module) -> None:
         raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
 
 
-def check_device(strategy: type, device: torch.device) -> None:
-    """Raise an error for MPS. Lightning's own check covers only strategy names that contain "ddp"."""
-    if device.type == "mps":
-        raise ValueError(
-            f"accelerator='mps' cannot be used with {strategy.__name__}, because processes cannot exchange MPS tensors:"
-            " use accelerator='cpu', or strategy='auto' for one device"
-        )
-
-
 def check_wrapped(ddp: DistributedDataParallel, world: int) -> None:
     """Raise an error for a DDP wrapper with a communication hook, or with a smaller process group."""
     if ddp._comm_hooks or isinstance(ddp.reducer, NoOpReducer):
@@ -173,7 +163,6 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         given = f"optimizer={type(optimizer).__name__}"
         if trained.isdisjoint(optimizer_parameters(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build the optimizer from model.parameters()")
-        check_optimizers(settings, [optimizer])
         if counts_steps and not calls_hooks(optimizer):
             raise ValueError(
                 f"{given} calls no hooks, and hooks count the steps for local_steps and schedule='auto': call"
@@ -182,7 +171,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
 
 
 def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error for SparseAdam. If replicas diverge, also reject optimizers that communicate in ``step``."""
+    """Raise an error for optimizers that the settings do not support, such as optimizers that communicate."""
     if any(isinstance(chain_of(optimizer)[-1], SparseAdam) for optimizer in optimizers):
         raise ValueError(
             "optimizer=SparseAdam needs gradients with a sparse layout, and this package exchanges dense layouts only:"
@@ -190,6 +179,8 @@ def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> Non
         )
     if settings.replicas_diverge:
         refuse(chain.from_iterable(map(_of_communication, optimizers)))
+    for optimizer in optimizers:
+        check_momentum(optimizer, settings.feedback)
 
 
 def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
@@ -229,22 +220,16 @@ def _sends(held: Any) -> bool:
     return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
 
 
-def check_total_steps(settings: Settings, total_steps: Optional[int]) -> None:
-    """Raise an error if ``warmup_steps`` is a fraction, and ``total_steps`` is ``None``."""
+def check_total_steps(settings: Settings, total_steps: Any) -> None:
+    """Raise an error if ``total_steps`` is no positive whole number, or is missing for a fraction ``warmup_steps``."""
+    if not (total_steps is None or is_whole(total_steps, 1)):
+        raise ValueError(
+            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None for an open end"
+        )
     if isinstance(settings.warmup_steps, float) and total_steps is None:
         raise ValueError(
             f"warmup_steps={settings.warmup_steps:g} is a fraction of the training's optimizer steps, and the"
             " number of steps is missing: give total_steps=... (the Trainer's max_steps=...), or warmup_steps=1000"
-        )
-
-
-def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
-    """Raise an error for a ``scaler`` of the wrong type, or a ``total_steps`` that is no positive whole number."""
-    if not isinstance(scaler, (GradScaler, type(None))):
-        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None if the loss is not scaled")
-    if not (total_steps is None or is_whole(total_steps, 1)):
-        raise ValueError(
-            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None for an open end"
         )
 
 

@@ -32,7 +32,6 @@ from lightning_sparse.loop.arguments import pop_settings, with_settings_signatur
 from lightning_sparse.loop.changes import Watch
 from lightning_sparse.loop.checks import (
     check_bare,
-    check_facts,
     check_model,
     check_replicas,
     check_trainers,
@@ -349,7 +348,6 @@ def sparsify_gradients(
     optimizers = [unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = pop_settings(sparsify_gradients, compressor, density, given)
     refuse(missing_capabilities("in a plain loop or Fabric", settings))
-    check_facts(scaler, total_steps)
     wrapped = getattr(model, "_orig_mod", None)  # Accelerate compiles the DDP wrapper
     model = wrapped if isinstance(wrapped, DistributedDataParallel) else model
     options = RuntimeOptions(timeout, scaler)

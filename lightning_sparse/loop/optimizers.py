@@ -21,7 +21,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.loop.summary import UNCOUNTED, UNCOUNTED_BATCHES, warning_for
+from lightning_sparse.loop.summary import NEEDS_DENSE, UNCOUNTED, UNCOUNTED_BATCHES
 
 _TWO_NORMS = (
     "parameters of {names} cannot be clipped by one norm: .grad holds updates for Adam's parameters, and gradients for"
@@ -258,7 +258,7 @@ def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: 
     for optimizer in optimizers if settings.is_sparse else ():
         is_corrected = settings.adam is not None and is_correctable(optimizer)
         if is_adaptive(optimizer) and not is_corrected:
-            warn(warning_for(optimizer))
+            warn(NEEDS_DENSE.format(name=type(optimizer).__name__))
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:

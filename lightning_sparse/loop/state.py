@@ -6,7 +6,7 @@ from one file. With two levels, or with shards, each file holds only a part of e
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -17,13 +17,14 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
 from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.engine.store import translate_backend_errors
-from lightning_sparse.functional.elements import local_tensor, local_tensors
+from lightning_sparse.functional.elements import as_dtensor, local_tensor, local_tensors
 
 VERSION = 8  # format version of states and checkpoints
 HINT = (
@@ -337,3 +338,24 @@ def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:
         alike = [stride if size > 1 else 1 for size, stride in zip(held.shape, strides)]
         layouts[name] = [list(held.shape), alike]
     return layouts
+
+
+def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Return this rank's optimizer states, with parameter groups, because optimizers such as Prodigy change groups."""
+    return [_mapped(lambda tensor, _: local_tensor(tensor), each.state_dict()) for each in optimizers]
+
+
+def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
+    """Load the optimizer states that :func:`states_of` returned."""
+    for optimizer, state in zip(optimizers, states):
+        optimizer.load_state_dict(_mapped(as_dtensor, state, optimizer.state_dict()))
+
+
+def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
+    """Replace each tensor in nested dictionaries by ``change(tensor, other)``, with ``other`` from ``like``."""
+    if isinstance(state, Tensor):
+        return change(state, like)
+    if not isinstance(state, dict):
+        return state
+    others = like if isinstance(like, dict) else {}
+    return {key: _mapped(change, each, others.get(key)) for key, each in state.items()}

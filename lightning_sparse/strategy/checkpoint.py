@@ -6,7 +6,6 @@ the old or the new checkpoint loads.
 """
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -101,21 +100,12 @@ class Checkpointer:
             self._removed.append(str(filepath))
             _remove(_folder_of(filepath))
 
-    def note(self, checkpoint: Mapping[str, Any], filepath: PathLike, goes_back: bool = False) -> None:
-        """Record a checkpoint that Lightning has read, for :meth:`restore`.
-
-        ``goes_back`` means that a running training returns to an earlier checkpoint. If this training wrote the
-        checkpoint, the states are restored even with ``resume_compression=False``.
-        """
+    def note(self, checkpoint: Mapping[str, Any], filepath: PathLike) -> None:
+        """Record a checkpoint that Lightning has read, for :meth:`restore`."""
         path, header = _followed(filepath), checkpoint.get(KEY)
-        is_wanted = self._resumes or (goes_back and str(filepath) in self._written)
-        self.loaded = path, header if is_wanted else None
-        if is_wanted and header is not None:
+        self.loaded = path, header if self._resumes else None
+        if self._resumes and header is not None:
             check_version(header.get("version") if isinstance(header, dict) else None, path)
-            if not re.fullmatch("[0-9a-f]{32}", str(header.get("save"))):  # the id becomes part of a path
-                raise CheckpointError(
-                    f"{path} names the save {header.get('save')!r}, but this package did not write this save. {HINT}"
-                )
 
     @property
     def has_loaded_save(self) -> bool:
@@ -150,12 +140,8 @@ class Checkpointer:
             name = type(engine.pipeline.compressor).__name__
             raise CheckpointError(f"{path} does not fit this model and {name}: {error!r}. {HINT}") from error
         if "is_whole" in state:
-            header = state["header"]
-            group = "in replicas" if header["is_sharded"] else "on nodes"
-            present = (engine.levels.world.world_size, engine.levels.local_world_size)
-            sizes = ((header["world_size"], header["local_world_size"]), present)
-            before, now = (f"{ranks} ranks{f' {group} of {size}' if size > 1 else ''}" for ranks, size in sizes)
-            self._log(f"{before} saved {path}, {now} continue, each from the mean residual: no residual is lost.")
+            before, now = state["header"]["world_size"], engine.levels.world.world_size
+            self._log(f"{before} ranks saved {path}, {now} ranks continue, each from the mean residual.")
         if unused:
             self._log(f"unused parts of {path}: {'; '.join(unused)}.")
 

@@ -20,10 +20,8 @@ from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_device, check_facts
 from lightning_sparse.loop.handle import GradientSparsifier, clipped_before
 from lightning_sparse.loop.training import RuntimeOptions
-from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike
 from lightning_sparse.strategy.lightning import FabricDDPStrategy
 from lightning_sparse.strategy.trainer import SparseBase
@@ -71,7 +69,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         settings = pop_settings(SparseFabricStrategy, compressor, density, given, *bases)
         self.settings = settings
         refuse(missing_capabilities("in a plain loop or Fabric", settings))
-        check_facts(None, total_steps)
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
         self._optimizers: list[Optimizer] = []  # all optimizers that Fabric has set up
@@ -81,11 +78,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._given = given
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
         self._backward_sync_control = self  # type: ignore[assignment]
-
-    @override
-    def setup_environment(self) -> None:
-        check_device(type(self), self.root_device)
-        super().setup_environment()
 
     @override
     def setup_module(self, module: Module) -> UnwrappedModule:  # type: ignore[override]
@@ -123,12 +115,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         """
         if model is None and len(self._handles) > 1:
             raise ValueError(f"model=None is ambiguous for {len(self._handles)} trained models: give the model")
-        if model is None or not self._handles:
-            return next(iter(self._handles.values()), None)
-        inside = getattr(model, "module", None)
-        for wrapped, handle in self._handles.items():
-            if any(each is wrapped or each is handle.module for each in (model, inside)):
+        for handle in self._handles.values():
+            if model is None or any(each is handle.module for each in (model, getattr(model, "module", None))):
                 return handle
+        if not self._handles:
+            return None
         raise ValueError(
             f"model={type(model).__name__} is not trained by this strategy: give a model that fabric.setup"
             " received together with an optimizer"
@@ -141,11 +132,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         """
         handle = self.handle(model)
         return {} if handle is None else handle.compression_stats()
-
-    def exchange_plan(self, model: Optional[Module] = None) -> Optional[Plan]:
-        """Return the exchange plan of a model on this rank, or ``None`` if the schedule has made no plan."""
-        handle = self.handle(model)
-        return None if handle is None else handle.exchange_plan()
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -190,12 +176,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     @override
     def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
         done: Any = super().setup_module_and_optimizers(module, optimizers, *scheduler)
-        self._start(done[0], optimizers)
+        self._start(done[0])
         return done
 
-    def _start(self, model: Module, given: Sequence[Optimizer] = ()) -> None:
-        optimizers = [*given, *(each for each in self._optimizers_of(model) if each not in given)]
-        if not optimizers:
+    def _start(self, model: Module) -> None:
+        if not (optimizers := self._optimizers_of(model)):
             raise RuntimeError(
                 f"{type(getattr(model, 'module', model)).__name__} is trained, but has no optimizer that was set up:"
                 " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
@@ -222,17 +207,18 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         clip = partial(super().clip_gradients_norm, module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        trainings = [each.training for each in self._handles.values() if _is_in(optimizer, each.optimizers)]
-        if all(each is None or each.view.adam is None for each in trainings):
+        handles = [each for each in self._handles.values() if _is_in(optimizer, each.optimizers)]
+        if all(each.settings.adam is None for each in handles):
             return clip()
         if norm_type != 2:
             raise ValueError(
                 f"norm_type={norm_type} is not supported if Adam's updates are made before selection: use 2, or"
                 " optimizer_correction=None"
             )
-        gradients = [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
+        parameters = optimizer_parameters(optimizer)
+        gradients = [each.grad for each in parameters if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-        with clipped_before(Clipping(norm=float(max_norm)), optimizer_parameters(optimizer)):
+        with clipped_before(Clipping(norm=float(max_norm)), parameters):
             clip()
         return norm
 
@@ -264,15 +250,15 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
         """Return the handles of the models in ``state``, by key, except models without an optimizer in ``state``."""
-        models = {key: each for key, each in state.items() if isinstance(each, Module)}
-        for model in models.values():
-            if model in self._waiting and self._optimizers_of(model):
+        for model in state.values():
+            if isinstance(model, Module) and model in self._waiting and self._optimizers_of(model):
                 self._start(model)
-        handles = {key: self._handles[model] for key, model in models.items() if model in self._handles}
         return {
             key: handle
-            for key, handle in handles.items()
-            if any(_is_in(each, handle.optimizers) for each in state.values())
+            for key, model in state.items()
+            if isinstance(model, Module)
+            and (handle := self._handles.get(model)) is not None
+            and any(_is_in(each, handle.optimizers) for each in state.values())
         }
 
     @override

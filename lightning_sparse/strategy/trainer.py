@@ -21,7 +21,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.engine.store import post_error
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.checks import check_bare, check_device, check_model
+from lightning_sparse.loop.checks import check_bare, check_model
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.summary import describe
 from lightning_sparse.loop.training import RuntimeOptions, Session, Training
@@ -216,7 +216,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._checkpointer.note(checkpoint, checkpoint_path, goes_back=self.engine is not None)
+        self._checkpointer.note(checkpoint, checkpoint_path)
         return checkpoint
 
     @override
@@ -295,11 +295,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             ValueError: if the compressor or the schedule does not support the correction.
         """
         self.settings = self.settings.correcting_momentum(correction)
-
-    @override
-    def setup_environment(self) -> None:
-        check_device(type(self), self.root_device)
-        super().setup_environment()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -223,7 +223,7 @@ def test_mistakes_are_refused_with_their_cure(pair):
     for said in pair.run(misuse):
         expected = (
             "has no optimizer that was set up: use fabric.setup(model, optimizer)",
-            "trains no parameter",
+            "has no optimizer that was set up: use fabric.setup(model, optimizer)",
             "begun training without this optimizer",
             "is not trained by this strategy",
             "model=None is ambiguous",
