@@ -163,6 +163,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         given = f"optimizer={type(optimizer).__name__}"
         if trained.isdisjoint(optimizer_parameters(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build the optimizer from model.parameters()")
+        check_optimizers(settings, [optimizer])
         if counts_steps and not calls_hooks(optimizer):
             raise ValueError(
                 f"{given} calls no hooks, and hooks count the steps for local_steps and schedule='auto': call"
@@ -179,8 +180,6 @@ def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> Non
         )
     if settings.replicas_diverge:
         refuse(chain.from_iterable(map(_of_communication, optimizers)))
-    for optimizer in optimizers:
-        check_momentum(optimizer, settings.feedback)
 
 
 def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:

@@ -26,7 +26,7 @@ from lightning_sparse.engine.step.reducer import Wrapper, after_closure
 from lightning_sparse.engine.step.topology import ShardedModel, named_module
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
-from lightning_sparse.loop.checks import check_optimizers, check_total_steps, in_one_order
+from lightning_sparse.loop.checks import check_momentum, check_optimizers, check_total_steps, in_one_order
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
@@ -100,7 +100,7 @@ class Session:
         self._last, self.final_state = ({}, None), None
         settings = replace(self.settings, adam=None)
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
-        check_optimizers(settings, optimizers)
+        _check_optimizers(settings, optimizers)
         module, description = named_module(ddp), summary.describe(settings)
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:
@@ -254,7 +254,7 @@ class Training:
         if self.backwards:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
-        check_optimizers(self.settings, optimizers)
+        _check_optimizers(self.settings, optimizers)
         can_correct(self.settings, optimizers)  # raises an error if AdamCorrection(...) cannot apply
         self.optimizers = optimizers
         self.view.close()
@@ -409,6 +409,12 @@ class Training:
         is_whole = self.engine.close(has_failed)
         self.view.close()
         return is_whole
+
+
+def _check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
+    check_optimizers(settings, optimizers)
+    for optimizer in optimizers:
+        check_momentum(optimizer, settings.feedback)
 
 
 def _unscaling_changes(scaler: Any, device: torch.device) -> int:
