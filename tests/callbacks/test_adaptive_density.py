@@ -146,21 +146,6 @@ def test_densities_are_logged_once_beside_the_monitor(pair, tmp_path):
     assert steps == list(range(3, 32, 4))
 
 
-def lines_of(rank, rules):
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.callbacks.adaptive_density.rank_zero_info", lines.append)
-        strategy = SparseDDPStrategy(density=0.02, schedule="single")
-        run_fit(rank, strategy, callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=3)
-    return lines
-
-
-def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
-    (first, last), _ = pair.run(lines_of, [Warmup(30)])
-    assert first == "AdaptiveDensity: step 0: densities up to 0.88, of network.0.weight (Warmup: step 1 of 30)"
-    assert re.fullmatch(r"AdaptiveDensity: step \d+: densities up to 0.02\d*, of network.0.weight \(.*\)", last)
-
-
 class Saving(Callback):
     def __init__(self, path):
         self.path = path
