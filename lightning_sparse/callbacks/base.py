@@ -124,7 +124,7 @@ def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
 
 def facts_over_ranks(engine: Engine, samples: ParameterSamples) -> dict[str, ParameterFacts]:
     """Return sizes and norms of each parameter. Norms are root mean squares over ranks (with two levels: nodes)."""
-    facts, shares = samples.facts(), engine.levels.local_world_size if engine.rounds is None else 1
+    facts, shares = samples.facts(), engine.pipeline.levels.local_world_size if engine.rounds is None else 1
     rows = {
         (name, place): fact if place < 2 else shares * fact**2
         for name in sorted(facts)

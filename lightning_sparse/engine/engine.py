@@ -44,7 +44,7 @@ class Engine(SharedOnCopy):
 
     Attributes:
         densities: densities of parameters. A caller may raise densities between two steps, equally on all ranks.
-        parameter_names: names of the parameters with exchanged gradients, in the order of the model.
+        numels: elements that this rank exchanges of each parameter, by name, in the order of the model.
     """
 
     def __init__(
@@ -66,15 +66,14 @@ class Engine(SharedOnCopy):
         dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
         memory = settings.memory_for(dtypes, levels)
 
-        self.levels, self.memory = levels, memory
+        self.memory = memory
         self.recorder = levels.inter.recorder
         self.densities = settings.densities()
-        self._settings = settings
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
-        self._numels: dict[str, int] = {}  # number of elements of each parameter that was ever exchanged
+        self.numels: dict[str, int] = {}
+        self.pipeline = Pipeline(settings.compressor, memory, wires, levels, self.densities.of)
         self._begin(self._layout_of(trained))  # This call may raise an error, so the worker thread starts later.
         self._planner = _planner_of(settings, self, log)
-        self.pipeline = Pipeline(settings.compressor, memory, wires, levels, self.densities.of)
         self.worker = ExchangeWorker(device)
         context = ReducerContext(
             self.pipeline,
@@ -86,20 +85,21 @@ class Engine(SharedOnCopy):
             begin,
             end,
             packages={},
+            warm_up_dtype=torch.bfloat16 if settings.wire is torch.bfloat16 else None,
         )
         self.reducer = SparseReducer(ddp, context)
-        self.replicas = self._replicas_of(module)
+        self.replicas = self._replicas_of(settings)
         self._track(trained)
         if self.rounds is not None:
             self.reducer.is_paused, ddp.broadcast_buffers = True, False
 
-    def _replicas_of(self, module: nn.Module) -> Replicas:
-        settings = self._settings
+    def _replicas_of(self, settings: Settings) -> Replicas:
+        world = self.pipeline.levels.world
         if (local := settings.local_steps) is not None:
-            shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
-            return LocalStepsController(local, shared, self.levels.world, self.worker, self.densities.begin_step)
+            shared = SharedModel(self.module, list(self.numels), local, self.pipeline, settings.schedule, self.worker)
+            return LocalStepsController(local, shared, world, self.worker, self.densities.begin_step)
         if settings.replicas_diverge:
-            averager = ReplicaAverager(module, self.levels.world)
+            averager = ReplicaAverager(self.module, world)
             return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)
         return Replicas()
 
@@ -114,14 +114,14 @@ class Engine(SharedOnCopy):
         return self.replicas if isinstance(self.replicas, LocalStepsController) else None
 
     def _layout_of(self, trained: Mapping[str, Tensor]) -> ModelLayout:
-        inter = self.levels.inter
+        inter = self.pipeline.levels.inter
         return layout_of(self.module, inter.rank, inter.world_size, inter.device, trained)
 
     def _begin(self, layout: ModelLayout) -> None:
-        self.parameter_names = layout.names
-        numels = tuple(map(self.levels.share_numel, layout.numels))
-        self._settings.compressor.begin(layout._replace(numels=numels))
-        self._numels.update(zip(layout.names, numels))
+        numels = tuple(map(self.pipeline.levels.share_numel, layout.numels))
+        self.pipeline.compressor.begin(layout._replace(numels=numels))
+        self.numels.clear()  # in place, because the planner holds the dictionary
+        self.numels.update(zip(layout.names, numels))
 
     def restart(self, trained: Mapping[str, Tensor], names: Renaming) -> None:
         """Exchange other parameters from the next backward on. All ranks must call this, between two backwards.
@@ -157,15 +157,15 @@ class Engine(SharedOnCopy):
 
     def target_densities(self) -> dict[str, float]:
         """Return the density that the user has set for each exchanged parameter, by name."""
-        return {name: self.densities.target(name) for name in self.parameter_names}
+        return {name: self.densities.target(name) for name in self.numels}
 
     def present_densities(self) -> dict[str, float]:
         """Return the density of each parameter in the next step, by name."""
-        return {name: self.densities.of(name) for name in self.parameter_names}
+        return {name: self.densities.of(name) for name in self.numels}
 
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, and wait for the GPU. All ranks must call this between steps."""
-        return self.worker.run(lambda: self.levels.world.mean_of_numbers([number]))[0]
+        return self.worker.run(lambda: self.pipeline.levels.world.mean_of_numbers([number]))[0]
 
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
         """Begin a backward with an exchange of compressed gradients. Call this before the first gradient is ready."""
@@ -177,9 +177,7 @@ class Engine(SharedOnCopy):
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
         """Begin a backward that sends dense gradients. In Adam's warm-up, a bfloat16 wire sends bfloat16."""
-        wire = self._settings.wire
-        sizes = self.reducer.send_dense_in(wire if is_warm_up and wire is torch.bfloat16 else None)
-        self.recorder.add_dense_step(*sizes)
+        self.recorder.add_dense_step(*self.reducer.send_dense(is_warm_up))
 
     def end_step(self, optimizer: int = 0) -> None:
         """End a step of the optimizer with the index ``optimizer``."""
@@ -229,7 +227,7 @@ class Engine(SharedOnCopy):
         # A worker that has not ended may still use the process groups.
         has_ended = self.worker.close()
         if has_ended:
-            self.levels.close(has_failed or self.worker.error is not None)
+            self.pipeline.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
 
 
@@ -256,7 +254,7 @@ def _levels_between(
 def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) -> Optional[StepPlanner]:
     if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
         return None
-    parts = (settings.schedule, engine.levels.world, engine.recorder, engine._numels, engine.densities)
+    parts = (settings.schedule, engine.pipeline.levels.world, engine.recorder, engine.numels, engine.densities)
     memory = proxy(engine.memory)  # A reference cycle of the planner would otherwise free the memory object late.
     adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
     return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)

@@ -138,7 +138,7 @@ class AutoBackend(SharedOnCopy):
         """Switch to the chosen backend. Before a switch to DDP, send residuals, or drop residuals of Adam's updates."""
         engine = self._engine
         if is_dense and engine.memory.corrects_adam:
-            engine.worker.run(lambda: engine.memory.reset(engine.parameter_names))
+            engine.worker.run(lambda: engine.memory.reset(engine.numels))
         elif is_dense:
             self.wants_dense, engine.densities.sends_all = False, True
             for _ in range(_SETTLING_STEPS):

@@ -244,7 +244,7 @@ def check_replicas(engine: Engine, when: str) -> None:
         shared = rounds.shared.exchanged().keys()
         parameters = {name: each for name, each in parameters.items() if name in shared}
     own = torch.stack(list(map(fingerprint, parameters.values())))
-    rows = engine.worker.run(partial(engine.levels.same_shard.all_gather, own)).cpu()
+    rows = engine.worker.run(partial(engine.pipeline.levels.same_shard.all_gather, own)).cpu()
     if not (differs := (rows != rows[0]).any(dim=0)).any():
         return
     names = [name for name, is_different in zip(parameters, differs.tolist()) if is_different]

@@ -46,7 +46,7 @@ def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
 
 
 def _header_of(engine: Engine) -> dict[str, Any]:
-    levels, name = engine.levels, type(engine.pipeline.compressor).__name__
+    levels, name = engine.pipeline.levels, type(engine.pipeline.compressor).__name__
     sizes = {"world_size": levels.world.world_size, "local_world_size": levels.local_world_size}
     return {"version": VERSION, "compressor": name, **sizes, "is_sharded": isinstance(engine.wrapper, ShardedModel)}
 
@@ -164,12 +164,12 @@ class _Table:
     """
 
     def __init__(self, folder: str, number: int, state: dict[str, Any], engine: Engine) -> None:
-        self._folder, self._engine, self._replicas = folder, engine, engine.levels.same_shard
+        self._folder, self._engine, self._replicas = folder, engine, engine.pipeline.levels.same_shard
         self._number, self._state, header = number, state, state["header"]
         self._parameters = dict(engine.module.named_parameters())
         self._is_sharded, self._parts = header["is_sharded"], header["local_world_size"]
         self._rows = header["world_size"] // self._parts
-        self._shards = engine.levels.local_world_size if self._is_sharded else 1
+        self._shards = engine.pipeline.levels.local_world_size if self._is_sharded else 1
         self._shard = dist.get_rank() % self._shards
         self._sums: dict[Place, Tensor] = {}
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
@@ -307,7 +307,7 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
             gone.add(name)
             continue
         parameter = parameters[name]
-        numel = parameter.numel() if is_whole else engine.levels.share_numel(parameter.numel())
+        numel = parameter.numel() if is_whole else engine.pipeline.levels.share_numel(parameter.numel())
         if tensor.numel() != NUMBERS.get(kind, numel):
             raise ValueError(
                 f"the state has a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
@@ -319,7 +319,7 @@ def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str,
                     f"the parameter {name!r} was saved with the shape and strides {before}, and now has {now}: resume"
                     " with the same memory_format"
                 )
-            tensor = engine.levels.local_share(tensor) if is_whole else tensor
+            tensor = engine.pipeline.levels.local_share(tensor) if is_whole else tensor
         matched[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
     if not engine.pipeline.compressor.feedback.rescale_on_lr_change:
         matched.pop(RATES, None)

@@ -140,7 +140,7 @@ class Checkpointer:
             name = type(engine.pipeline.compressor).__name__
             raise CheckpointError(f"{path} does not fit this model and {name}: {error!r}. {HINT}") from error
         if "is_whole" in state:
-            before, now = state["header"]["world_size"], engine.levels.world.world_size
+            before, now = state["header"]["world_size"], engine.pipeline.levels.world.world_size
             self._log(f"{before} ranks saved {path}, {now} ranks continue, each from the mean residual.")
         if unused:
             self._log(f"unused parts of {path}: {'; '.join(unused)}.")

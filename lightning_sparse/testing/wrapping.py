@@ -102,7 +102,7 @@ def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
     """Copy the residual of each parameter (zeros if not allocated). With two levels, copies are flat."""
     state = engine.memory.state_dict().get("residual", {})
     kept = {name: state.get(name, torch.zeros_like(gradient)).clone() for name, gradient in gradients.items()}
-    is_shared = engine.levels.local_world_size > 1
+    is_shared = engine.pipeline.levels.local_world_size > 1
     return {name: each.flatten() if is_shared else each.view_as(gradients[name]) for name, each in kept.items()}
 
 

@@ -278,7 +278,7 @@ def change_shapes(rank):
             if step == 3:
                 module.pair = nn.Parameter(torch.ones(5, device=DEVICE))
                 del module.prime
-                names = {name: None if name in ("pair", "prime") else name for name in engine.parameter_names}
+                names = {name: None if name in ("pair", "prime") else name for name in engine.numels}
                 engine.restart(trained_in(module), names)
         engine.replicas.synchronize()
         return [each.detach().clone() for each in module.parameters()]

@@ -44,7 +44,7 @@ class Slow(nn.Module):
 
 
 def slow_down(engine, network):
-    communicator = engine.levels.inter
+    communicator = engine.pipeline.levels.inter
 
     def slowed(collective):
         def run(tensor):

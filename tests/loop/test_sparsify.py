@@ -440,7 +440,7 @@ def test_what_is_refused(pools, ranks, arguments, message):
 
 def ranks_of_a_node(rank, hosts, **settings):
     with mock.patch("socket.gethostname", return_value=hosts[rank]), sparsified("SGD", **settings) as (_, _, handle):
-        return handle.engine.levels.local_world_size
+        return handle.engine.pipeline.levels.local_world_size
 
 
 def test_nodes_are_told_apart_by_names_of_hosts(pools):

@@ -85,6 +85,7 @@ class ReducerContext(NamedTuple):
     begin: Callable[[bool], None]  # called before the first gradient, with true after prepare_for_backward()
     end: Callable[[], None]  # called when all gradients are means
     packages: dict[tuple[str, ...], Package]  # buffers of the previous backward, by parameter names
+    warm_up_dtype: Optional[torch.dtype]  # ``dense_dtype`` in Adam's warm-up
     dense_dtype: Optional[torch.dtype] = None  # dtype in which dense gradients of wider dtypes are sent
 
     def dense_dtype_of(self, dtype: torch.dtype) -> torch.dtype:

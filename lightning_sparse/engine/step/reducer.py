@@ -195,9 +195,9 @@ class SparseReducer(SharedOnCopy):
         if known.keys() == set(names):
             self._order = self._order.agreed([known[name] for name in names])
 
-    def send_dense_in(self, dtype: Optional[torch.dtype]) -> tuple[int, int]:
-        """Send dense gradients in ``dtype`` if ``dtype`` is narrower. Return a dense step's elements and bytes."""
-        self._context = self._context._replace(dense_dtype=dtype)
+    def send_dense(self, is_warm_up: bool) -> tuple[int, int]:
+        """Set the dtype of later dense gradients. Return a dense step's number of elements and bytes."""
+        self._context = self._context._replace(dense_dtype=self._context.warm_up_dtype if is_warm_up else None)
         dtype_of, members = self._context.dense_dtype_of, self._order.members
         nbytes = sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in members)
         return sum(each.numel for each in members), nbytes
