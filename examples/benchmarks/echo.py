@@ -8,11 +8,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import ModelLayout
+from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import FlatTopology
+from lightning_sparse.engine.wire import Wires
+from lightning_sparse.engine.wire.base import Transfer, WireFormat
 
 
 class EchoCommunicator(Communicator):
@@ -62,3 +65,15 @@ def echo_pipeline(
         levels,
         density_of=lambda name: compressor.density_of(name, settings.density),
     )
+
+
+def transfers_of(wires: Wires, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
+    """Return the collectives and bytes for a bucket, with ``flags`` bytes of usage flags in the last message."""
+    ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in wires.formats}
+    for size in sizes:
+        wire = wires.dense if size.is_dense else wires.format_for(size.numel, size.selected)
+        is_sent_dense = wire is wires.dense and wire is not wires.sparse
+        ways[wire].append(SelectionSize(size.numel, size.numel, is_dense=True) if is_sent_dense else size)
+    parts = [(wire, part) for wire, part in ways.items() if part]
+    flags_of = [0] * (len(parts) - 1) + [flags]
+    return [transfer for (wire, part), count in zip(parts, flags_of) for transfer in wire.transfers(part, count)]

@@ -29,7 +29,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from echo import echo_pipeline
+from echo import echo_pipeline, transfers_of
 from network import ShapedNetwork
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +65,8 @@ def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
     if exchange.startswith("ddp"):
         return sent_bytes("all_reduce", (2 if "bf16" in exchange else 4) * sum(sizes), ranks)
     wires = build_wires("gather", "reduce", torch.float32, 0, ranks, EXCHANGES[exchange])
-    transfers = wires.transfers([SelectionSize(size, element_count(size, DENSITY)) for size in sizes], flags=len(sizes))
+    selected = [SelectionSize(size, element_count(size, DENSITY)) for size in sizes]
+    transfers = transfers_of(wires, selected, flags=len(sizes))
     return sum(sent_bytes(*transfer, ranks) for transfer in transfers)  # as many arrive
 
 

@@ -1,14 +1,13 @@
 """Wire formats, which encode selections as messages for collectives. Other code runs the collectives."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
 
 from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.compressors.selection import SelectionSize
-from lightning_sparse.engine.wire.base import LocalFormat, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import LocalFormat, WireFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
 from lightning_sparse.engine.wire.owners import MIN_OWNER_NUMEL, Owners, OwnersFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat, UnionFormat
@@ -93,17 +92,6 @@ class Wires(NamedTuple):
         if _WORTH * min(whole, owned) > gathered:
             return self.sparse
         return self.dense if whole <= owned else self.owners
-
-    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
-        """Return the collectives and bytes for a bucket, as :meth:`WireFormat.transfers` does for one format."""
-        ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
-        for size in sizes:
-            wire = self.dense if size.is_dense else self.format_for(size.numel, size.selected)
-            is_sent_dense = wire is self.dense and wire is not self.sparse
-            ways[wire].append(SelectionSize(size.numel, size.numel, is_dense=True) if is_sent_dense else size)
-        parts = [(wire, part) for wire, part in ways.items() if part]
-        flags_of = [0] * (len(parts) - 1) + [flags]
-        return [transfer for (wire, part), count in zip(parts, flags_of) for transfer in wire.transfers(part, count)]
 
     def _received(self, wire: WireFormat, size: SelectionSize) -> float:
         """Return the bytes that a rank receives from each other rank in a message with only this tensor."""

@@ -7,6 +7,7 @@ from lightning_sparse.compressors.selection import FlatSelection, SelectionSize,
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire import build_wires, exchange_of
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
+from tests.helpers.examples import load
 from tests.helpers.lockstep import run_phases
 
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -111,7 +112,7 @@ def test_elements_are_shared_evenly_also_in_columns_and_rows():
 
 def received(wires, sizes, ranks):
     shares = {"all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks}
-    return sum(shares[name] * nbytes for name, nbytes in wires.transfers(sizes))
+    return sum(shares[name] * nbytes for name, nbytes in load("echo").transfers_of(wires, sizes))
 
 
 def test_bytes_do_not_grow_with_ranks():

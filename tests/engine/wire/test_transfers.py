@@ -14,6 +14,7 @@ from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, ba
 VARYING = ("exdyna", "micro")  # the threshold only approximates the density
 FIXED = [name for name in COMPRESSOR_NAMES if name not in VARYING]
 STEPS = 4
+transfers_of = load("echo").transfers_of
 A2SGD_BYTES = 8  # two fp32 numbers that A2SGD gathers at the end of a step
 
 
@@ -61,11 +62,10 @@ def settings_of(compressor, wire="float32"):
 def transfers(settings, sizes, ranks, flags):
     compressor, wires = settings.compressor, settings.wires_for(0, ranks)
     if compressor.dense_wire_format is not None and settings.density >= 1:
-        return wires.transfers([SelectionSize(size, size, is_dense=True) for size in sizes], flags)
+        return transfers_of(wires, [SelectionSize(size, size, is_dense=True) for size in sizes], flags)
     sizes = [sum(sizes)] if compressor.selects_across_bucket else sizes
-    return wires.transfers(
-        [compressor.selection_size(size, element_count(size, settings.density)) for size in sizes], flags
-    )
+    selected = [compressor.selection_size(size, element_count(size, settings.density)) for size in sizes]
+    return transfers_of(wires, selected, flags)
 
 
 def announced(settings, groups, ranks):
