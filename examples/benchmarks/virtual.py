@@ -26,7 +26,7 @@ from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.loop.optimizers import OptimizerView
-from lightning_sparse.schedule.base import Single
+from lightning_sparse.schedule import Single
 
 _DEVICE = torch.device("cpu")
 POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
