@@ -38,7 +38,7 @@ from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.step import LocalGradient
+from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire import EXCHANGES, build_wires
 from lightning_sparse.schedule.costs import sent_bytes
 

@@ -172,9 +172,7 @@ class ReplicaAverager:
 
     def _copy_first(self, tensors: list[Tensor]) -> None:
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        if self._communicator.rank:
-            flat.zero_()
-        first = self._communicator.call(Payload("all_reduce", flat))  # rank 0's bytes: other ranks add zeros
+        first = self._gathered(flat)[0]
         for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
             # view(dtype) requires aligned memory, which clone() allocates.
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))

@@ -116,7 +116,7 @@ FEATURES = {
     "MomentumCorrection": Feature(
         ("gradient", "residual", "step", "exchange"), f"{_OUT}, or use `sparse_topk` or `sparse_lags`"
     ),
-    "masks_momentum=True": Feature(("mask",), "use `masks_momentum=False`, or `compressor='lags'`"),
+    "masks_momentum=True": Feature(("mask",), "use `masks_momentum=False`, or `compressor='lags'`", bool),
     "AdaptiveDensity": Feature(
         ("density by parameter", "exchange", "step"),
         f"{_OUT}, or use `topk`, `lags` or `dgc` with `schedule='merged'` and `local_steps=1`",

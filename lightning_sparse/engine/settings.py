@@ -195,6 +195,7 @@ class Settings:
             asked=own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay),
         )
         by_objects = {"schedule": schedule, "local_steps": rounds, "adaptive_density": own.adaptive_density}
+        by_objects["masks_momentum"] = own.feedback.momentum is not None and own.feedback.masks_momentum
         decay = {} if rounds is None else {"residual_decay": rounds.residual_decay}
         refuse(unmet(settings, {"density": density, **chosen, **by_objects, **decay}, chosen))
         return settings

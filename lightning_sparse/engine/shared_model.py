@@ -18,7 +18,8 @@ from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.memory.residual import Renaming, renamed, widened
 from lightning_sparse.engine.replicas import ReplicaAverager, as_real, averaged
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.engine.step.step import LocalGradient, Pipeline
+from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to
 from lightning_sparse.schedule import Schedule

@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.observe import Timestamp
-from lightning_sparse.engine.step.step import BucketResult, LocalGradient, Pipeline
-from lightning_sparse.engine.step.topology import shard_of
+from lightning_sparse.engine.step.step import BucketResult, Pipeline
+from lightning_sparse.engine.step.topology import LocalGradient, shard_of
 from lightning_sparse.functional.elements import flatten_as, has_layout_of, laid_as, local_tensor
 from lightning_sparse.schedule import Schedule
 

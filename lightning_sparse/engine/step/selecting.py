@@ -184,12 +184,6 @@ class BucketSelector:
     checks_on_device = False  # whether to check GPU selections, which synchronizes; True in lightning_sparse.testing
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
-        feedback = compressor.feedback
-        if compressor.selects_across_bucket and feedback.momentum is not None and feedback.masks_momentum:
-            raise ValueError(
-                f"{type(compressor).__name__}.feedback asks for masks_momentum=True. A compressor that selects across a"
-                " bucket cannot mask the momentum of sent elements. Set masks_momentum=False, or momentum=None."
-            )
         self._compressor = compressor
         self._wires = wires
         self._formats = wires.formats

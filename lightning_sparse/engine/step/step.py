@@ -55,9 +55,6 @@ from lightning_sparse.engine.wire.base import ExchangeResult, Payload
 from lightning_sparse.functional.elements import round_to, runs
 from lightning_sparse.functional.reductions import fingerprint, norms_of
 
-__all__ = ["EMPTY_CONTEXT", "BucketResult", "LocalGradient", "Pipeline", "StepContext"]
-
-
 _APART = (
     "gradients changed differently on different ranks between two exchanges of one optimizer step (zero_grad, a scale,"
     " or a backward in on_after_backward). Replicas would no longer be equal. Change gradients on all ranks, or after"

@@ -5,7 +5,7 @@ from torch import nn
 from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.step.step import LocalGradient
+from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire.base import Transfer
 from lightning_sparse.schedule.costs import sent_bytes
 from tests.helpers.examples import load
