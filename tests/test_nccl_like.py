@@ -121,8 +121,8 @@ CASES = {
     "two levels, AdamW": (4, partial(Logging, "AdamW"), {**TOPK, "levels": 2, "optimizer_correction": CORRECTION}, 4),
     "two levels, after backward": (4, Logging, {**TOPK, "levels": 2, "overlaps_backward": False}, 4),
     "rounds": (2, Logging, {**TOPK, "local_steps": 2}, 2),
-    "shards": (4, Sharded, {**TOPK}, 3),
-    "rounds of shards": (4, Sharded, {**TOPK, "local_steps": 2}, 3),
+    "shards": (4, Sharded, {**TOPK}, 6),
+    "rounds of shards": (4, Sharded, {**TOPK, "local_steps": 2}, 6),
 }
 
 
