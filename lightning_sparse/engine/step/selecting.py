@@ -187,6 +187,7 @@ class BucketSelector:
         self._compressor = compressor
         self._wires = wires
         self._formats = wires.formats
+        self._used: set[WireFormat] = set()  # wire formats of the last bucket
         self._format_for = cache(wires.format_for)
         self.workspace = Workspace()
 
@@ -226,8 +227,11 @@ class BucketSelector:
         for wire in self._formats:
             positions = [position for position, way in enumerate(ways) if way is wire]
             if not positions:
-                wire.release()
+                if wire in self._used:
+                    self._used.remove(wire)
+                    wire.release()
                 continue
+            self._used.add(wire)
             tensors = [accumulated[each] for each in positions]
             selection = chosen
             if positions != few:  # if equal, the compressor's list is used without a copy
