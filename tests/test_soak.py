@@ -50,7 +50,8 @@ class Watching(Callback):
         self._plan = strategy.exchange_plan()
         if step % max(100, STEPS // OFTEN) == 0:
             strategy.engine.worker.drain()
-            strategy.engine.planner._order = ()
+            strategy.engine._planner._order = ()
+            strategy.engine._planner.start()
         if step in (STEPS // 10, STEPS // 2, STEPS):
             for logger in trainer.loggers:
                 logger.save()  # TensorBoard's thread reopens its file for each write

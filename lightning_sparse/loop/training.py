@@ -137,7 +137,7 @@ class Session:
         # After an error, an exchange may block the GPU forever, so this method must not wait for the GPU.
         can_ask = not has_failed or training.device.type == "cpu"
         self._last = (self.compression_stats(), self.exchange_plan()) if can_ask else ({}, None)
-        if self._last[0].get("total_steps") and not has_failed and training.engine.levels.world.world_size > 1:
+        if self._last[0].get("total_steps") and not has_failed and training.engine.pipeline.levels.world.world_size > 1:
             dense = "HSDP" if isinstance(training.engine.wrapper, ShardedModel) else "DDP"
             verdict = None if training.choice is None else training.choice.verdict
             self._log(summary.report(self._last[0], verdict, dense))
