@@ -7,7 +7,7 @@ from weakref import proxy
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, SharedOnCopy

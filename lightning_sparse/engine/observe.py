@@ -241,6 +241,7 @@ class Totals:
     """Sums of bytes over all steps of a training, and the seconds of the last steps."""
 
     steps: int = 0  # optimizer steps, including steps with DDP's dense gradients
+    begun: int = 0  # optimizer steps that began an exchange of compressed gradients; a skipped step has no end
     wire_bytes: float = 0.0
     node_bytes: float = 0.0
     dense_bytes: float = 0.0
@@ -350,7 +351,7 @@ class Recorder:
         self.totals.wire_bytes += record.wire_bytes
         self.totals.node_bytes += record.node_bytes
         self.totals.dense_bytes += record.dense_bytes
-        record.step = self.totals.steps
+        record.step = self.totals.steps + self.totals.begun
         self.records.append(record)
 
     @property
@@ -378,8 +379,7 @@ class Recorder:
             stats["total_inter_node_bytes"] = totals.wire_bytes - totals.node_bytes
         if totals.steps:
             stats["total_steps"] = float(totals.steps)
-            # The median excludes validations, which make the time between two steps longer. Host time may be shorter
-            # than exposed GPU time, because the GPU may be behind the host.
+            # The median excludes validations. The share may exceed 1, because the GPU may be behind the host.
             exposed = mean_of(compressed(self.records), lambda each: each.exposed_seconds)
             share = exposed / median(totals.seconds) if totals.seconds else math.nan
             stats["exposed_share"] = min(share, 1.0)  # NaN stays NaN in this order of arguments

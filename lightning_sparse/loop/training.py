@@ -309,6 +309,8 @@ class Training:
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
         continued = self.engine.reducer.reduced.continued
+        if not (continued or self.is_dense):
+            self.engine.recorder.totals.begun += 1
         if self.is_dense:
             adam = self.view.adam
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
