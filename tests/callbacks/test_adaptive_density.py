@@ -1,3 +1,4 @@
+import re
 from functools import partial
 
 import pytest
@@ -6,7 +7,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, DensityRule, ErrorBudget
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, DensityRule, ErrorBudget, Warmup
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine.observe import ParameterSamples
 from lightning_sparse.testing.tensors import differences
@@ -59,6 +60,16 @@ def fit(rank, rules, every_n_steps=10, max_density=1.0, module=Small, watch=Dens
     strategy = SparseDDPStrategy(**{"density": 0.02, **(settings or {})})
     make_trainer(rank, strategy, callbacks=callbacks, **arguments).fit(model)
     return seen, weights(model), strategy.compression_stats()["total_wire_bytes"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("batches", [1, 4])
+def test_a_warm_up_counts_steps_of_the_optimizer(pair, batches):
+    expected = [0.02**0.25, 0.02**0.5, 0.02**0.75, 0.02, 0.02]
+    run = partial(fit, rules=[Warmup(3)], max_epochs=2, accumulate_grad_batches=batches, limit_train_batches=12)
+    for seen, _, _ in pair.run(run):
+        assert [density[WEIGHT] for density in seen.densities[:5]] == pytest.approx(expected, rel=1e-6)
+        assert seen.sent[:5] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.exhaustive
@@ -144,6 +155,21 @@ def test_densities_are_logged_once_beside_the_monitor(pair, tmp_path):
     # The monitor logs the measured value under the same name, at its own steps.
     steps = [event.step for event in events.Scalars(f"sparse_parameters/density/{WEIGHT}")]
     assert steps == list(range(3, 32, 4))
+
+
+def lines_of(rank, rules):
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_sparse.callbacks.adaptive_density.rank_zero_info", lines.append)
+        strategy = SparseDDPStrategy(density=0.02, schedule="single")
+        run_fit(rank, strategy, callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=3)
+    return lines
+
+
+def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
+    (first, last), _ = pair.run(lines_of, [Warmup(30)])
+    assert first == "AdaptiveDensity: step 0: densities up to 0.88, of network.0.weight (Warmup: step 1 of 30)"
+    assert re.fullmatch(r"AdaptiveDensity: step \d+: densities up to 0.02\d*, of network.0.weight \(.*\)", last)
 
 
 class Saving(Callback):

@@ -17,10 +17,12 @@ trainer:
       init_args: {{momentum: optimizer, clip_norm: 1.0}}
     - class_path: lightning_sparse.callbacks.AdaptiveDensity
       init_args:
-        every_n_steps: 1
+        max_density: 0.2
         rules:
+          - class_path: lightning_sparse.callbacks.Warmup
+            init_args: {{length: 2}}
           - class_path: lightning_sparse.callbacks.ErrorBudget
-            init_args: {{budget: 0.01}}
+            init_args: {{budget: 1000.0}}
 """
 
 
@@ -29,4 +31,5 @@ def test_rules_are_built_from_yaml(pair, tmp_path):
     config.write_text(CONFIG.format(root=tmp_path))
     said, _ = pair.run(begin, COMMAND, ("fit", MODEL, f"--config={config}"), str(tmp_path))
     assert "momentum before selection: optimizer" in said
-    assert "AdaptiveDensity: step 1: densities up to 0.02, of " in said
+    for step, density in ((0, "0.2"), (2, "0.01")):  # first and last step of the rule
+        assert f"AdaptiveDensity: step {step}: densities up to {density}, of " in said
