@@ -36,8 +36,7 @@ def train(rank, compressor, is_adam):
     with sparse_ddp(network(), correction=CORRECTION if is_adam else None, **settings) as (ddp, engine):
         optimizer = build_optimizer(ddp, is_adam)
         parameters = dict(ddp.module.named_parameters())
-        feedback = engine._settings.feedback
-        view = OptimizerView(parameters, [optimizer], feedback, engine.densities.target, engine.memory)
+        view = OptimizerView(parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory)
         for step in range(STEPS):
             engine.begin_backward(view.next_step())
             backpropagate(ddp, engine, ddp(batch(rank, step)))

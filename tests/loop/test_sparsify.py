@@ -311,7 +311,7 @@ def train_alone(rank):
         train(rank, ddp, [optimizer], range(3), 2, lambda: handle.clip(norm=1.0))
         handle.save_state("of one process")
         handle.load_state("of one process")
-        with pytest.raises(ValueError, match="start several"):
+        with pytest.raises(ValueError, match="start more"):
             handle.load_state(".")
         facts = (handle.training, handle.compression_stats())
     twin = wrapped()

@@ -33,8 +33,7 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
     with learning_in_turns(), sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
         optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
         parameters = dict(ddp.module.named_parameters())
-        feedback = engine._settings.feedback
-        view = OptimizerView(parameters, [optimizer], feedback, engine.densities.target, engine.memory)
+        view = OptimizerView(parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory)
         gradients = watch_gradients(ddp.module)
         yield ddp, engine, optimizer, gradients
         for step in range(steps):
