@@ -6,5 +6,5 @@ def forking(modules):
     if not modules:
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(modules)
+    context.set_forkserver_preload(["tests.helpers.one_thread", *modules])
     return context
