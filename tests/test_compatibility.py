@@ -100,8 +100,7 @@ def fit_with_a_rate(rank, strategy, searches, folder):
         "",
         lambda first, second: None,
         lambda path: {"callbacks": [finder] * searches, "default_root_dir": path, "max_epochs": 3},
-        # A single bucket needs no measurement. ``resume_compression`` must not affect the search.
-        strategy={"schedule": "single", "resume_compression": strategy != "sparse_topk"},
+        strategy={"schedule": "single"},  # a single bucket needs no measurement
     )
     outcome = run_cell(rank, strategy, feature, folder)
     told = [{name: each for name, each in batch.stats.items() if COUNTED.search(name)} for batch in outcome.batches]

@@ -157,7 +157,7 @@ def test_the_gradients_that_no_optimizer_has_are_each_ranks_own(pair):
 
 def renew_the_optimizer(rank, kind):
     model, _ = built(rank, "bare")
-    settings = {"SGD": {"compressor": DGC()}, "AdamW": CORRECTED, "plain": {}}[kind]
+    settings = CORRECTED if kind == "AdamW" else {}
     build = OPTIMIZERS.get(kind, partial(torch.optim.SGD, lr=0.01))
     optimizer = build(model.parameters())
     with warnings.catch_warnings(record=True) as told, sparsify_gradients(model, optimizer, **SPARSE, **settings):
@@ -167,7 +167,7 @@ def renew_the_optimizer(rank, kind):
     return [str(each.message) for each in told if "without a step of a registered optimizer" in str(each.message)]
 
 
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, "plain"])
+@pytest.mark.parametrize("kind", ["AdamW", "plain"])
 def test_a_new_optimizer_that_nobody_has_told_of_is_warned_of(pair, kind):
     told, others = pair.run(renew_the_optimizer, kind)
     assert (len(told), others) == (int(kind != "plain"), [])  # a warning if state was taken over
