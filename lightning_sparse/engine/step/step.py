@@ -12,8 +12,8 @@ At a density below 1, a rank exchanges a parameter's gradient ``g``, with the re
 
 **State between steps** changes only in commit. Residuals and, with momentum correction, velocities differ between
 ranks. Adam's second moments and a compressor's thresholds are equal on all ranks. If any rank receives a non-finite
-value, no state changes, and the gradient becomes non-finite, as with DDP. If no rank used a parameter, neither residual
-nor gradient of the parameter change.
+value, no state changes, and the mean of this parameter is non-finite, as with DDP. With a loss scale, all means are
+then non-finite, so the scaler skips the step. If no rank used a parameter, neither its residual nor gradient changes.
 
 **Dense parameters**: at density 1, or if a selection would need far more bytes, all elements of ``v`` are sent in a
 separate message. This requires a compressor with a ``dense_wire_format``.
