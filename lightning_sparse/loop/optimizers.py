@@ -30,8 +30,8 @@ _TWO_NORMS = (
 )
 _ADDED = (
     "momentum correction needs one exchanged backward per optimizer step, because each exchange applies the momentum."
-    " Call backward once on the sum of the losses, or run all backwards except the last inside no_sync(). Pass a new"
-    " optimizer to sparsify_gradients."
+    " Call backward once on the sum of the losses, or run all backwards except the last inside no_sync() (in a"
+    " LightningModule: optimizer.toggle_model(sync_grad=False)). Pass a new optimizer to sparsify_gradients."
 )
 _SHOWN = 5  # maximum number of names in a message
 _NO_OPTIMIZER = Hyperparameters(float("nan"))  # NaN, so that a parameter's first learning rate counts as no change

@@ -146,7 +146,8 @@ class Training:
     def _adds_momenta(self):
         """Return whether a step may have several exchanged backwards, which momentum correction refuses."""
         adds_up = self.by_hand == "by turns" or ("toggled" in self.by_hand and self.accumulates > 1)
-        return self.has_momentum and self.has_sgd and (self.backwards > 1 or (self.optimizers > 1 and adds_up))
+        adds_up = (self.optimizers > 1 and adds_up) or (self.by_hand == "together" and self.accumulates > 1)
+        return self.has_momentum and self.has_sgd and (self.backwards > 1 or adds_up)
 
     @property
     def uses_partly(self):
@@ -982,7 +983,7 @@ def drawn_freely(seed):
         saves=(pick(points), chance.randint(1, epochs * batches)) if seldom(0.6) else None,
     )
     training = training.but(shares=training.shares or training._has_idle)
-    training = training.but(by_hand="together", backwards=1) if training._adds_momenta else training
+    training = training.but(by_hand="together", backwards=1, accumulates=1) if training._adds_momenta else training
     training = _with_more(training, chance)
     free = tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name))
     return training.but(may_not_matter=free)
