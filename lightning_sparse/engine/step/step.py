@@ -10,10 +10,11 @@ At a density below 1, a rank exchanges a parameter's gradient ``g``, with the re
 4. **Commit**, after all buckets of the step have arrived: the new residual is ``v``, with the rounding error at sent
    indices. The mean over ranks is written to the gradient, with zeros at indices that no rank sent.
 
-**State between steps** changes only in commit. Residuals and, with momentum correction, velocities differ between
-ranks. Adam's second moments and a compressor's thresholds are equal on all ranks. If any rank receives a non-finite
-value, no state changes, and the mean of this parameter is non-finite, as with DDP. With a loss scale, all means are
-then non-finite, so the scaler skips the step. If no rank used a parameter, neither its residual nor gradient changes.
+**State between steps**: residuals, velocities and compressor states change only in commit. Adam's second moments change
+before the first bucket, and are equal on all ranks, as are a compressor's thresholds. Residuals and velocities differ
+between ranks. If any rank receives a non-finite value, commit changes no state, and the mean of this parameter is
+non-finite, as with DDP. With a loss scale, all means are then non-finite, so the scaler skips the step. If no rank used
+a parameter, neither its residual nor gradient changes.
 
 **Dense parameters**: at density 1, or if a selection would need far more bytes, all elements of ``v`` are sent in a
 separate message. This requires a compressor with a ``dense_wire_format``.
