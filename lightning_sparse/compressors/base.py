@@ -30,7 +30,8 @@ class ErrorFeedback(NamedTuple):
             gradient to ``clip_norm / sqrt(world_size)``.
         rescale_on_lr_change: whether to rescale the residual when the learning rate changes, so that each gradient in
             the residual is applied with the rate of its own step.
-        decay: factor that multiplies the residual in each step. Requires ``momentum=None`` and no Adam correction.
+        decay: factor that multiplies the residual before a round's change is added. Always set from
+            ``LocalSteps.residual_decay``. Requires ``momentum=None`` and no Adam correction.
     """
 
     keeps_residual: bool = True
@@ -252,10 +253,10 @@ def is_whole(number: Any, least: int) -> bool:
     return not isinstance(number, bool) and isinstance(number, Integral) and int(number) >= least
 
 
-def checked_count(argument: str, count: Any, unit: str) -> int:
-    """Return a positive integer as an int. For any other value, raise ``ValueError`` with the name ``argument``."""
-    if not is_whole(count, 1):
-        raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least 1")
+def checked_count(argument: str, count: Any, unit: str, least: int = 1) -> int:
+    """Return an integer of at least ``least`` as an int. Otherwise, raise ``ValueError`` with the name ``argument``."""
+    if not is_whole(count, least):
+        raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least {least}")
     return int(count)
 
 

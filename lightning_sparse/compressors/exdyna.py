@@ -127,7 +127,7 @@ class ExDyna(Compressor):
         histogram, self._histogram = self._histogram, None
         if not bool(finite):  # a synchronization, because the state is on the host
             return means
-        indices = [mean.indices.flatten() for mean in means if mean.indices is not None]
+        indices = [mean.indices.flatten() for mean in means]  # type: ignore[union-attr]  # a union has indices
         numel = sum(mean.numel for mean in means)
         wanted = self._wanted(numel)
         if wanted < numel and self._threshold.threshold is not None:

@@ -27,8 +27,7 @@ class SelectionSize(NamedTuple):
 
     Attributes:
         numel: number of elements of the tensor.
-        selected: number of selected elements per rank, padding included. If ranks send the union of all selections, the
-            number for all ranks together.
+        selected: number of selected elements per rank, padding included.
         is_dense: whether every element is sent, without indices.
     """
 

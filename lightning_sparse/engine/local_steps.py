@@ -99,8 +99,6 @@ class LocalStepsController(Replicas):
 
         The optimizer with the most steps sets the length of a round. Steps that a gradient scaler skips count, too.
         """
-        if not self.has_begun:
-            return
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         self._is_stale = True
         if self._steps_of[optimizer] > self._step:

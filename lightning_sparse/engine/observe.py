@@ -325,10 +325,11 @@ class Recorder:
         """Count the time inside the context as exposed time of the last exchange."""
         start = self.clock.mark()
         yield
-        exposed = [(start, self.clock.mark())]
+        exposed = start, self.clock.mark()
         if self.last is not None:
-            self.last.exposed += exposed
-            self.last.spans += [Span("exchange", *each) for each in exposed if is_exchange]
+            self.last.exposed.append(exposed)
+            if is_exchange:
+                self.last.spans.append(Span("exchange", *exposed))
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:

@@ -60,7 +60,6 @@ class StepPlanner:
         self._course: Course  # generator that times plans for _order; set with the first order
         self.plan: Optional[Plan] = None
         schedule.reset()
-        self.start()
 
     def start(self) -> None:
         """Process the records of the next exchanges, until there is a plan for the order of gradients."""

@@ -155,7 +155,7 @@ class SharedModel:
             _average_buffers([self._shared[name] for name in beside], [changes[name] for name in beside], pipeline)
         self._step(moving)
         pipeline.recorder.current.covered_steps = steps
-        pipeline.selector.workspace.release()  # frees working memory until the next exchange, many steps later
+        pipeline.selector.release()  # frees working memory and buffers until the next exchange, many steps later
         pipeline.close_record()
         pipeline.recorder.samples = None  # Each request for samples covers one exchange.
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from lightning_sparse.compressors.base import is_whole
+from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.removed import refusing
 
 MIN_DENSE_STEPS, MAX_DENSE_STEPS = 10, 100
@@ -51,12 +51,9 @@ class AdamCorrection:
 
     def __post_init__(self) -> None:
         for name, least in (("warmup_steps", 2), ("density_decay_steps", 0), ("second_moment_interval", 1)):
-            given = getattr(self, name)
-            if given is None:
-                continue
-            if not is_whole(given, least):
-                raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
-            object.__setattr__(self, name, int(given))  # numpy integers become int
+            if (given := getattr(self, name)) is not None:
+                count = checked_count(name, given, "optimizer steps", least)
+                object.__setattr__(self, name, count)  # numpy integers become int
 
     def warm_up(self, total_steps: Optional[int] = None) -> "WarmUp":
         """Return the warm-up for a training of ``total_steps`` steps. ``None`` is an unknown length.

@@ -193,12 +193,13 @@ class AdamMemory(ResidualMemory):
     def _accumulate_updates(
         self, inputs: Mapping[str, Tensor], states: Mapping[str, AdamState], given: Mapping[str, Hyperparameters]
     ) -> None:
-        gradients = [inputs[name] for name in states]
-        self._clips.clip(dict(zip(states, gradients)))
+        present = {name: inputs[name] for name in states}
+        gradients = list(present.values())
+        self._clips.clip(present)
         for gradient, (name, state) in zip(gradients, states.items()):
             if not given[name].continues_step and (decay := state.current.decay):
                 gradient.add_(self._levels.local_share(state.current.parameter), alpha=decay)
-        self.refreshes.hold(dict(zip(states, gradients)), {name for name in states if given[name].continues_step})
+        self.refreshes.hold(present, {name for name in states if given[name].continues_step})
         waiting = self._waiting(list(states), gradients, given)
         each = list(states.values())
         accumulate_updates(

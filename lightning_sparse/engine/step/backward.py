@@ -197,7 +197,7 @@ class Backward(ABC):
         """Queue a bucket for the worker. ``flags`` are the usage flags; ``None`` except with the last bucket."""
 
     def _commit(self) -> None:  # noqa: B027
-        """Replace this rank's gradients by means, and set ``_used_by_any``. Runs on the worker after all buckets."""
+        """Finish after all buckets, on the worker. By default, means and ``_used_by_any`` are already written."""
 
     def _is_used(self, member: ParamEntry) -> bool:
         return member in self._used and member.parameter.grad is not None
@@ -374,7 +374,8 @@ class DenseBackward(Backward):
         with among.translate_errors(f"{len(flat)} elements of gradients", "all_reduce"):
             among.all_reduce(flat)
         torch._foreach_copy_(list(gradients), means)
-        self._used_by_any = used > 0  # an empty tensor until the last message
+        if flags is not None:
+            self._used_by_any = used > 0
 
 
 def _shares_memory(parameter: Tensor) -> bool:

@@ -187,9 +187,9 @@ class BucketSelector:
         self._compressor = compressor
         self._wires = wires
         self._formats = wires.formats
-        self._used: set[WireFormat] = set()  # wire formats of the last bucket
+        self._used, self._held = set[WireFormat](), set[WireFormat]()  # wire formats of this step and of the last step
         self._format_for = cache(wires.format_for)
-        self.workspace = Workspace()
+        self._workspace = Workspace()
 
     def select(
         self,
@@ -227,9 +227,6 @@ class BucketSelector:
         for wire in self._formats:
             positions = [position for position, way in enumerate(ways) if way is wire]
             if not positions:
-                if wire in self._used:
-                    self._used.remove(wire)
-                    wire.release()
                 continue
             self._used.add(wire)
             tensors = [accumulated[each] for each in positions]
@@ -240,6 +237,13 @@ class BucketSelector:
             members = [bucket[each] for each in positions]
             parts.append(Part(wire, members, grouped(selection), [counts[each] for each in positions], tensors))
         return parts
+
+    def release(self) -> None:
+        """End the step: make working memory available, and free buffers of wire formats that the step did not use."""
+        self._workspace.release()
+        for wire in self._held - self._used:
+            wire.release()
+        self._held, self._used = self._used, set()
 
     def _ask(
         self, members: Sequence[LocalGradient], tensors: Sequence[Tensor], counts: Sequence[int]
@@ -289,7 +293,7 @@ class BucketSelector:
         self, members: Sequence[LocalGradient], tensors: list[Tensor], densities: Sequence[float]
     ) -> Part:
         numels = list(map(Tensor.numel, tensors))
-        flat, mean = (self.workspace.take(sum(numels), tensors[0]) for _ in range(2))
+        flat, mean = (self._workspace.take(sum(numels), tensors[0]) for _ in range(2))
         torch.cat(tensors, out=flat)
         for piece, local in zip(flat.split(numels), members):
             if local.is_used is False:  # zeros, so that no element of an unused parameter's residual is selected

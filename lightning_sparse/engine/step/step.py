@@ -199,7 +199,7 @@ class Pipeline:
                 self.memory.update_residual(part.names, part.tensors, result.kept, accepted)
                 self._write_back(part, mean, scale)
         self.levels.write_back()
-        self.selector.workspace.release()
+        self.selector.release()
 
     def close_record(self) -> None:
         """Close the record of the exchange, and pass the record to the planner."""

@@ -298,7 +298,9 @@ class HierarchicalTopology(DividedRanks):
         padding = -sum(numels) % _ALIGNED
         rows = gradients[0].new_empty(self.local_world_size, sum(numels) + padding, dtype=dtype)
         parts = yield Payload("all_to_all", cut_into(rows, [each.to(dtype) for each in gradients]))
-        shares = mean_of_rows(parts, widened(dtype)).clone()  # frees ``parts``
+        shares = mean_of_rows(parts, widened(dtype))
+        if shares.dtype is dtype:  # a view, which would hold all of ``parts``
+            shares = shares.clone()
         self._averaged.append((gradients, shares, dtype))
         return list(shares[: sum(numels)].split(numels))
 

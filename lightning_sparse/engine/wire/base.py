@@ -57,7 +57,7 @@ class WireFormat(ABC):
         """
 
     def release(self) -> None:
-        """Free buffers, because a bucket does not use the format."""
+        """Free buffers, because a step did not use the format."""
         return
 
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
