@@ -12,13 +12,13 @@ from lightning_sparse.callbacks.base import (
     facts_over_ranks,
     log_scalars,
     parameter_tag,
+    request_samples,
     step_of,
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.compressors.base import checked_count, checked_density
 from lightning_sparse.compressors.density import DensityRule, Measurement, RuleContext
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
@@ -90,8 +90,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.recorder.samples = ParameterSamples()
-        engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
+        request_samples(engine)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

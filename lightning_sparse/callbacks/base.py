@@ -91,6 +91,12 @@ class StepObserver(Callback):
                 self.after_step(trainer, engine, step_of(trainer))
 
 
+def request_samples(engine: Engine) -> None:
+    """Measure norms and numbers of sent elements of all parameters in the observed step."""
+    engine.recorder.samples = ParameterSamples()
+    engine.memory.is_watched = True
+
+
 def engine_of(trainer: Trainer) -> Optional[Engine]:
     """Return the engine, or ``None`` on a single process and without a sparse strategy."""
     return getattr(trainer.strategy, "engine", None)

@@ -8,7 +8,14 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, facts_over_ranks, log_scalars, over_ranks, parameter_tag
+from lightning_sparse.callbacks.base import (
+    StepObserver,
+    facts_over_ranks,
+    log_scalars,
+    over_ranks,
+    parameter_tag,
+    request_samples,
+)
 from lightning_sparse.callbacks.tensorboard import log_layout
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import ParameterSamples, StepRecord, compressed, mean_of, mean_stats
@@ -55,8 +62,7 @@ class CompressionMonitor(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.recorder.samples = ParameterSamples()
-        engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
+        request_samples(engine)
 
     @override
     def on_validation_start(self, *given: Any) -> None:

@@ -119,9 +119,9 @@ class Probes:
         strategy.setup_environment()
         self._rank, self._device = dist.get_rank(), strategy.root_device
         os.environ["LIGHTNING_SPARSE_TEST_DEVICE"] = str(self._device)
-        self._names = all_gather_object(f"rank {self._rank} ({socket.gethostname()})")
+        names = all_gather_object(f"rank {self._rank} ({socket.gethostname()})")
         self._lines = {"network": Line()}  # seconds by sent bytes; of "copy", by bytes; of "selection", by elements
-        self.rows = Rows(self._rank, self._names, options.time, options.output)
+        self.rows = Rows(self._rank, names, options.time, options.output)
 
     def table(self) -> dict[str, Row]:
         """Return for each row of the report, by name, a function or the reason why the row is not applicable."""
@@ -157,7 +157,7 @@ class Probes:
         kind = torch.cuda.get_device_name() if self._device.type == "cuda" else platform.machine()
         network = {name: os.environ[name] for name in os.environ if name.endswith("_SOCKET_IFNAME")}
         found = {"device": f"{self._device} {kind}", "backend": backend, "network": network, "versions": versions}
-        ranks = dict(zip(self._names, all_gather_object(found)))
+        ranks = dict(zip(self.rows.names, all_gather_object(found)))
         self.rows.environment = {"time_limit": self._options.time, "ranks": ranks}
         if apart := [name for name, each in ranks.items() if each["versions"] != versions]:
             raise ValueError(f"{', '.join(apart)}: versions differ from {versions} on this rank; make all equal")
@@ -171,7 +171,7 @@ class Probes:
         return weights
 
     def _agree(self, weights: dict[str, Tensor]) -> str:
-        for name, each in zip(self._names, everyone := all_gather_object(weights)):
+        for name, each in zip(self.rows.names, everyone := all_gather_object(weights)):
             assert_close(each, everyone[0], rtol=0, atol=0, msg=partial("{} differs from rank 0: {}".format, name))
         return f"the same parameters on {self._ranks} ranks"
 
@@ -220,7 +220,7 @@ class Probes:
         ring = range(0, self._ranks, self._local)
         links = [(ring[at], ring[(at + by) % len(ring)]) for at, by in product(range(len(ring)), (1, -1))]
         rates = all_gather_object(max(self._rate(*link) for link in links))[:: self._local]
-        words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self._names[ring[rates.index(min(rates))]]}"
+        words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self.rows.names[ring[rates.index(min(rates))]]}"
         if min(rates) < _SLOW * max(rates):
             raise ValueError(f"{words}, and up to {max(rates) / 1e9:.3g} on others")
         return words
@@ -264,7 +264,7 @@ class Probes:
                 seconds = all_gather_object(median(self._times(function)))
                 samples.append((size, max(seconds)))
                 line = fit(samples) or Line(0.0, max(seconds) / size)
-                slowest = self._names[seconds.index(max(seconds))]
+                slowest = self.rows.names[seconds.index(max(seconds))]
         self._lines[key] = line
         words = ", ".join(f"{1e3 * seconds:.3g} ms for {size / 1e6:g} M{unit}" for size, seconds in samples)
         return f"{words} on {slowest}"

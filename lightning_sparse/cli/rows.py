@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any, Optional, Union
+from typing import Any, NoReturn, Optional, Union
 from unittest import SkipTest
 
 from torch.distributed.elastic.utils.store import synchronize
@@ -43,7 +43,7 @@ class Rows:
         self._end = self._began + limit
         self._store, self._watched = default_store().clone(), default_store().clone()  # threads cannot share a store
 
-    def run(self, table: Mapping[str, Row]) -> None:
+    def run(self, table: Mapping[str, Row]) -> NoReturn:
         """Run the function of each row. End the process with exit status 1 if a row has failed, else 0."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun sends SIGTERM after a rank has died

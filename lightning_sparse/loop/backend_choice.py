@@ -147,4 +147,4 @@ class AutoBackend(SharedOnCopy):
         for _ in range(_SETTLING_STEPS):
             yield
         if is_dense:
-            self._engine.recorder.totals.seconds.clear()  # the times of compressed steps would distort exposed_share
+            engine.recorder.totals.seconds.clear()  # the times of compressed steps would distort exposed_share

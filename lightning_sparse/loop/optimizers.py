@@ -96,9 +96,9 @@ class OptimizerView:
         holds the mean of this exchange.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
-        return next_step._replace(hyperparameters={**self.hyperparameters(continued), **next_step.hyperparameters})
+        return next_step._replace(hyperparameters={**self._hyperparameters(continued), **next_step.hyperparameters})
 
-    def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
+    def _hyperparameters(self, continued: AbstractSet[Tensor]) -> dict[str, Hyperparameters]:
         """Return the hyperparameters of the next step, by parameter name; empty if compression uses none."""
         if self._feedback.momentum is None and not self._feedback.rescale_on_lr_change:
             return {}

@@ -61,7 +61,7 @@ def describe(settings: Settings) -> str:
         "selection from": settings.adam and "Adam's updates",
     }
     return "; ".join(
-        [f"{type(compressor).__name__} sends {sent}", *(f"{part}: {parts[part]}" for part in parts if parts[part])]
+        [f"{type(compressor).__name__} sends {sent}", *(f"{part}: {value}" for part, value in parts.items() if value)]
     )
 
 

@@ -61,7 +61,6 @@ _OTHER_OPTIMIZERS = (
     " on_train_batch_start, after a step of every optimizer"
 )
 
-ONE_REPLICA = Replicas()
 Log = Callable[[str], None]
 
 
@@ -91,7 +90,7 @@ class Session:
     @property
     def replicas(self) -> Replicas:
         """Replica manager of the current training, or a no-op manager."""
-        return ONE_REPLICA if self.engine is None else self.engine.replicas
+        return Replicas() if self.engine is None else self.engine.replicas
 
     def _begin_training(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], given: RuntimeOptions, goes_alone: bool = False
@@ -187,9 +186,8 @@ class Training:
     ) -> None:
         self.settings, self.optimizers = settings, optimizers
         self.view: OptimizerView
-        self.is_dense = False  # whether steps send dense gradients, as DDP does
         self.backwards = 0  # number of backwards since the last optimizer step
-        self._is_implicit = True  # whether no caller announces the next batch and the next backward
+        self._is_implicit = True  # whether a backward that no caller announces may exchange gradients
         self._given, self._log = given, log
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
         ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group), log)
@@ -202,6 +200,11 @@ class Training:
         self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
         self._loaded = LoadedParameters(module, optimizers)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether steps send dense gradients, as DDP does."""
+        return self.engine.reducer.is_dense
 
     def _attend(self) -> None:
         """Create the :class:`OptimizerView`, and register hooks on the steps of all optimizers."""
@@ -229,14 +232,16 @@ class Training:
         if not (before.have_changed(held) or has_others):
             return
         present = TrainedParameters(self.engine.module, held, before.parameters.values())
-        if before.has_others() and isinstance(self.engine.wrapper, ShardedModel):
+        has_new = before.has_others()
+        if has_new and isinstance(self.engine.wrapper, ShardedModel):
             raise RuntimeError(_NEW)
-        changes = before.changes_to(present), "other optimizers" * has_others
-        check_alike("; ".join(filter(None, changes)), dist.get_rank(), self._given.timeout)
+        changes = before.changes_to(present)
+        description = "; ".join(filter(None, (changes, "other optimizers" * has_others)))
+        check_alike(description, dist.get_rank(), self._given.timeout)
         if has_others:
             self._take_optimizers(optimizers)
         self._loaded.watch(self.engine.module, optimizers)
-        if before.has_others() or before.changes_to(present):
+        if has_new or changes:
             self._restart(present)
             self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
@@ -265,23 +270,22 @@ class Training:
             self.view.adam.see_other_states()
             self.view.adam.warm_up.resume_from(before.warm_up)
 
-    def turn(self) -> None:
+    def _turn(self) -> None:
         """Select, between two steps, whether the next steps are dense (as in DDP) or compressed."""
         adam, choice = self.view.adam, self.choice
         is_dense = (adam is not None and adam.warm_up.is_dense) or (choice is not None and choice.wants_dense)
         if is_dense != self.is_dense:
-            self.is_dense = is_dense
             self.engine.send_dense(is_dense)
 
     def _begin_round(self) -> None:
-        if self.engine.rounds is not None:  # needed if the user has called submodules only, because then no hook ran
+        if self.engine.rounds is not None:
             self.engine.rounds.begin_round()
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
         """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
         self.engine.worker.raise_error()
         self.restart_if_changed(optimizers)
-        self.turn()
+        self._turn()
         if (rounds := self.engine.rounds) is not None:
             rounds.begin_round()
             self._reset_loaded()
@@ -304,7 +308,7 @@ class Training:
         """Begin the exchange of a backward, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            self.turn()
+            self._turn()
             self.backwards += 1
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
@@ -357,7 +361,7 @@ class Training:
             optimizer_parameters(optimizer)
         ):
             raise RuntimeError(_NEW)
-        self._begin_round()
+        self._begin_round()  # needed if the user has called submodules only, because then no forward hook ran
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self._begin_round()  # needed if a scaler has skipped the first step, because then no pre-hook ran

@@ -66,11 +66,11 @@ def register_names() -> None:
     StrategyRegistry.register(name, SparseModelParallelStrategy, description, override=True, **arguments)
     gone = partial(refuse_removed, f"strategy={name!r} of Fabric", "SparseFabricModelParallelStrategy")
     STRATEGY_REGISTRY.register(name, gone, override=True)
+    muloco = partial(refuse_removed, "strategy='sparse_muloco'", "sparse_muloco")
     for registry, whole in _REGISTRIES:
         # If a configuration gives only a class path, Lightning looks up the lower-case path as a strategy name.
         registry.register(f"lightning_sparse.{whole.__name__}".lower(), whole, "with default arguments", override=True)
-        gone = partial(refuse_removed, "strategy='sparse_muloco'", "sparse_muloco")
-        registry.register("sparse_muloco", gone, override=True)
+        registry.register("sparse_muloco", muloco, override=True)
 
 
 def register_compressor(name: str, compressor: type[Compressor]) -> None:

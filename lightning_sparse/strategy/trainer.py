@@ -331,9 +331,9 @@ def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., 
 
     def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
-        with training.view.clipped_before(clipping, optimizer_parameters(optimizer)):
-            # torch's clipping requires a gradient.
-            if any(parameter.grad is not None for parameter in optimizer_parameters(optimizer)):
+        trained = optimizer_parameters(optimizer)
+        with training.view.clipped_before(clipping, trained):
+            if any(parameter.grad is not None for parameter in trained):  # torch's clipping requires a gradient
                 clip(optimizer, clip_val, *algorithm, **named_algorithm)
 
     return clip_gradients

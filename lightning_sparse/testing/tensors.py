@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 _KIND = os.environ.get("LIGHTNING_SPARSE_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # `parameter.device` has an index
@@ -16,18 +16,21 @@ def moved(value: Any, device: "torch.device | str") -> Any:
     return tree_map_only(Tensor, lambda each: each.to(device), value)
 
 
-def differences(one: Any, other: Any) -> list[str]:
+def differences(one: Any, other: Any, place: str = "") -> list[str]:
     """Return one line for each difference between two nested values. Tensors are compared by ``Tensor.equal``."""
-    ones, others = (dict(tree_flatten_with_path(each)[0]) for each in (one, other))
-    if ones.keys() != others.keys():
-        return [f"{keystr(path)} is missing in one value" for path in ones.keys() ^ others.keys()]
-    pairs = ((path, each, others[path]) for path, each in ones.items())
-    return [f"{keystr(path)}: {each} and {other}" for path, each, other in pairs if not _equal(each, other)]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return type(one) is type(other) and (one.equal(other) if are_tensors else bool(one == other))
+    if type(one) is not type(other):
+        return [f"{place}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return [f"{place}: {sorted(map(str, one))} and {sorted(map(str, other))}"]
+        return [found for key in one for found in differences(one[key], other[key], f"{place}.{key}")]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [f"{place}: {len(one)} and {len(other)} entries"]
+        pairs = enumerate(zip(one, other))
+        return [found for index, pair in pairs for found in differences(*pair, f"{place}[{index}]")]
+    is_same = one.equal(other) if isinstance(one, Tensor) else one == other
+    return [] if is_same else [f"{place}: {one} and {other}"]
 
 
 def assert_same(one: Any, other: Any) -> None:
