@@ -253,6 +253,11 @@ class Run(NamedTuple):
         given = [float(number) for number in self.local.split(":") if number]
         return [*given, *(1.0, 1.0, 0.0, 1.0, POST_LOCAL_START)[len(given) :]]
 
+    def rounds(self) -> LocalSteps:
+        """Return the local steps of a system of this package."""
+        steps, rate, momentum, decay, _ = self.local_numbers()
+        return LocalSteps(int(steps), rate, momentum, momentum > 0, decay)
+
     @property
     def power_rank(self) -> Optional[int]:
         """That of PowerSGD, which DDP exchanges gradients by; ``None`` for all else."""
@@ -270,9 +275,7 @@ class Run(NamedTuple):
         exchange = AUTO if name in OWN_EXCHANGE else Owners(float(keep)) if keep else way
         rounds: Union[int, LocalSteps] = 1
         if self.local:
-            steps, rate, momentum, decay, _ = self.local_numbers()
-            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay)
-            warmup = 0
+            rounds, warmup = self.rounds(), 0
         return Settings.of(
             name,
             self.density,

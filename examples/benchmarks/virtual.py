@@ -246,10 +246,9 @@ class VirtualRank:
         loss.backward()
         self._steps += 1
         rounds = self._rounds
-        is_local = self._averages_every is not None and self._steps > self._averages_after
+        is_local = rounds is not None or (self._averages_every is not None and self._steps > self._averages_after)
         if rounds is not None:
             rounds.begin_round()
-            is_local = True
         with torch.no_grad():
             if is_local:
                 self._clip()

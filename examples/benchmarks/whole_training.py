@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from training import begin_rank, trainer_of
 from typing_extensions import override
 
-from lightning_sparse import LocalSteps, SparseDDPStrategy
+from lightning_sparse import SparseDDPStrategy
 
 
 class Learner(LightningModule):
@@ -98,9 +98,7 @@ def row_of(run: Run, arguments: Mapping[str, Any]) -> Row:
     if run.density is not None:
         settings["density"] = run.density
     if run.local:
-        steps, rate, momentum, decay, _ = run.local_numbers()
-        rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay)
-        settings["local_steps"] = rounds
+        settings["local_steps"] = run.rounds()
     return Row(lambda hosts: {"strategy": SparseDDPStrategy(**settings), "num_nodes": hosts})
 
 
