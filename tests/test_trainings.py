@@ -91,7 +91,7 @@ def unlike(training, outcomes):
                 {
                     name: values
                     for name, values in state.items()
-                    # With local steps, ranks average a teacher at the end of the first round.
+                    # With local steps, ranks average a teacher only when a round ends early.
                     if name.rpartition(".")[2] not in left_out
                     and not (training.local and place != "end" and name.startswith(("teacher", "averaged")))
                 }

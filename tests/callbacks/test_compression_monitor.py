@@ -62,7 +62,7 @@ def test_everything_reaches_any_logger(fitted, tmp_path):
         assert by_name["residual_to_gradient"] == pytest.approx(ratio, rel=1e-4)
 
 
-def test_the_page_opens_sorted_and_shows_settings_and_plan(fitted, tmp_path):
+def test_the_page_opens_sorted(fitted, tmp_path):
     fitted(max_epochs=6)
     events = events_of(tmp_path)
     layout = layout_pb2.Layout()

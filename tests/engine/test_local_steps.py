@@ -332,8 +332,6 @@ def test_numbers_out_of_range_are_refused(changes):
 class Numbers:
     """An empty shared model that records the steps of exchanges."""
 
-    trained = frozenset()
-
     is_shown = False
 
     def __init__(self):
@@ -348,7 +346,7 @@ class Numbers:
     def nothing(self, *arguments, **named):
         return ()
 
-    reset_shared_model = check_followed = unify_rest = inactive = swap_out = nothing
+    reset_shared_model = unify_rest = inactive = swap_out = nothing
 
 
 class Alone:

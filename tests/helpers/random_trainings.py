@@ -34,6 +34,7 @@ from lightning_sparse.callbacks import (
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
 from lightning_sparse.compressors.registry import build_by_name
+from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import AutoBackend
@@ -147,7 +148,8 @@ class Training:
         """Return whether a step may have several exchanged backwards, which momentum correction refuses."""
         adds_up = self.by_hand == "by turns" or ("toggled" in self.by_hand and self.accumulates > 1)
         adds_up = (self.optimizers > 1 and adds_up) or (self.by_hand == "together" and self.accumulates > 1)
-        return self.has_momentum and self.has_sgd and (self.backwards > 1 or adds_up)
+        has_velocity = self.optimizer == "momentum" or (self.optimizer == "sgd" and self.falls == "cycle")
+        return self.has_momentum and has_velocity and (self.backwards > 1 or adds_up)
 
     @property
     def uses_partly(self):
@@ -242,10 +244,8 @@ class Training:
     def has_twin(self):
         # DDP does not support thawed or added parameters. Accumulation by turns adds to gradients of earlier steps.
         adds_up = self.accumulates > 1 and "by turns" in self.by_hand
-        # Velocities have accumulated the gradients that another optimizer's turn drops.
-        drops = self.has_momentum and self.by_hand == "by turns" and self.optimizers > 1
         is_ours = self.adds is not None or "thawing" in self.parts
-        if not is_exact(self.subject) or is_ours or adds_up or drops:
+        if not is_exact(self.subject) or is_ours or adds_up:
             return False
         # With dense messages no residual exists for momentum correction with optimizers other than SGD. Masked momentum
         # is lost. A shared parameter has one velocity. Clipping and replaced optimizers see velocities, and weight
@@ -384,10 +384,8 @@ def dawdle(trainer, pl_module, batch, batch_idx):
 
 
 def go_backward_before(trainer, *batch):
-    optimizer_parameters = [
-        each for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]
-    ]
-    if trained := [each for each in optimizer_parameters if each.requires_grad]:
+    held = (each for optimizer in trainer.optimizers for each in optimizer_parameters(optimizer))
+    if trained := [each for each in held if each.requires_grad]:
         sum((1 + trainer.global_rank) * each.sum() for each in trained).backward()
 
 
@@ -642,7 +640,7 @@ def state(tensors):
 
 
 def clip_as_torch_does(optimizer, norm):
-    trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    trained = [each for each in optimizer_parameters(optimizer) if each.grad is not None]
     if trained:
         nn.utils.clip_grad_norm_(trained, norm)
 
@@ -1028,7 +1026,7 @@ def _can(training, name):
     if name in ("layerwise", "single", "merged"):
         return training.strategy not in MEASURED and not training.subject.selects_across_bucket
     if name == "gradients of their own":
-        # DDP, which also runs synchronous and dense steps, rounds differently if it reduces a gradient several times.
+        # DDP, which also runs dense steps, rounds differently if it reduces a gradient several times.
         return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)
     if name == "a backward before Lightning's":  # inside a step, this backward would add to existing gradients
         return training.by_hand == "" and training.accumulates == 1

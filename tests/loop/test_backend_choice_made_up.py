@@ -1,7 +1,6 @@
 """Decisions and messages of ``sparse_auto`` for given measurements, without clocks and processes."""
 
 import random
-from collections.abc import Callable
 from itertools import groupby
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +12,6 @@ from lightning_sparse.loop import backend_choice
 from lightning_sparse.loop.backend_choice import AutoBackend, compare
 
 _PLANNING_STEPS = 80
-Cost = Callable[[int], float]
 
 
 class MadeUpEngine:
@@ -22,7 +20,7 @@ class MadeUpEngine:
     seconds = mock.Mock()
 
     def __init__(self, density):
-        self.planner = self.densities = self.recorder = self.totals = self
+        self.densities = self.recorder = self.totals = self
         self.sends_all = False
         self.memory = SimpleNamespace(corrects_adam=False)
         self.plan = None

@@ -157,17 +157,18 @@ def test_the_gradients_that_no_optimizer_has_are_each_ranks_own(pair):
 
 def renew_the_optimizer(rank, kind):
     model, _ = built(rank, "bare")
-    settings = CORRECTED if kind == "AdamW" else {}
+    settings = {"SGD": {"compressor": DGC()}, "AdamW": CORRECTED, "plain": {}}[kind]
     build = OPTIMIZERS.get(kind, partial(torch.optim.SGD, lr=0.01))
     optimizer = build(model.parameters())
-    with warnings.catch_warnings(record=True) as told, sparsify_gradients(model, optimizer, **SPARSE, **settings):
+    given = {**SPARSE, **settings}
+    with warnings.catch_warnings(record=True) as told, sparsify_gradients(model, optimizer, **given) as handle:
         warnings.simplefilter("always")
-        train(rank, model, optimizer, range(10))
-        train(rank, model, build(model.parameters()), range(10, 22))
+        train(rank, model, optimizer, range(10), handle.no_sync)
+        train(rank, model, build(model.parameters()), range(10, 22), handle.no_sync)
     return [str(each.message) for each in told if "without a step of a registered optimizer" in str(each.message)]
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "plain"])
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "plain"])
 def test_a_new_optimizer_that_nobody_has_told_of_is_warned_of(pair, kind):
     told, others = pair.run(renew_the_optimizer, kind)
     assert (len(told), others) == (int(kind != "plain"), [])  # a warning if state was taken over

@@ -192,7 +192,6 @@ MORE_IN_ONE_ORDER = {
     "DGC": Case({"compressor": "dgc", "density": 0.1, "warmup_steps": 0}),
     "QSGD": Case({"compressor": "qsgd", "schedule": "layerwise"}),
     "two levels, AdamW": Case(corrected({**LARGEST, "levels": 2}), ADAMW, 4, NODES),
-    "rounds": Case({**LARGEST, "local_steps": 2}),
 }
 CASES = [*IN_ONE_ORDER, *exhaustive(MORE_IN_ONE_ORDER)]
 

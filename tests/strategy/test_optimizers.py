@@ -53,10 +53,7 @@ def in_pieces(pair, compressor, density, **arguments):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "compressor",
-    ["topk", "omgs"],
-)
+@pytest.mark.parametrize("compressor", ["topk", "omgs"])
 def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(pair, compressor):
     # The learning rate is so small that gradients do not depend on earlier selections.
     one, several = (
