@@ -95,7 +95,7 @@ def impatient():
         for module, values in (
             (plan_module, {"_PARTS": (1, 2)}),
             (planner_module, {"_ROUNDS": 1, "_STEPS": 1}),
-            (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1, "_MAX_TURNS": 1}),
+            (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
         yield

@@ -718,7 +718,7 @@ def switch(choice):
     while True:
         choice.wants_dense = False
         yield
-        yield from choice._decide(True)
+        yield from choice._change_to_ddp()
 
 
 def fit(rank, training, folder, goes_on_from=None, is_ddp=False, has_more=False):
