@@ -1,17 +1,14 @@
 """Log lines and warnings of a training."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.settings import LocalSteps, Settings
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.wire import EXCHANGES
-
-FEW_ROUNDS = 100  # a training with fewer rounds causes a warning
-SAFE_STEPS = 5  # maximum local steps per round with which short trainings ended near DDP's loss
 
 RESUMES_ALONE = (
     "one process continues a compressed training: nothing is sent, and compression continues so that the model"
@@ -93,20 +90,6 @@ def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str
     if not math.isnan(stats["exposed_share"]):
         parts.append(f"exposed: {100 * stats['exposed_share']:.1f} % of the time")
     return "; ".join([*parts, *filter(None, [verdict])]) + "."
-
-
-def log_rounds(local: LocalSteps, steps: int, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Log how many rounds ``steps`` optimizer steps make. Call ``warn`` if the rounds are few."""
-    every = local.every
-    count = -(-steps // every)
-    rounds = f"{count} round{'s' * (count != 1)} of {every} local steps"
-    log(f"up to {steps} optimizer steps, that is {rounds}.")
-    if count < FEW_ROUNDS and every > SAFE_STEPS:
-        warn(
-            f"local_steps={every} makes {rounds}, too few to reach DDP's loss: after 800 steps a small GPT ended 8 to"
-            " 48 % above DDP with 27 to 40 rounds of 20 or 30 steps, and 4 % above with 160 rounds of 5. In short"
-            f" trainings use local_steps={SAFE_STEPS}, or 'lags' without local steps, which exchanges in every step."
-        )
 
 
 def in_bytes(count: float) -> str:

@@ -112,8 +112,8 @@ class Session:
             self.training = Training(ddp, optimizers, settings, given, self._log)
         warn_of_adaptive(settings, optimizers, warn_user)
 
-    def _expect_steps(self, total_steps: Optional[int], logs_rounds: bool = True) -> None:
-        """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up and the rounds."""
+    def _expect_steps(self, total_steps: Optional[int]) -> None:
+        """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up."""
         check_total_steps(self.settings, total_steps)
         if (training := self.training) is None:
             return
@@ -123,8 +123,6 @@ class Session:
             adam.warm_up.total_steps = total_steps
             if adam.warm_up.is_dense:
                 self._log(summary.adam_line(self.settings, training.optimizers, total_steps))
-        if logs_rounds and total_steps is not None and (local := self.settings.local_steps) is not None:
-            summary.log_rounds(local, total_steps, self._log, warn_user)
 
     def _end_training(self, has_failed: bool = False, keeps_state: bool = False) -> None:
         """End the training. If ``keeps_state``, store the final state on the CPU. A second call does nothing.

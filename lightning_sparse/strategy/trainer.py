@@ -120,10 +120,8 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.engine is not None:
-            trainer: Any = self._module.trainer
-            logs_rounds = self._module.automatic_optimization and not trainer.fast_dev_run
             # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
-            self._expect_steps(total_steps_of(trainer), logs_rounds)
+            self._expect_steps(total_steps_of(self._module.trainer))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

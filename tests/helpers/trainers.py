@@ -31,7 +31,6 @@ EXPECTED_WARNINGS = (
     # On a GPU, DDPStrategy wraps the model on another stream than the stream of the forward.
     ".*AccumulateGrad node's stream does not match.*",
     ".*GPU available but not used.*",  # tests of the CPU
-    ".*too few to reach DDP's loss.*",  # rounds of local steps; see tests/strategy/test_local_steps.py
     # Adam and Muon; see tests/strategy/test_optimizers.py.
     ".*adapts to dense gradients.*",
     ".*`srun` command is available.*",  # machines with SLURM

@@ -1,7 +1,6 @@
 import copy
 from functools import partial
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
 from tests.helpers.resuming import Numbered
 from tests.helpers.rounds import ROUNDS, Local, Overflowing, scaling
-from tests.helpers.trainers import Small, run_fit, weights
+from tests.helpers.trainers import Small, weights
 
 
 class Narrow(Local):
@@ -393,34 +392,6 @@ def test_a_parameter_that_gets_another_name_in_a_round_is_exchanged(pair, kind, 
     assert_same(answers[0].end, answers[1].end)
     name = "network.0.weight_orig"
     assert not torch.equal(answers[0].end[name], answers[0].batches[6][name])
-
-
-def told(rank, local_steps, module, arguments):
-    lines = []
-    strategy = SparseDDPStrategy("dense", local_steps=local_steps)
-    warn = "lightning_sparse.loop.training.warn_user"
-    with mock.patch(warn, lines.append), mock.patch.object(strategy, "_log", lines.append):
-        run_fit(rank, strategy, module(), **arguments)
-    return [line for line in lines if "round" in line]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("local_steps", "module", "arguments", "expected"),
-    [
-        (3, Small, {"max_epochs": 2}, ["up to 32 optimizer steps, that is 11 rounds of 3 local steps."]),
-        (8, Small, {"accumulate_grad_batches": 2}, ["that is 1 round of 8", "ended 8 to 48 % above"]),
-        (8, Small, {"fast_dev_run": True}, []),
-        (11, Small, {"val_check_interval": 2}, ["2 rounds of 11", "ended 8 to 48 % above"]),
-        (5, Small, {"val_check_interval": 2}, ["4 rounds of 5"]),
-        (8, Adversaries, {}, []),
-    ],
-    ids=["known", "few", "a try", "cut short", "short", "by hand"],
-)
-def test_the_number_of_rounds_is_told_at_the_start(pair, local_steps, module, arguments, expected):
-    for lines in pair.run(told, local_steps, module, arguments):
-        assert len(lines) == len(expected)
-        assert all(part in line for part, line in zip(expected, lines))
 
 
 @pytest.mark.parametrize(
