@@ -91,7 +91,8 @@ class AutoBackend(SharedOnCopy):
         for _ in range(_SETTLING_STEPS):
             yield
         for _ in range(_TIMED_STEPS):
-            seconds.append(self._engine.mean_over_ranks((yield)))
+            own = yield
+            seconds.append(self._engine.mean_over_ranks(own))
         self._is_timing = False
 
     def _change_to_ddp(self) -> Steps:

@@ -1,7 +1,7 @@
 """The entry point for loops without a Trainer: :func:`sparsify_gradients`, and the handle that the function returns."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,6 @@ from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_backward
 from lightning_sparse.engine.step.topology import UnwrappedModule
-from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.arguments import pop_settings, with_settings_signature
 from lightning_sparse.loop.changes import Watch
 from lightning_sparse.loop.checks import (
@@ -38,9 +37,9 @@ from lightning_sparse.loop.checks import (
     check_wrapped,
 )
 from lightning_sparse.loop.levels import Node, agreed_ranks_of_node, own_node
-from lightning_sparse.loop.optimizers import all_optimizer_parameters, unwrapped
-from lightning_sparse.loop.state import act_together, exists, load_state, save_state
-from lightning_sparse.loop.training import Log, RuntimeOptions, Session, Training
+from lightning_sparse.loop.optimizers import unwrapped
+from lightning_sparse.loop.state import exists, save_state
+from lightning_sparse.loop.training import Log, RuntimeOptions, Session, Training, load_folder
 from lightning_sparse.removed import refuse_removed
 
 _LOGGER = logging.getLogger(__name__)
@@ -198,8 +197,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         """
         self._check_open()
         if self.training is not None:
-            state = self.training.state(together=True)
-            save_state({**state, "shared model": self._prints()}, str(folder))
+            save_state(self.training.state(together=True), str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:
         """Load a folder of :meth:`save_state`. All ranks must call. With local steps, load model and optimizers before.
@@ -208,39 +206,19 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         per node), each rank resumes from the mean residual.
 
         Raises:
-            CheckpointError: for files that are missing, damaged, or of another format.
-            ValueError: for parts of a state that compressor or model cannot use, for another model, or on one process.
+            CheckpointError: for files that are missing, damaged, of another format, or of another model.
+            ValueError: for parts of a state that compressor or model cannot use, or on one process.
         """
         self._check_open()
         if (training := self.training) is None:
             if exists(str(folder)):
                 raise ValueError(f"{folder} needs several processes: start more, or skip load_state")
             return
-        state = load_state(str(folder), training.engine)
-        act_together(partial(self._load, state, training, folder), f"{folder} does not fit")
-
-    def _load(self, state: Mapping[str, Any], training: Training, folder: Union[str, Path]) -> None:
-        if (rounds := training.engine.rounds) is not None:
-            rounds.leave()
-            if state["shared model"] not in (None, self._prints()):
-                raise ValueError(
-                    f"{folder} belongs to another model. Before load_state, load the model that was saved together with"
-                    " this folder. During training, save the model inside `with handle.shared_model():`"
-                )
-        if unused := training.load(state):
+        if unused := load_folder(training, str(folder), str(folder)):
             raise ValueError(
                 f"{folder} has unused parts ({'; '.join(unused)}): build the same model, optimizers and compressor, or"
                 " skip load_state to start with empty residuals"
             )
-
-    def _prints(self) -> Optional[list[int]]:
-        """Return fingerprints of the shared model's trained parameters, or ``None`` without local steps."""
-        if self.training is None or self.settings.local_steps is None:
-            return None
-        # Parameters without an optimizer, such as a moving average, may differ between ranks.
-        trained = set(all_optimizer_parameters(self.training.optimizers))
-        with self.replicas.shared_model():
-            return [int(fingerprint(each)) for each in self.module.parameters() if each in trained and each.numel()]
 
     def _check_open(self) -> None:
         if self._is_closed:

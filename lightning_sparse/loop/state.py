@@ -82,7 +82,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
 
 
 def act_together(action: Callable[[], Result], outcome: str) -> Result:
-    """Run an action on every rank. If any rank fails, all ranks raise an error. All ranks must call."""
+    """Run an action on every rank. If any rank fails, all ranks raise ``CheckpointError``. All ranks must call."""
     error: Any = None
     try:
         result = action()
@@ -92,7 +92,7 @@ def act_together(action: Callable[[], Result], outcome: str) -> Result:
         failures = all_gather_object(error and f"{type(error).__name__}: {error}")
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise error or CheckpointError(f"{outcome}: rank {rank} has failed with {failure}")
+            raise CheckpointError(f"{outcome}: rank {rank} has failed with {failure}") from error
     return result
 
 

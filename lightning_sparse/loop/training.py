@@ -38,7 +38,15 @@ from lightning_sparse.loop.optimizers import (
     listed,
     warn_of_adaptive,
 )
-from lightning_sparse.loop.state import collect_state, load_states, match_state, states_of
+from lightning_sparse.loop.state import (
+    HINT,
+    act_together,
+    collect_state,
+    load_state,
+    load_states,
+    match_state,
+    states_of,
+)
 from lightning_sparse.schedule import Auto, Plan
 
 _NEW = (
@@ -186,7 +194,7 @@ class Training:
         self.view: OptimizerView
         self.backwards = 0  # number of backwards since the last optimizer step
         self._is_implicit = True  # whether a backward that no caller announces may exchange gradients
-        self._given, self._log = given, log
+        self._given, self.log = given, log
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
         ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group), log)
         around = (self._open, lambda: self.view.note_arrived())
@@ -241,7 +249,7 @@ class Training:
         self._loaded.watch(self.engine.module, optimizers)
         if has_new or changes:
             self._restart(present)
-            self._log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
+            self.log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
     def _restart(self, present: TrainedParameters) -> None:
         """Exchange ``present`` from now on, and broadcast new layers."""
@@ -330,7 +338,7 @@ class Training:
         parameters = ddp_parameters(self.engine.module).items()
         names = [name for name, each in parameters if loaded is None or each in loaded]
         self.engine.worker.run(lambda: self.engine.memory.reset(names))
-        self._log(ROLLED_BACK.format(count=len(names)))
+        self.log(ROLLED_BACK.format(count=len(names)))
         if self.engine.rounds is not None:
             self.engine.rounds.reset_shared_model()
 
@@ -413,6 +421,15 @@ class Training:
         is_whole = self.engine.close(has_failed)
         self.view.close()
         return is_whole
+
+
+def load_folder(training: Training, folder: str, source: str) -> list[str]:
+    """Load a folder of compression states, and return descriptions of unused parts. All ranks must call."""
+    state = load_state(folder, training.engine)
+    if "is_whole" in state:
+        before, now = state["header"]["world_size"], training.engine.pipeline.levels.world.world_size
+        training.log(f"{before} ranks saved {source}, {now} ranks continue, each from the mean residual.")
+    return act_together(partial(training.load, state), f"{source} does not fit this training. {HINT}")
 
 
 def _check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:

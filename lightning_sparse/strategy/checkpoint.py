@@ -19,17 +19,8 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.collectives import all_gather_object
-from lightning_sparse.loop.state import (
-    HINT,
-    VERSION,
-    CheckpointError,
-    act_together,
-    check_version,
-    exists,
-    load_state,
-    save_state,
-)
-from lightning_sparse.loop.training import Training
+from lightning_sparse.loop.state import VERSION, act_together, check_version, exists, save_state
+from lightning_sparse.loop.training import Training, load_folder
 from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricDDPStrategy, ParallelStrategy
 
 PathLike = Union[str, Path]
@@ -129,20 +120,7 @@ class Checkpointer:
                 " continue exactly, put the folder there."
             )
             return
-        state = load_state(folder, training.engine)
-        act_together(lambda: self._load(state, training, path), f"{path} was not loaded")
-
-    def _load(self, state: dict[str, Any], training: Training, path: str) -> None:
-        engine = training.engine
-        try:
-            unused = training.load(state)
-        except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-            name = type(engine.pipeline.compressor).__name__
-            raise CheckpointError(f"{path} does not fit this model and {name}: {error!r}. {HINT}") from error
-        if "is_whole" in state:
-            before, now = state["header"]["world_size"], engine.pipeline.levels.world.world_size
-            self._log(f"{before} ranks saved {path}, {now} ranks continue, each from the mean residual.")
-        if unused:
+        if unused := load_folder(training, folder, path):
             self._log(f"unused parts of {path}: {'; '.join(unused)}.")
 
     def _log(self, line: str) -> None:

@@ -117,9 +117,6 @@ def forget(rank, folder):
         handle.save_state(folder)
     evaluate(ddp)
     refused(lambda: ddp(rows_of(0, 0).to(DEVICE)))
-    other, its_optimizer = wrapped()
-    with sparsify_gradients(other, its_optimizer, **SPARSE) as handle:
-        refused(lambda: handle.load_state(folder))
     with sparsify_gradients(*wrapped(), density=0.1) as handle:
         refused(lambda: handle.load_state(folder))
     return said
@@ -134,7 +131,7 @@ def pickled(module):
 
 def test_what_is_forgotten_is_refused_with_its_cure(pair, tmp_path):
     for said in pair.run(forget, tmp_path):
-        expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "another model", "gradients are"]
+        expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "gradients are"]
         assert len(said) == len(expected)
         assert all(part in message for part, message in zip(expected, said))
 
