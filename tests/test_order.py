@@ -14,9 +14,10 @@ import torch
 import lightning_sparse.engine.engine as engine_module
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.strategy.names import systems
-from lightning_sparse.testing.invariants import Sluggish, assert_mass_is_conserved
+from lightning_sparse.testing.invariants import assert_mass_is_conserved
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import booked_step
+from tests.helpers.sluggish import Sluggish
 from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,
     COMPRESSOR_NAMES,

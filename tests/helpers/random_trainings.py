@@ -38,8 +38,9 @@ from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import AutoBackend
-from lightning_sparse.testing.invariants import Sluggish, is_exact
+from lightning_sparse.testing.invariants import is_exact
 from tests.compatibility.running import changing_hands
+from tests.helpers.sluggish import Sluggish
 from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer
 
 WIDTH = 6
