@@ -62,17 +62,17 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
 
     Raises:
         CheckpointError: if a file is missing, damaged, of another format, or from another save than other files, or if
-            only one of state and model is sharded.
+            the model was saved in another number of shards.
     """
     number, state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
     before, now = state["header"], _header_of(engine)
     if len(set(all_gather_object(before["save"]))) > 1:
         raise CheckpointError(f"the files in {folder} are of several saves: copy all files of one save. {HINT}")
-    if before["is_sharded"] != now["is_sharded"]:
-        saved, present = ("sharded" if each["is_sharded"] else "unsharded" for each in (before, now))
+    saved, present = (each["local_world_size"] if each["is_sharded"] else 1 for each in (before, now))
+    if saved != present:
         raise CheckpointError(
-            f"{folder} holds {saved} residuals, and this training has {present} residuals: resume with the same"
-            f" strategy. {HINT}"
+            f"{folder} was saved with a model in {saved} shards, and this training has {present}: resume with"
+            f" the same strategy and data_parallel_size. {HINT}"
         )
     if all(before[key] == now[key] for key in ("world_size", "local_world_size")):
         return state
@@ -168,20 +168,15 @@ class _Table:
         self._parameters = dict(engine.module.named_parameters())
         self._is_sharded, self._parts = header["is_sharded"], header["local_world_size"]
         self._rows = header["world_size"] // self._parts
-        self._shards = engine.pipeline.levels.local_world_size if self._is_sharded else 1
-        self._shard = dist.get_rank() % self._shards
         self._sums: dict[Place, Tensor] = {}
         self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
 
     def read(self) -> None:
         """Read some files, and sum the tensors. Ranks with the same part of the residuals read different files."""
-        is_cut = self._parts != self._shards
-        first = self._file(self._replicas.rank % self._rows, self._shard % self._parts)
-        if self._is_sharded and is_cut:
-            self._check_shards(first)
-            first["layouts"] = _layouts_of(self._engine.module)  # FSDP's shards are contiguous slices along dimension 0
+        parts = [dist.get_rank() % self._parts] if self._is_sharded else range(self._parts)
+        first = self._file(self._replicas.rank % self._rows, parts[0])
         for row in range(self._replicas.rank, self._rows, self._replicas.world_size):
-            for part in range(self._parts) if is_cut else [self._shard]:
+            for part in parts:
                 for place, tensor in _floats(self._file(row, part)):
                     self._add(place, tensor, part)
         self._state = first
@@ -190,38 +185,19 @@ class _Table:
         number = row * self._parts + part
         return self._state if number == self._number else _read(_path_of(self._folder, number))
 
-    def _check_shards(self, state: Mapping[str, Any]) -> None:
-        placements = (each for one in self._parameters.values() for each in getattr(one, "placements", ()))
-        if "rounds" in state or any(getattr(each, "dim", 0) for each in placements):
-            raise CheckpointError(
-                f"{self._folder} holds shards of local steps, or shards along another dimension than 0, and resharding"
-                f" supports neither: resume with data_parallel_size={self._parts}. {HINT}"
-            )
-
     def _add(self, place: Place, tensor: Tensor, part: int) -> None:
         if place[0] == "memory" and place[1] not in NUMBERS:
             if place[2] not in self._parameters:
                 return
-            parameter = self._parameters[place[2]]
-            tensor = self._part_of(parameter, tensor, part) if self._parts != self._shards else tensor
+            if not self._is_sharded and self._parts > 1:  # with two levels, a file has a slice of each residual
+                whole = torch.zeros(self._parameters[place[2]].numel(), dtype=tensor.dtype)
+                begin = -(-whole.numel() // self._parts) * part
+                whole[begin : begin + tensor.numel()] = tensor
+                tensor = whole
         self._forms[place] = tensor.shape, tensor.dtype
         if _is_number(place):
             tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # the sum of these 1s counts the files
         self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
-
-    def _part_of(self, parameter: Tensor, tensor: Tensor, part: int) -> Tensor:
-        """Return this rank's part of a parameter, with the elements of one saved part, and zeros elsewhere."""
-        own = torch.zeros(local_tensor(parameter).numel(), dtype=tensor.dtype)
-        row = parameter.shape[1:].numel() if self._is_sharded else 1  # elements per row: DTensor shards whole rows
-        rows = parameter.numel() // max(1, row)
-        begin, start = (
-            min(rows, -(-rows // pieces) * piece) * row
-            for piece, pieces in ((part, self._parts), (self._shard, self._shards))
-        )
-        first, stop = max(begin, start), min(begin + tensor.numel(), start + own.numel())
-        if first < stop:
-            own[first - start : stop - start] = tensor[first - begin : stop - begin]
-        return own
 
     def mean(self) -> dict[str, Any]:
         """Return the mean state. With two levels, a residual covers the whole parameter, not only this rank's part."""
@@ -238,12 +214,9 @@ class _Table:
 
     def _mean_of(self, place: Place, total: Tensor) -> Tensor:
         if not _is_number(place):
-            is_in_parts = place[0] == "memory" or self._parts == self._shards
+            is_in_parts = place[0] == "memory" or self._is_sharded
             return total.div_(self._rows if is_in_parts else self._rows * self._parts)
-        mean = total[:-1].div_(total[-1])
-        if self._is_sharded and place[1] == "squared_norms":  # the sum over shards is the model's squared norm
-            mean.mul_(self._parts / self._shards)
-        return mean
+        return total[:-1].div_(total[-1])
 
 
 def _is_number(place: Place) -> bool:
