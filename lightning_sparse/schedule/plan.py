@@ -1,10 +1,8 @@
 """Plans, which divide gradients into buckets: plans to try, the optimum of OMGS-SGD, and the plan in use."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Cost = Callable[[int], float]  # seconds by a number of elements
 Stops = tuple[int, ...]  # a plan: the end index of each bucket, among the gradients in the order of backward
@@ -94,20 +92,17 @@ def plan_buckets(
     Returns:
         the tensor indices of each bucket, in the order of exchange.
 
-    Raises:
-        ValueError: for empty, negative, non-finite or mismatched arguments.
-
     Example: an exchange takes 1 s plus 0.1 s per element. Backward of the last tensor hides the first exchange::
 
         >>> plan_buckets([10, 10, 10], [1.0, 1.0, 3.0], lambda n: 0.0, lambda n: 1.0 + n / 10.0)
         [[0, 1], [2]]
     """
-    _check(sizes, backward_seconds)
     elements, ready = list(accumulate(sizes, initial=0)), list(accumulate(backward_seconds, initial=0.0))
     # best[n], for the first n tensors: the earliest time when the worker is free, and the last bucket's first tensor.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for stop in range(1, len(ready)):
-        costs = (_cost(select_cost, exchange_cost, elements[stop] - elements[start]) for start in range(stop))
+        sizes_of_last = (elements[stop] - elements[start] for start in range(stop))
+        costs = (select_cost(size) + exchange_cost(size) for size in sizes_of_last)
         best.append(min((max(best[start][0], ready[stop]) + cost, start) for start, cost in enumerate(costs)))
     buckets: list[list[int]] = []
     stop = len(sizes)
@@ -116,24 +111,3 @@ def plan_buckets(
         buckets.insert(0, list(range(start, stop)))
         stop = start
     return buckets
-
-
-def _check(sizes: Sequence[int], backward_seconds: Sequence[float]) -> None:
-    if len(sizes) == 0 or len(backward_seconds) != len(sizes):
-        raise ValueError(
-            f"sizes has {len(sizes)} entries and backward_seconds {len(backward_seconds)}: pass both for each tensor,"
-            " and at least one tensor"
-        )
-    for name, given, kind in (("sizes", sizes, Integral), ("backward_seconds", backward_seconds, Real)):
-        for position, number in enumerate[Any](given):
-            if not (isinstance(number, kind) and 0 <= float(number) < math.inf):
-                raise ValueError(f"{name}[{position}]={number!r} must be finite and at least 0 (sizes: integers)")
-
-
-def _cost(select_cost: Cost, exchange_cost: Cost, elements: int) -> float:
-    """Return the seconds that the worker spends on a bucket."""
-    select, exchange = select_cost(elements), exchange_cost(elements)
-    for noun, seconds in (("select_cost", select), ("exchange_cost", exchange)):
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"{noun}({elements})={seconds} must be finite seconds, at least 0")
-    return select + exchange

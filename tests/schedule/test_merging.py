@@ -1,5 +1,4 @@
 import itertools
-import math
 
 import pytest
 
@@ -67,22 +66,3 @@ def test_the_greedy_rule_decides_as_published_and_is_not_optimal():
         assert len(buckets) == count
         assert slow_total(buckets, problem, "backward") == pytest.approx(total, abs=5e-5)
         assert slow_total(buckets, problem) > 1.1 * OPTIMA[workers]
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("sizes", []),
-        ("sizes", [1, -1]),
-        ("sizes", [1, 1.5]),
-        ("backward_seconds", [1.0]),
-        ("backward_seconds", [math.inf, 1.0]),
-        ("backward_seconds", [None, 1.0]),
-        ("select_cost", lambda size: math.nan),
-        ("exchange_cost", lambda size: -1.0),
-    ],
-)
-def test_bad_input_is_refused_by_name(argument, value):
-    problem = Problem([10, 10], [1.0, 1.0], lambda size: 0.1, lambda size: 0.1)._replace(**{argument: value})
-    with pytest.raises(ValueError, match=argument):
-        plan_buckets(*problem)
