@@ -70,7 +70,6 @@ class BucketRecord:
     names: tuple[str, ...]
     elements: int = 0
     counts: int = 0  # number of elements that the densities of the parameters ask for
-    wire_bytes: float = 0.0
     spans: list[Span] = field(default_factory=list)  # times of the stages, in order
 
     def seconds(self, *stages: str) -> float:
@@ -305,8 +304,6 @@ class Recorder:
         """Record sent bytes. With ``is_inside_node`` all receivers are ranks of this node."""
         self.current.wire_bytes += count
         self.current.node_bytes += count * is_inside_node
-        if self._bucket is not None:
-            self._bucket.wire_bytes += count
 
     @contextmanager
     def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
