@@ -151,8 +151,6 @@ class Pipeline:
             if (samples := self.recorder.samples) is not None:
                 samples.add_gradients(names, gradients, self.context.loss_scale)
             with self.recorder.span("select"):
-                if self.compressor.selects_across_bucket:
-                    bucket = self.levels.with_use(bucket)
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)

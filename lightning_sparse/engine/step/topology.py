@@ -116,7 +116,7 @@ class LocalGradient(NamedTuple):
 
     name: str
     gradient: Tensor  # flat view of p.grad, or a copy; commit writes the mean here
-    is_used: Optional[bool]  # whether backward has added to the gradient on this rank; ``None`` if untracked
+    is_used: Optional[bool]  # whether backward has added to the gradient; ``None`` if unknown
 
 
 class FlatTopology:
@@ -148,10 +148,6 @@ class FlatTopology:
     def shares(self, bucket: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         """Return this rank's share of each gradient. With two levels, first average gradients inside the node."""
         return bucket
-
-    def with_use(self, shares: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        """Return shares with ``is_used`` set if a rank of the node has used the parameter."""
-        return shares
 
     def all_of(self, flag: Tensor) -> Tensor:
         """Return whether a flag, bool ``[]``, is set on all ranks of the node."""
@@ -264,14 +260,8 @@ class HierarchicalTopology(DividedRanks):
         shares: list[Tensor] = []
         for _, message in groupby(zip(gradients, ends), key=lambda pair: (pair[1] - 1) // most):
             shares += self._intra.run(self._average([gradient for gradient, _ in message]))
-        return [local._replace(gradient=share) for local, share in zip(bucket, shares)]
-
-    @override
-    def with_use(self, shares: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        idle = [local.gradient.any() for local in shares if local.is_used is False]
-        # Other ranks of the node may have used these parameters. To read this, the host waits for a GPU.
-        found = iter(torch.stack(idle).tolist() if idle else ())
-        return [local._replace(is_used=next(found)) if local.is_used is False else local for local in shares]
+        # Other ranks of the node may have used a parameter that this rank has not used.
+        return [LocalGradient(local.name, share, local.is_used or None) for local, share in zip(bucket, shares)]
 
     @override
     def any_of(self, flags: Tensor) -> Tensor:
