@@ -6,7 +6,7 @@ What is sent, kept and applied is what the engine sends, keeps and applies, to t
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Optional
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Clipping, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
+from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, Result
 from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
@@ -100,14 +100,14 @@ class InlineWorker(ExchangeWorker):
         self.error = None
 
     @override
-    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
-        run()
-        if done is not None:
-            done.set()
+    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        result: Future[Result] = Future()
+        result.set_result(task())
+        return result
 
     @override
-    def wait(self, done: threading.Event) -> None:
-        return
+    def wait(self, submitted: Future[Result]) -> Result:
+        return submitted.result()
 
 
 def factored_numel(shape: Sequence[int], rank: int) -> int:

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -102,8 +103,8 @@ _ONE_HOP = 2  # number of ranks for which a ring algorithm needs only one hop
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
-# A task has the arguments of ExchangeWorker.submit(), and the GPU events to wait for first.
-_Task = tuple[Callable[[], None], Optional[threading.Event], Sequence[Any]]
+# A task has a function, a future for the function's result, and the GPU events to wait for first.
+_Task = tuple[Callable[[], Any], Future[Any], Sequence[Any]]
 
 
 class Communicator(SharedOnCopy):
@@ -254,36 +255,31 @@ class ExchangeWorker:
         if self._device_module:
             self._updated.add(self._device_module.current_stream(self._device))
 
-    def submit(self, run: Callable[[], None], done: Optional[threading.Event] = None) -> None:
-        """Queue a task. On a GPU, the task starts after the work queued so far on the caller's current stream.
-
-        Args:
-            run: the task.
-            done: event that is set after the task.
-        """
+    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        """Queue a task. On a GPU, the task starts after the work queued so far on the caller's current stream."""
         if self._is_captured():
             raise RuntimeError(_CAPTURED)
         self.wait_for_caller()
         ready = [stream.record_event() for stream in self._updated]
         self._updated.clear()
-        self._tasks.put((run, done, ready))
+        result: Future[Result] = Future()
+        self._tasks.put((task, result, ready))
+        return result
 
     def run(self, task: Callable[[], Result]) -> Result:
         """Run a task behind the queued tasks, and return the result. Raise an error of this or an earlier task."""
-        done, results = threading.Event(), list[Result]()
-        self.submit(lambda: results.append(task()), done=done)
-        self.wait(done)
-        return results[0]
+        return self.wait(self.submit(task))
 
     def drain(self) -> None:
         """Wait for the queued tasks. If a task has failed, raise the error of the first failed task."""
         self.run(lambda: None)
 
-    def wait(self, done: threading.Event) -> None:
-        """Wait for the task that sets ``done``. On a GPU, the caller's stream then waits for the worker's stream."""
-        done.wait()
+    def wait(self, submitted: Future[Result]) -> Result:
+        """Wait for a task. On a GPU, the caller's stream then waits for the worker's stream."""
+        result = submitted.result()
         self.raise_error()
         self._sync_caller_stream()
+        return result
 
     def raise_error(self) -> None:
         """If a task has failed, raise the error of the first failed task."""
@@ -313,15 +309,14 @@ class ExchangeWorker:
                 self._perform(*task)
                 del task  # frees the task's gradients before the thread waits again
 
-    def _perform(self, run: Callable[[], None], done: Optional[threading.Event], ready: Sequence[Any]) -> None:
+    def _perform(self, task: Callable[[], Result], submitted: Future[Optional[Result]], ready: Sequence[Any]) -> None:
+        result = None
         try:
             if self.error is None:
                 if self._stream is not None:
                     for event in ready:
                         self._stream.wait_event(event)
-                run()
+                result = task()
         except BaseException as error:  # raise_error() raises this error on the caller's thread
             self.error = self.error or error
-        finally:
-            if done is not None:
-                done.set()
+        submitted.set_result(result)  # also after an error, which wait() raises

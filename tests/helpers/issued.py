@@ -49,13 +49,13 @@ def recording(seconds=0.0):
     issued = []
 
     class Recorded(ExchangeWorker):
-        def submit(self, run, *others, **named):
+        def submit(self, task):
             def recorded():
                 time.sleep(seconds)
                 with Recording(issued):
-                    run()
+                    return task()
 
-            super().submit(recorded, *others, **named)
+            return super().submit(recorded)
 
     with mock.patch.object(engine_module, "ExchangeWorker", Recorded), Recording(issued):
         yield issued

@@ -3,10 +3,10 @@
 :class:`SparseBackward` sends selected elements, and :class:`DenseBackward` all elements.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Optional
 
@@ -25,6 +25,7 @@ from lightning_sparse.schedule import Schedule
 _SMALL = 1 << 15  # number of elements; smaller gradients are copied into one buffer, which saves kernel launches
 _FIRST_DENSE_BYTES = 1024 * 1024  # bytes of a dense step's first message, short so that the network starts early
 _DENSE_BYTES = 25 * 1024 * 1024  # maximum bytes of a dense message, as in DDP; sizes double up to this maximum
+COLLECTING, ENDING, FINALIZING = range(3)  # phases of a backward; ENDING if finalize_backward is queued
 _OWN_USES = 2  # number of references to the storage of an unshared gradient: p.grad, and the query
 
 
@@ -114,8 +115,8 @@ class Backward(ABC):
     """
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
-        self.is_announced = self.has_end = False  # whether a hook saw the start; whether finalize_backward is queued
-        self.is_finalizing = False  # whether all gradients are collected
+        self.is_announced = False  # whether a hook saw the start of backward
+        self.phase = COLLECTING
         self.marks: dict[ParamEntry, Timestamp] = {}  # time when each gradient was ready; ordered by time
         self._context = route
         self._order = order
@@ -124,10 +125,8 @@ class Backward(ABC):
         self._bucket: list[ParamEntry] = []
         self._bucket_numel = 0
         self._missing: list[_Missing] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []  # pairs of a gradient and the copy that is exchanged
-        self._own_flags: Optional[Tensor] = None  # sent usage flags; the reference protects the memory
-        self._used_by_any: Optional[Tensor] = None  # usage flags by any rank, in the order of exchange
-        self._committed: Optional[threading.Event] = None
+        self._copied: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and the copies that are exchanged
+        self._committed: Optional[Future[Optional[Tensor]]] = None  # result of the task _commit
 
     def take(self, member: ParamEntry) -> None:
         """Record a ready gradient. Put ready gradients into buckets, up to the next missing gradient in the order."""
@@ -146,10 +145,10 @@ class Backward(ABC):
             self._order, self._waiting = order, deque(order.members)
         while self._waiting:
             self._enqueue(self._waiting.popleft())
-        self._context.worker.wait(self._committed or self._end())
-        for gradient, copy in self._copied:
-            gradient.copy_(copy)
-        unused = self._unused_anywhere()
+        used = self._context.worker.wait(self._committed or self._end())
+        for gradients, copies in self._copied:
+            torch._foreach_copy_(gradients, copies)
+        unused = self._unused_anywhere(used)
         self._write_missing(unused)
         return unused
 
@@ -173,15 +172,12 @@ class Backward(ABC):
 
     def _close_bucket(self, is_last: bool = False) -> None:
         members, self._bucket, self._bucket_numel = self._bucket, [], 0
-        bucket = self._gradients_of(members)
-        self._own_flags = self._flags() if is_last else None
-        self._submit(members, bucket, self._own_flags)
+        self._submit(members, self._gradients_of(members), is_last)
 
-    def _end(self) -> threading.Event:
+    def _end(self) -> Future[Optional[Tensor]]:
         if self._bucket:
             self._close_bucket(is_last=True)
-        self._committed = threading.Event()
-        self._context.worker.submit(self._commit, done=self._committed)
+        self._committed = self._context.worker.submit(self._commit)
         return self._committed
 
     def _goes_with(self, dtype: torch.dtype) -> bool:
@@ -193,11 +189,12 @@ class Backward(ABC):
         """Return whether the current bucket ends with ``member``."""
 
     @abstractmethod
-    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
-        """Queue a bucket for the worker. ``flags`` are the usage flags; ``None`` except with the last bucket."""
+    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], is_last: bool) -> None:
+        """Queue a bucket for the worker. The message of the last bucket also has the usage flags."""
 
-    def _commit(self) -> None:  # noqa: B027
-        """Finish after all buckets, on the worker. By default, means and ``_used_by_any`` are already written."""
+    @abstractmethod
+    def _commit(self) -> Optional[Tensor]:
+        """Finish after all buckets, on the worker. Return usage flags by any rank, in the order of exchange."""
 
     def _is_used(self, member: ParamEntry) -> bool:
         return member in self._used and member.parameter.grad is not None
@@ -218,7 +215,7 @@ class Backward(ABC):
         gradient = self._held_gradient(parameter)
         if not self._context.is_sharded and (not has_layout_of(gradient, parameter) or _shares_memory(parameter)):
             copy = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-            self._copied.append((gradient, copy))
+            self._copied.append(([gradient], [copy]))
             gradient = copy
         return flatten_as(gradient)
 
@@ -238,11 +235,11 @@ class Backward(ABC):
         # non_blocking is safe, because a copy from unpinned memory returns only after the read of the source.
         return flags.to(all_used.device, non_blocking=True)
 
-    def _unused_anywhere(self) -> set[Tensor]:
+    def _unused_anywhere(self, used: Optional[Tensor]) -> set[Tensor]:
         """Return the parameters that no rank has used. Synchronizes with a GPU if this rank has an unused parameter."""
-        if not self._missing or self._used_by_any is None:
+        if not self._missing or used is None:
             return set()
-        return {each.parameter for each, used in zip(self._order.members, self._used_by_any.tolist()) if not used}
+        return {each.parameter for each, is_used in zip(self._order.members, used.tolist()) if not is_used}
 
 
 class SparseBackward(Backward):
@@ -259,9 +256,8 @@ class SparseBackward(Backward):
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
-        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and package views that receive means
         # Buckets that are not sent yet. With clipping, the norm of all gradients is computed before any bucket is sent.
-        self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], Optional[Tensor]]] = []
+        self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], bool]] = []
         self._exchanged: list[BucketResult] = []
         self._arrived = arrived
         if route.overlaps_backward and route.pipeline.memory.corrects_adam:
@@ -281,21 +277,21 @@ class SparseBackward(Backward):
         return has_buckets and context.schedule.closes_bucket(member.name, self._bucket_numel)
 
     @override
-    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
+    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], is_last: bool) -> None:
         pipeline, worker = self._context.pipeline, self._context.worker
-        self._held.append((members, bucket, flags))
+        self._held.append((members, bucket, is_last))
         if pipeline.memory.clips_gradients:
-            if flags is None:
+            if not is_last:
                 return
             pairs = [pair for members, bucket, _ in self._held for pair in zip(members, bucket)]
             together = [local for _, local in sorted(pairs, key=lambda pair: pair[0].position)]
             worker.submit(partial(pipeline.measure_norms, together))
-        for _, bucket, flags in self._held:
-            worker.submit(partial(self._exchange, bucket, flags))
+        for _, bucket, is_last in self._held:
+            worker.submit(partial(self._exchange, bucket, is_last))
         self._held = []
 
-    def _exchange(self, bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
-        self._exchanged += self._context.pipeline.exchange(bucket, flags)
+    def _exchange(self, bucket: Sequence[LocalGradient], is_last: bool) -> None:
+        self._exchanged += self._context.pipeline.exchange(bucket, self._flags() if is_last else None)
 
     @override
     def _gradients_of(self, members: Sequence[ParamEntry]) -> list[LocalGradient]:
@@ -307,12 +303,12 @@ class SparseBackward(Backward):
         sources = [laid_as(self._held_gradient(each.parameter), each.parameter) for each in small]
         names = tuple([each.name for each in small])
         package = self._context.packages[names] = self._known.get(names) or Package.of(small, sources[0])
-        self._packed.append((sources, package.views))
+        self._copied.append((sources, package.views))
         self._context.worker.submit(partial(torch._foreach_copy_, package.views, sources))
         return [package.gradients.get(each.name) or self._local_of(each) for each in members]
 
     @override
-    def _end(self) -> threading.Event:
+    def _end(self) -> Future[Optional[Tensor]]:
         recorder = self._context.pipeline.recorder
         recorder.current.backward_end = recorder.clock.mark()
         # The time of a missing gradient is the end of backward.
@@ -321,15 +317,13 @@ class SparseBackward(Backward):
         return super()._end()
 
     @override
-    def _commit(self) -> None:
+    def _commit(self) -> Optional[Tensor]:
         pipeline, exchanged = self._context.pipeline, self._exchanged
         if self._arrived is not None and exchanged:
             pipeline.check_arrived(self._arrived)
         pipeline.commit(exchanged, self._order.places)
-        for gradients, views in self._packed:
-            torch._foreach_copy_(gradients, views)
         pipeline.close_record()
-        self._used_by_any = exchanged[-1].result.used if exchanged else None
+        return exchanged[-1].result.used if exchanged else None
 
     @override
     def _write_missing(self, unused: Set[Tensor]) -> None:
@@ -344,6 +338,7 @@ class DenseBackward(Backward):
     """Average complete gradients by all-reduces, as DDP does. Residuals do not change."""
 
     _bytes = _FIRST_DENSE_BYTES
+    _used_by_any: Optional[Tensor] = None  # usage flags in the last message
 
     @override
     def _closes(self, member: ParamEntry) -> bool:
@@ -357,13 +352,13 @@ class DenseBackward(Backward):
         return flat
 
     @override
-    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], flags: Optional[Tensor]) -> None:
-        self._context.worker.submit(partial(self._average, [local.gradient for local in bucket], flags))
+    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], is_last: bool) -> None:
+        self._context.worker.submit(partial(self._average, [local.gradient for local in bucket], is_last))
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 
-    def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
+    def _average(self, gradients: Sequence[Tensor], is_last: bool) -> None:
         """Average flat gradients and usage flags in one all-reduce, and write the means to the gradients."""
-        among = self._context.among
+        among, flags = self._context.among, self._flags() if is_last else None
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels), dtype=self._context.dense_dtype_of(gradients[0].dtype))
         *means, used = flat.split(numels)
@@ -376,6 +371,10 @@ class DenseBackward(Backward):
         torch._foreach_copy_(list(gradients), means)
         if flags is not None:
             self._used_by_any = used > 0
+
+    @override
+    def _commit(self) -> Optional[Tensor]:
+        return self._used_by_any
 
 
 def _shares_memory(parameter: Tensor) -> bool:

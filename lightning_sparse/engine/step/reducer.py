@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from lightning_sparse.engine.collectives import SharedOnCopy, ddp_parameters
 from lightning_sparse.engine.observe import shown
 from lightning_sparse.engine.step.backward import (
+    COLLECTING,
+    ENDING,
+    FINALIZING,
     Backward,
     DenseBackward,
     ParamEntry,
@@ -293,17 +296,17 @@ class SparseReducer(SharedOnCopy):
 
     def _finalize_at_end(self, backward: Backward) -> None:
         """Call :meth:`finalize_backward` when this backward ends, except with FSDP, which writes shards later."""
-        if not (backward.has_end or self._context.is_sharded):
-            backward.has_end = True
+        if backward.phase == COLLECTING and not self._context.is_sharded:
+            backward.phase = ENDING
             _LATER(self.finalize_backward)
 
     def finalize_backward(self) -> None:
         """Exchange all gradients that are not sent yet, and write means. A second call is a no-op."""
         self._last_graph = max(self._last_graph, graph_number())
         backward = self._backward
-        if backward is None or backward.is_finalizing:
+        if backward is None or backward.phase == FINALIZING:
             return
-        backward.is_finalizing = True
+        backward.phase = FINALIZING
         if not self._order.is_agreed:
             self._order = self._order.agreed(self._agreed_order(backward))
         with shown("exposed"):
