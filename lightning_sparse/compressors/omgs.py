@@ -17,7 +17,7 @@ class OMGS(TopK):
 
     * Residuals are stored per parameter, so that a change of buckets loses no residual.
     * Values and indices of a bucket are a single message instead of two.
-    * A layer that a rank did not use in a step does not compete on this rank.
+    * A layer that a rank did not use in a step does not compete on this rank, except on two levels.
 
     The method uses 8 bytes per element more than layer-wise top-k, to flatten a bucket and to add up the means.
 
