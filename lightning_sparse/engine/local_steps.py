@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 from typing_extensions import override
 
@@ -104,8 +103,7 @@ class LocalStepsController(Replicas):
         if self._steps_of[optimizer] > self._step:
             self._step += 1
             if self.steps_since_ended % self.local.every == 0:
-                inactive, _ = self._meet(ends=False)
-                self._exchange(inactive)
+                self._exchange(self._meet(ends=False))
 
     @override
     def synchronize(self) -> None:
@@ -113,28 +111,25 @@ class LocalStepsController(Replicas):
         if not self.has_begun:
             return
         self.shared.swap_out()  # Inside shared_model() the module has the shared model: restore this rank's tensors.
-        inactive, have_moved = self._meet(ends=True)
-        if have_moved:
-            self._exchange(inactive)
+        if moved := self._meet(ends=True):
+            self._exchange(moved)
         self.shared.unify_rest()
-        self._origin = self._step
+        self._origin, self._is_stale = self._step, False
 
-    def _meet(self, ends: bool) -> tuple[frozenset[str], bool]:
-        """Compare step counts. Return the parameters that the exchange may omit, and whether any rank has changes."""
-        inactive = self.shared.inactive()
-        has_moved = self._is_stale or self.shared.has_moved()
-        mine = (self._step, ends, has_moved, crc32(repr(sorted(inactive)).encode()))
+    def _meet(self, ends: bool) -> set[str]:
+        """Compare step counts. Return the names of parameters that any rank has moved."""
+        moved = self.shared.moved()
+        mine = (self._step, ends, *moved.values())
         gathered = self._worker.run(partial(self._communicator.gather_numbers, mine)).tolist()
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in gathered]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
-        rests_alike = len({names for *_, names in gathered}) == 1  # whether ranks' inactive parameters are equal
-        return inactive if rests_alike else frozenset(), any(moved for _, _, moved, _ in gathered)
+        return {name for name, *flags in zip(moved, *(flags for _, _, *flags in gathered)) if any(flags)}
 
-    def _exchange(self, inactive: frozenset[str]) -> None:
+    def _exchange(self, moved: set[str]) -> None:
         steps, self._begun, self._is_stale = self._step - self._begun, self._step, False
         self._begin()
-        self.shared.exchange(inactive, steps)
+        self.shared.exchange(moved, steps)
 
     @override
     @contextmanager

@@ -4,10 +4,10 @@ Ranks exchange the changes of tensors since the last round. The mean change is t
 shared model. A module may replace or rename tensors, so each method looks up tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress, groupby
+from itertools import groupby
 from typing import Any, Optional
 
 import torch
@@ -77,19 +77,16 @@ class SharedModel:
         other._shared.update({name: each for name, each in before.items() if name in other.trained})
         return other
 
-    def inactive(self) -> frozenset[str]:
-        """Return names of frozen parameters that equal the shared model. The host may wait for the device.
+    def moved(self) -> dict[str, bool]:
+        """Return whether each trained parameter differs from the shared model. The host waits for the device.
 
-        An exchange omits a parameter that is inactive on all ranks. Neither outer momentum nor an old residual then
-        changes the parameter.
+        An exchange omits a parameter that no rank has moved. Neither outer momentum nor an old residual then changes
+        the parameter.
         """
-        frozen = {name for name in self.trained if not self._parameters[name].requires_grad}
-        held = {name: each for name, each in self.exchanged().items() if name in frozen}
-        return frozenset(held.keys() - self._moved(held))
-
-    def _moved(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in tensors.items()]
-        return set(compress(tensors, torch.stack(flags).tolist())) if flags else set()
+        held = {name: each for name, each in self.exchanged().items() if name in self.trained}
+        flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held.items()]
+        moved = dict(zip(held, torch.stack(flags).tolist() if flags else ()))
+        return {name: moved.get(name, False) for name in self._shared if name in self.trained}
 
     @property
     def _beside(self) -> list[str]:  # names of buffers that each exchange includes
@@ -111,13 +108,6 @@ class SharedModel:
         known = self.trained | self.exchanged().keys()
         return {name: tensor for name, tensor in averaged(self.module).items() if name not in known}
 
-    def has_moved(self) -> bool:
-        """Return whether any trained parameter differs from the shared model. The host waits for the device.
-
-        If no rank has a difference, no exchange may run, because the outer momentum would move the shared model.
-        """
-        return bool(self._moved({name: each for name, each in self.exchanged().items() if name in self.trained}))
-
     def reset_shared_model(self) -> None:
         """Average the ranks' models, and set the shared model to the mean. All ranks must call this."""
         adopted = averaged(self.module)
@@ -128,28 +118,28 @@ class SharedModel:
                 shared = self._shared[name]  # fp32 values that round to the module's values do not change
                 shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
-    def exchange(self, inactive: frozenset[str], steps: int) -> None:
+    def exchange(self, moved: Set[str], steps: int) -> None:
         """Exchange this rank's changes, and set the module to the new shared model.
 
         All ranks must exchange the same names. A tensor that the module has lost is sent as a change of zero.
 
         Args:
-            inactive: names of parameters to omit.
+            moved: names of trained parameters that any rank has moved.
             steps: number of optimizer steps since the last exchange.
         """
         present, recorder = self.exchanged(), self._pipeline.recorder
         shared, trained = self._shared, self.trained
         changes = {name: _change(each, present.get(name, each), name in trained) for name, each in shared.items()}
         with recorder.waiting():
-            self._worker.run(partial(self._move, changes, inactive, steps))
+            self._worker.run(partial(self._move, changes, moved, steps))
         if present:
             rounded = [round_to(shared[name], tensor.dtype) for name, tensor in present.items()]
             torch._foreach_copy_(list(present.values()), rounded)
 
-    def _move(self, changes: Mapping[str, Tensor], inactive: frozenset[str], steps: int) -> None:
+    def _move(self, changes: Mapping[str, Tensor], moved: Set[str], steps: int) -> None:
         """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
         pipeline = self._pipeline
-        moving = {name: each for name, each in changes.items() if name in self.trained and name not in inactive}
+        moving = {name: each for name, each in changes.items() if name in moved}
         pipeline.commit([each for bucket in _buckets(moving, self._schedule) for each in pipeline.exchange(bucket)])
         if beside := self._beside:
             _average_buffers([self._shared[name] for name in beside], [changes[name] for name in beside], pipeline)
