@@ -58,10 +58,10 @@ def all_gather_object(thing: Any, group: Optional[dist.ProcessGroup] = None) -> 
     return gathered
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], group: Optional[dist.ProcessGroup]) -> None:
     """Overwrite tensors with the values of the process group's first rank. All ranks of the group must call this."""
     if held := [each.detach() for each in tensors if each.numel()]:
-        dist._broadcast_coalesced(group, held, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]  # as DDP does
+        dist._broadcast_coalesced(group, held, _BROADCAST_BYTES, 0)  # type: ignore[arg-type, attr-defined]  # as DDP does
 
 
 def ddp_ignored_names(module: Module) -> frozenset[str]:

@@ -132,8 +132,8 @@ class ReplicaAverager:
         with self.recorder.of_last_step("the average of the replicas"):
             if means:
                 self._average(means)
-            if firsts:
-                self._copy_first(firsts)
+            with self._communicator.translate_errors(f"{len(firsts)} tensors that are not averaged", "broadcast"):
+                broadcast_tensors(firsts, self._communicator.group)
 
     def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
         """Return the names of tensors that differ between ranks. If names or shapes differ, return an empty list.
@@ -169,13 +169,6 @@ class ReplicaAverager:
             _write(self._mean(alike)[0], alike)
         distances = self._gathered(distance)
         self.divergence = (distances.mean() / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt().squeeze()
-
-    def _copy_first(self, tensors: list[Tensor]) -> None:
-        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        first = self._gathered(flat)[0]
-        for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
-            # view(dtype) requires aligned memory, which clone() allocates.
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = torch.cat([each.reshape(-1) for each in tensors])
