@@ -239,8 +239,8 @@ class ReplicaError(RuntimeError):
 def check_replicas(engine: Engine, when: str) -> None:
     """If parameters are not bitwise identical on all ranks, raise :class:`ReplicaError`. All ranks must call this."""
     parameters = local_tensors(engine.module)
-    if (rounds := engine.rounds) is not None and not rounds.is_shared:
-        # During a round, parameters without an optimizer, such as moving averages, may differ, and are not checked.
+    if (rounds := engine.rounds) is not None:
+        # With local steps, parameters without an optimizer, such as moving averages, may differ, and are not checked.
         shared = rounds.shared.exchanged().keys()
         parameters = {name: each for name, each in parameters.items() if name in shared}
     own = torch.stack(list(map(fingerprint, parameters.values())))

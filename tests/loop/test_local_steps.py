@@ -99,6 +99,8 @@ def forget(rank, folder):
         evaluate(ddp)  # before the first step all models are equal
         ddp.state_dict()
         train(rank, ddp, optimizer, range(EVERY))
+        ddp.state_dict()
+        train(rank, ddp, optimizer, range(EVERY, EVERY + 1))
         for each in (ddp, ddp.module):
             refused(lambda: evaluate(each))  # noqa: B023
             refused(each.state_dict)
