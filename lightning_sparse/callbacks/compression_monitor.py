@@ -103,7 +103,7 @@ class CompressionMonitor(StepObserver):
         stats["log10_density"] = math.log10(stats["density"]) if stats["density"] > 0 else math.nan
         ours = compressed(records)
         if engine.rounds is None:  # with local steps, backward is not timed
-            stats["backward_seconds"] = mean_of(ours, lambda each: each.backward_seconds)
+            stats["backward_seconds"] = mean_of(ours, lambda each: each.seconds("backward"))
         stats["commit_seconds"] = mean_of(ours, lambda each: each.seconds("commit"))
         stats["step_seconds"] = seconds / steps
         self._began += seconds

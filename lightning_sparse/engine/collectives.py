@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, Optional, TypeVar
 
 import torch
@@ -163,7 +162,7 @@ class Communicator(SharedOnCopy):
     def call(self, payload: Payload) -> Tensor:
         """Run the collective of a payload, and record the sent bytes and the seconds."""
         name, tensor = payload
-        self.recorder.add_bytes(self._shares[name] * tensor.nbytes, self._is_inside_node)
+        self.recorder.add_bytes(sent_bytes(name, tensor.nbytes, self.world_size), self._is_inside_node)
         with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, name):
             return self.issue(name, tensor)
 
@@ -171,11 +170,6 @@ class Communicator(SharedOnCopy):
         """Run the collective ``name``, and record no bytes or seconds."""
         received: Tensor = getattr(self, name)(tensor)
         return received
-
-    @cached_property
-    def _shares(self) -> dict[str, float]:
-        """Bytes that a rank sends per byte of input, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
-        return {name: sent_bytes(name, 1, self.world_size) for name in ("all_gather", "all_to_all", "all_reduce")}
 
     def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
         """Return a context that converts errors of collectives to :class:`ExchangeError`."""

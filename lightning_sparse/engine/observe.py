@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -25,7 +24,6 @@ def shown(stage: str) -> AbstractContextManager[Any]:
 
 
 Timestamp = Any  # host time in seconds (float), or a CUDA event
-_dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element of DDP's all-reduce, by world size
 _ALL = "data that all buckets of a step share"
 _MAX_RECORDS = 256  # maximum number of stored records, which limits the memory
 
@@ -56,7 +54,10 @@ class Clock:
 
 
 class Span(NamedTuple):
-    """The time of one stage of a step: ``"select"``, ``"encode"``, ``"exchange"`` or ``"commit"``."""
+    """The time of one stage of a step: ``"backward"``, ``"select"``, ``"encode"``, ``"exchange"``, ``"commit"``.
+
+    ``"exposed"`` is time in which training waited: from the last gradient to the last written mean, and in later waits.
+    """
 
     stage: str
     start: Timestamp
@@ -101,7 +102,6 @@ class StepRecord:
     backward_start: Optional[Timestamp] = None  # start of backward; None if no hook recorded the start
     backward_end: Optional[Timestamp] = None  # time when the last gradient was ready
     end: Optional[Timestamp] = None  # time when all means had been written
-    exposed: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # intervals in which training waited
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
@@ -113,27 +113,16 @@ class StepRecord:
     @property
     def dense_bytes(self) -> float:
         """Bytes that this rank would have sent with DDP for the same steps, in all-reduces of fp32 gradients."""
-        return _dense_bytes_each(self.world_size) * (self.elements * self.local_world_size * max(1, self.covered_steps))
+        return dense_bytes(self.elements * self.local_world_size * max(1, self.covered_steps), self.world_size)
 
     def seconds(self, *stages: str) -> float:
         """Return the total seconds of the named stages, inside and outside of buckets."""
         return _seconds([*chain.from_iterable(bucket.spans for bucket in self.buckets), *self.spans], stages)
 
-    @property
-    def backward_seconds(self) -> float:
-        """Seconds from the start of backward to the last gradient."""
-        has_both = self.backward_start is not None and self.backward_end is not None
-        return Clock.seconds(self.backward_start, self.backward_end) if has_both else 0.0
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds in which training waited: from the last gradient to the last written mean, and in later waits."""
-        # The end may precede the start, if the exchange ended before the wait began.
-        return sum(max(0.0, Clock.seconds(*each)) for each in self.exposed)
-
 
 def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
-    return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)
+    # The end may precede the start, if the exchange ended before the wait began.
+    return sum(max(0.0, Clock.seconds(span.start, span.end)) for span in spans if span.stage in stages)
 
 
 def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, float]:
@@ -153,7 +142,7 @@ def mean_stats(records: Sequence[StepRecord], has_levels: bool) -> dict[str, flo
         "compression_ratio": compression_ratio(dense, wire_bytes),
         "select_seconds": mean_of(ours, lambda each: each.seconds("select", "encode")),
         "exchange_seconds": mean_of(ours, lambda each: each.seconds("exchange")),
-        "exposed_seconds": mean_of(ours, lambda each: each.exposed_seconds),
+        "exposed_seconds": mean_of(ours, lambda each: each.seconds("exposed")),
     }
 
 
@@ -322,11 +311,9 @@ class Recorder:
         """Count the time inside the context as exposed time of the last exchange."""
         start = self.clock.mark()
         yield
-        exposed = start, self.clock.mark()
+        end = self.clock.mark()
         if self.last is not None:
-            self.last.exposed.append(exposed)
-            if is_exchange:
-                self.last.spans.append(Span("exchange", *exposed))
+            self.last.spans += [Span(stage, start, end) for stage in ("exposed", "exchange")[: 1 + is_exchange]]
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
@@ -341,7 +328,9 @@ class Recorder:
         record, self.current = self.current, StepRecord(*self._sizes)
         record.end = self.clock.mark()
         if record.backward_end is not None:
-            record.exposed.append((record.backward_end, record.end))
+            record.spans.append(Span("exposed", record.backward_end, record.end))
+            if record.backward_start is not None:
+                record.spans.append(Span("backward", record.backward_start, record.backward_end))
         self._append(record)
         return record
 
@@ -378,7 +367,7 @@ class Recorder:
         if totals.steps:
             stats["total_steps"] = float(totals.steps)
             # The median excludes validations. The share may exceed 1, because the GPU may be behind the host.
-            exposed = mean_of(compressed(self.records), lambda each: each.exposed_seconds)
+            exposed = mean_of(compressed(self.records), lambda each: each.seconds("exposed"))
             share = exposed / median(totals.seconds) if totals.seconds else math.nan
             stats["exposed_share"] = min(share, 1.0)  # NaN stays NaN in this order of arguments
         return stats

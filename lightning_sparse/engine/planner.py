@@ -181,4 +181,4 @@ def _times_of(record: StepRecord) -> tuple[list[float], list[float]]:
     start = first if record.backward_start is None else record.backward_start
     ready = [Clock.seconds(start, mark) for mark in watched]
     buckets = [each.seconds(*stages) for each in record.buckets for stages in (("select", "encode"), ("exchange",))]
-    return ready, [*buckets, record.exposed_seconds, Clock.seconds(start, record.end)]
+    return ready, [*buckets, record.seconds("exposed"), Clock.seconds(start, record.end)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe import Recorder, StepRecord, mean_stats
+from lightning_sparse.engine.observe import Recorder, Span, StepRecord, mean_stats
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
 
 
@@ -52,7 +52,7 @@ class Event:
 def step(backward_end, end):
     record = StepRecord(world_size=4)
     record.elements, record.wire_bytes = 100, 60.0
-    record.exposed = [(backward_end, end)]
+    record.spans = [Span("exposed", backward_end, end)]
     return record
 
 
@@ -89,7 +89,7 @@ def test_the_share_is_of_the_median_step_so_that_plain_steps_and_validations_do_
     stats = recorder.total_stats()
     assert stats["total_steps"] == 4
     assert stats["exposed_share"] == 0.5 / 2
-    recorder.last.exposed = [(Event(1.0, True), Event(10.0, True))]
+    recorder.last.spans = [Span("exposed", Event(1.0, True), Event(10.0, True))]
     assert recorder.total_stats()["exposed_share"] == 1
     recorder.records.clear()
     assert math.isnan(recorder.total_stats()["exposed_share"])
