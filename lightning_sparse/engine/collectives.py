@@ -2,9 +2,9 @@
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Optional, TypeVar
 
@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter, functional
 from typing_extensions import Self
 
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.store import raise_exchange_error
+from lightning_sparse.engine.store import translate_backend_errors
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.schedule.costs import DIRECT_BYTES, sent_bytes
 
@@ -79,15 +79,6 @@ def broadcast_buffers(module: Module) -> None:
     left_out = ddp_ignored_names(module)
     buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # hidden from autograd
     broadcast_tensors(buffers, default_group())
-
-
-@contextmanager
-def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
-    """Raise :class:`ExchangeError` if a collective fails inside the context. Re-raise errors of this rank's device."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise_exchange_error(error, subject, name, timeout)
 
 
 # torch 2.13 renamed all_gather_into_tensor() to all_gather_single(). The old name causes a warning.

@@ -3,10 +3,11 @@
 import json
 import re
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from textwrap import shorten
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -53,15 +54,19 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
     return gathered
 
 
-def raise_exchange_error(error: RuntimeError, subject: str, name: str, timeout: Optional[timedelta]) -> NoReturn:
-    """Raise :class:`ExchangeError` for the collective ``name`` of ``subject``, or ``error`` of this rank's device."""
-    if isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)):
-        raise error
-    raise ExchangeError(
-        f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
-        f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
-        f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
-    ) from error
+@contextmanager
+def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
+    """Raise :class:`ExchangeError` if the collective ``name`` fails inside the context, except through this rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)):
+            raise
+        raise ExchangeError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
+            f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
+            f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
+        ) from error
 
 
 def post_error(error: Optional[BaseException]) -> None:
