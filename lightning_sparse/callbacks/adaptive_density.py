@@ -120,12 +120,12 @@ class AdaptiveDensity(StepObserver):
         return RuleContext(step_of(trainer), trainer.current_epoch, self._targets, present, self.max_density)
 
     def _decide(self, trainer: Trainer, engine: Engine) -> None:
-        context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, DensityRule]()
+        context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, str]()
         for rule in self.rules:
             for name, density in rule.minimum_densities(context).items():
                 bounded = min(density, self.max_density)
                 if bounded > max(minima.get(name, 0.0), self._targets[name]):
-                    minima[name], winners[name] = bounded, rule
+                    minima[name], winners[name] = bounded, type(rule).__name__
         engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
         present, logged = engine.present_densities(), {**self._targets, **self._logged}
         if all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
@@ -135,10 +135,8 @@ class AdaptiveDensity(StepObserver):
             scalars = {parameter_tag("density", name): density for name, density in present.items()}
             log_scalars(trainer, scalars, context.step)
         # If the strategy's warm-up or plan sets a larger density than the rules, no rule decides.
-        winners = {name: rule for name, rule in winners.items() if minima[name] >= present.get(name, 2.0)}
-        deciders = {type(rule).__name__ for rule in winners.values()}
+        deciders = {winner for name, winner in winners.items() if minima[name] >= present.get(name, 2.0)}
         if deciders != self._deciders:
-            self._deciders, most = deciders, max(present, key=present.__getitem__)
-            why = f"{type(winners[most]).__name__}: {winners[most].reason(most)}" if most in winners else "no rule"
-            densities = f"densities up to {present[most]:.2g}, of {most} ({why})"
+            self._deciders, names = deciders, " and ".join(sorted(deciders)) or "no rule"
+            densities = f"densities up to {max(present.values()):.2g}, set by {names}"
             rank_zero_info(f"AdaptiveDensity: step {context.step}: {densities}")

@@ -57,10 +57,6 @@ class DensityRule(ABC):
     def minimum_densities(self, context: RuleContext) -> dict[str, float]:
         """Return minimum densities by parameter name. Parameters without an entry have the user's density."""
 
-    @abstractmethod
-    def reason(self, name: str) -> str:
-        """Return a short reason for the last density of a parameter."""
-
     def begin(self) -> None:
         """Reset all state at the start of a ``fit``."""
         return
@@ -99,20 +95,14 @@ class Warmup(DensityRule):
 
     def __init__(self, length: int) -> None:
         self.length = checked_count("length", length, "steps")
-        self._step = 0
 
     @override
     def minimum_densities(self, context: RuleContext) -> dict[str, float]:
-        self._step = context.step
-        if self._step >= self.length:
+        if context.step >= self.length:
             return {}
-        exponent = (self._step + 1) / (self.length + 1)
+        exponent = (context.step + 1) / (self.length + 1)
         # Rounding hides differences of math libraries: all ranks must send equal counts.
         return {name: round(asked**exponent, 9) for name, asked in context.asked.items()}
-
-    @override
-    def reason(self, name: str) -> str:
-        return f"step {self._step + 1} of {self.length}"
 
 
 _SLACK = 0.7  # the density falls if the error is below this fraction of the budget
@@ -186,13 +176,6 @@ class ErrorBudget(DensityRule):
         return {
             name: density for name, density in self._densities.items() if density > context.asked.get(name, math.inf)
         }
-
-    @override
-    def reason(self, name: str) -> str:
-        error = self._errors.get(name, 0.0)
-        place = "above" if error > self.budget else "within"
-        end = ", so the density falls" if error < _SLACK * self.budget else ""
-        return f"the error of {error:.3g} is {place} the budget of {self.budget:g}{end}"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -27,9 +27,6 @@ class ByEpoch(DensityRule):
         is_over = context.epoch >= len(self.densities)
         return {} if is_over else dict.fromkeys(context.asked, self.densities[context.epoch])
 
-    def reason(self, name):
-        return f"one of {len(self.densities)}"
-
 
 class Densities(Callback):
     def __init__(self):
@@ -168,8 +165,8 @@ def lines_of(rank, rules):
 
 def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
     (first, last), _ = pair.run(lines_of, [Warmup(30)])
-    assert first == "AdaptiveDensity: step 0: densities up to 0.88, of network.0.weight (Warmup: step 1 of 30)"
-    assert re.fullmatch(r"AdaptiveDensity: step \d+: densities up to 0.02\d*, of network.0.weight \(.*\)", last)
+    assert first == "AdaptiveDensity: step 0: densities up to 0.88, set by Warmup"
+    assert re.fullmatch(r"AdaptiveDensity: step \d+: densities up to 0.02\d*, set by .*", last)
 
 
 class Saving(Callback):
