@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional, TypeVar, Union
 
 import torch
 import torch.distributed as dist
@@ -192,10 +192,12 @@ class Communicator(SharedOnCopy):
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
 
-    def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
-        """Gather numbers from every rank, as float64 ``[world_size, len(numbers)]`` on the device."""
+    def gather_numbers(self, numbers: Union[Sequence[float], Tensor]) -> Tensor:
+        """Gather numbers, as float64, or a tensor from every rank, as ``[world_size, len(numbers)]`` on the device."""
         with self.translate_errors(f"{len(numbers)} numbers on which ranks agree"):
-            return self.all_gather(torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True))
+            if not isinstance(numbers, Tensor):
+                numbers = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
+            return self.all_gather(numbers)
 
     def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the mean of each number over ranks. The means are bitwise identical on all ranks."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
@@ -110,12 +111,13 @@ class LocalStepsController(Replicas):
     def _meet(self, ends: bool) -> set[str]:
         """Compare step counts. Return the names of parameters that any rank has moved."""
         moved = self.shared.moved()
-        mine = (self._step, ends, *moved.values())
+        flags = torch.stack(list(moved.values()))
+        mine = torch.cat([torch.tensor([self._step, ends]).to(flags.device, non_blocking=True), flags])
         gathered = self._worker.run(partial(self._communicator.gather_numbers, mine)).tolist()
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in gathered]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
-        return {name for name, *flags in zip(moved, *(flags for _, _, *flags in gathered)) if any(flags)}
+        return {name for name, *each in zip(moved, *(row[2:] for row in gathered)) if any(each)}
 
     def _exchange(self, moved: set[str]) -> None:
         steps, self._begun = self._step - self._begun, self._step

@@ -77,16 +77,15 @@ class SharedModel:
         other._shared.update({name: each for name, each in before.items() if name in other.trained})
         return other
 
-    def moved(self) -> dict[str, bool]:
-        """Return whether each trained parameter differs from the shared model. The host waits for the device.
+    def moved(self) -> dict[str, Tensor]:
+        """Return a flag for each trained parameter, bool ``[]``: whether this rank's tensor is not the shared value.
 
         An exchange omits a parameter that no rank has moved. Neither outer momentum nor an old residual then changes
         the parameter.
         """
-        held = {name: each for name, each in self.exchanged().items() if name in self.trained}
-        flags = [each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held.items()]
-        moved = dict(zip(held, torch.stack(flags).tolist() if flags else ()))
-        return {name: moved.get(name, False) for name in self._shared if name in self.trained}
+        own = {**self._shared, **self.exchanged()}
+        trained = [(name, each, own[name]) for name, each in self._shared.items() if name in self.trained]
+        return {name: tensor.ne(round_to(shared, tensor.dtype)).any() for name, shared, tensor in trained}
 
     @property
     def _beside(self) -> list[str]:  # names of buffers that each exchange includes

@@ -46,9 +46,11 @@ def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
 def ratio_of_rounds(rank, settings):
     torch.manual_seed(0)
     with sparse_ddp(Block(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(2):
             with ddp.no_sync():
                 ddp(batch(rank, step)).backward()
+            optimizer.step()
             engine.end_step()
         engine.worker.drain()
         stats = engine.compression_stats()
