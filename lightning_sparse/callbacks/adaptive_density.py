@@ -67,7 +67,6 @@ class AdaptiveDensity(StepObserver):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._targets, self._logged = dict[str, float](), dict[str, float]()
-            self._decided_at = (-1, -1)  # step and epoch of the last decision
             self._deciders: set[str] = set()
             for rule in self.rules:
                 rule.begin()
@@ -95,13 +94,10 @@ class AdaptiveDensity(StepObserver):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        engine, now = engine_of(trainer), (step_of(trainer), trainer.current_epoch)
-        if engine is None or now == self._decided_at:
-            return
-        # Targets of frozen parameters remain, because a rule may return densities of parameters that are now frozen.
-        self._targets = {**self._targets, **engine.target_densities()}
-        self._decided_at = now
-        self._decide(trainer, engine)
+        if (engine := engine_of(trainer)) is not None:
+            # Targets of frozen parameters remain, because a rule may return densities of frozen parameters.
+            self._targets = {**self._targets, **engine.target_densities()}
+            self._decide(trainer, engine)
 
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:

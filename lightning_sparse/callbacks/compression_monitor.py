@@ -57,8 +57,6 @@ class CompressionMonitor(StepObserver):
         self._has_layout = False  # whether the charts are defined
         self._totals: dict[str, float] = {}  # the engine's totals at the last logged step
         self._began = perf_counter()
-        if not trainer.loggers and not self.progress_bar:
-            rank_zero_warn("CompressionMonitor has no logger: give the Trainer a logger, or remove the callback")
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:

@@ -43,6 +43,7 @@ class DDPArguments(Compression, total=False):
     init_sync: bool
     find_unused_parameters: bool
     static_graph: bool
+    gradient_as_bucket_view: bool  # accepted without effect, because DDP's buckets are not used
 
 
 class LoopArguments(Compression, total=False):

@@ -1,6 +1,6 @@
 """Checks of model, optimizers and settings before a training, for the strategies and for plain loops."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -8,8 +8,6 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
-from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -18,7 +16,6 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import optimizer_parameters
-from lightning_sparse.engine.requirements import refuse
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.reducer import NoOpReducer
 from lightning_sparse.engine.step.topology import fsdp_modules
@@ -28,8 +25,8 @@ from lightning_sparse.loop.optimizers import calls_hooks, chain_of, listed
 from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
-_ON_NCCL = "and NCCL may deadlock if ranks launch on two communicators in different orders"
 # Class names, because some classes are in other packages.
+_COMMUNICATING = frozenset({"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"})
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 
 
@@ -71,19 +68,14 @@ def _has_sync_batch_norm(model: Module) -> bool:
     return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
 
 
-def in_one_order(settings: Settings, model: Module, backend: str, log: Callable[[str], None]) -> Settings:
-    """Return settings with which all ranks launch NCCL collectives in the same order, and log a change.
+def in_one_order(settings: Settings, model: Module, backend: str) -> Settings:
+    """Return settings with which all ranks launch NCCL collectives in the same order.
 
-    FSDP and SyncBatchNorm launch collectives during backward. One rank may launch a collective before an exchange, and
-    another rank after the exchange. With NCCL, models of this kind therefore exchange gradients after backward.
+    FSDP and SyncBatchNorm launch collectives during backward, on another communicator. NCCL may deadlock if ranks
+    launch on two communicators in different orders. With NCCL, these models therefore exchange after backward.
     """
-    if backend != "nccl" or not settings.overlaps_backward:
-        return settings
-    if _has_sync_batch_norm(model):
-        log(f"gradients are exchanged after backward: SyncBatchNorm communicates during backward, {_ON_NCCL}.")
-    elif not any(fsdp_modules(model)):  # FSDP communicates during the whole backward, on another communicator
-        return settings
-    return replace(settings, overlaps_backward=False)
+    communicates = backend == "nccl" and (_has_sync_batch_norm(model) or any(fsdp_modules(model)))
+    return replace(settings, overlaps_backward=False) if communicates else settings
 
 
 def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Iterator[str]:
@@ -178,8 +170,13 @@ def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> Non
             "optimizer=SparseAdam needs gradients with a sparse layout, and this package exchanges dense layouts only:"
             " build layers with sparse=False, and use torch.optim.Adam"
         )
-    if settings.replicas_diverge:
-        refuse(chain.from_iterable(map(_of_communication, optimizers)))
+    for each in chain.from_iterable(map(chain_of, optimizers)) if settings.replicas_diverge else ():
+        if type(each).__name__ in _COMMUNICATING:
+            raise ValueError(
+                f"{type(each).__name__} communicates in step(). With local steps or A2SGD ranks hold different models,"
+                " and the optimizer would overwrite the differences. Pass the inner optimizer, such as"
+                " torch.optim.AdamW, or exchange in every step, with local_steps=1"
+            )
 
 
 def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
@@ -202,21 +199,6 @@ def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
                 f"{given} before compression conflicts with momentum={group['momentum']} of {name}: use only one, or"
                 " momentum='optimizer', which applies the optimizer's momentum before compression"
             )
-
-
-def _of_communication(optimizer: Optimizer) -> Iterator[str]:
-    for each in chain_of(optimizer):
-        if any(map(_sends, vars(each).values())):
-            yield (
-                f"{type(each).__name__} holds a process group and communicates in step(). With local steps or A2SGD"
-                " ranks hold different models, and the optimizer would overwrite the differences. Pass the inner"
-                " optimizer, such as torch.optim.AdamW, or exchange in every step, with local_steps=1"
-            )
-
-
-def _sends(held: Any) -> bool:
-    within = getattr(held, "__dict__", {}) if isinstance(held, ModelAverager) else {}
-    return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
 
 
 def check_total_steps(settings: Settings, total_steps: Any) -> None:

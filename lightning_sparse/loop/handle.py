@@ -151,8 +151,6 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
             if norm is not None and trained:
                 torch.nn.utils.clip_grad_norm_(trained, norm)
 
-    plan = Session.exchange_plan
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that disables the exchange of gradients, like DDP's ``no_sync()``.
 

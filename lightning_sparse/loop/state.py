@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job
@@ -315,20 +316,15 @@ def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:
 
 def states_of(optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return this rank's optimizer states, with parameter groups, because optimizers such as Prodigy change groups."""
-    return [_mapped(lambda tensor, _: local_tensor(tensor), each.state_dict()) for each in optimizers]
+    return [tree_map_only(Tensor, local_tensor, each.state_dict()) for each in optimizers]
 
 
 def load_states(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
     """Load the optimizer states that :func:`states_of` returned."""
     for optimizer, state in zip(optimizers, states):
-        optimizer.load_state_dict(_mapped(as_dtensor, state, optimizer.state_dict()))
-
-
-def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
-    """Replace each tensor in nested dictionaries by ``change(tensor, other)``, with ``other`` from ``like``."""
-    if isinstance(state, Tensor):
-        return change(state, like)
-    if not isinstance(state, dict):
-        return state
-    others = like if isinstance(like, dict) else {}
-    return {key: _mapped(change, each, others.get(key)) for key, each in state.items()}
+        present = optimizer.state_dict()["state"]
+        own = {
+            key: {name: as_dtensor(each, present.get(key, {}).get(name)) for name, each in one.items()}
+            for key, one in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": own})

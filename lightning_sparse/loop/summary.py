@@ -1,19 +1,12 @@
 """Log lines and warnings of a training."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Optional
 
-from torch.optim import Optimizer
-
-from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.wire import EXCHANGES
 
-RESUMES_ALONE = (
-    "one process continues a compressed training: nothing is sent, and compression continues so that the model"
-    " receives the residuals. Updates are delayed as before. To end compression, set resume_compression=False."
-)
 WITHOUT_OPTIMIZER = (
     "no optimizer holds {names}: gradients of these parameters are not exchanged, and differ between ranks. To train"
     " the parameters, add the parameters to an optimizer."
@@ -60,15 +53,6 @@ def describe(settings: Settings) -> str:
     return "; ".join(
         [f"{type(compressor).__name__} sends {sent}", *(f"{part}: {value}" for part, value in parts.items() if value)]
     )
-
-
-def adam_line(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
-    """Describe the warm-up of corrected optimizers: dense first steps, then a falling density."""
-    assert settings.adam is not None
-    names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
-    dense, fall = settings.adam.warm_up(total_steps)
-    falls = "" if fall == 0 else f", then the density falls from 1 to {settings.least_density:g}"
-    return f"{names} sends whole gradients in the first {dense} optimizer steps{falls}."
 
 
 def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:

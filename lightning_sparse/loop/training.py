@@ -116,12 +116,12 @@ class Session:
         else:
             self._log(f"{description}.")
             if is_alone:
-                self._log(summary.RESUMES_ALONE)
+                self._log("one process continues a compressed training, so that the model receives the residuals.")
             self.training = Training(ddp, optimizers, settings, given, self._log)
         warn_of_adaptive(settings, optimizers, warn_user)
 
     def _expect_steps(self, total_steps: Optional[int]) -> None:
-        """Set the optimizer steps of the whole training (``None``: unknown), and log Adam's warm-up."""
+        """Set the optimizer steps of the whole training (``None``: unknown)."""
         check_total_steps(self.settings, total_steps)
         if (training := self.training) is None:
             return
@@ -129,8 +129,6 @@ class Session:
         training.engine.densities.expect_steps(total_steps)
         if (adam := training.view.adam) is not None:
             adam.warm_up.total_steps = total_steps
-            if adam.warm_up.is_dense:
-                self._log(summary.adam_line(self.settings, training.optimizers, total_steps))
 
     def _end_training(self, has_failed: bool = False, keeps_state: bool = False) -> None:
         """End the training. If ``keeps_state``, store the final state on the CPU. A second call does nothing.
@@ -196,7 +194,7 @@ class Training:
         self._is_implicit = True  # whether a backward that no caller announces may exchange gradients
         self._given, self.log = given, log
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
-        ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group), log)
+        ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group))
         around = (self._open, lambda: self.view.note_arrived())
         self._trained = TrainedParameters(module, all_optimizer_parameters(optimizers))
         if rest := self._trained.without_optimizer():

@@ -15,7 +15,6 @@ from typing import Any, Optional, Union
 from uuid import uuid4
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.collectives import all_gather_object
@@ -93,7 +92,8 @@ class Checkpointer:
 
     def note(self, checkpoint: Mapping[str, Any], filepath: PathLike) -> None:
         """Record a checkpoint that Lightning has read, for :meth:`restore`."""
-        path, header = _followed(filepath), checkpoint.get(KEY)
+        path = os.path.realpath(filepath) if os.path.islink(filepath) else str(filepath)
+        header = checkpoint.get(KEY)
         self.loaded = path, header if self._resumes else None
         if self._resumes and header is not None:
             check_version(header.get("version") if isinstance(header, dict) else None, path)
@@ -136,14 +136,6 @@ def _folder_of(path: PathLike) -> str:
     folder, name = os.path.split(str(path))
     # Lightning would try to resume from a folder with hpc_ckpt_ in the name.
     return os.path.join(folder, name.replace("hpc_ckpt_", "hpc-ckpt-") + ".sparse")
-
-
-def _followed(path: PathLike) -> str:
-    with suppress(*_UNKNOWN):
-        files, place = url_to_fs(str(path))
-        if isinstance(files, LocalFileSystem) and os.path.islink(place):
-            return str(os.path.realpath(place))
-    return str(path)
 
 
 def _saves_of(path: PathLike) -> list[str]:

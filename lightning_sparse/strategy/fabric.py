@@ -40,7 +40,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         resume_compression: whether ``fabric.load`` restores the compression state.
         total_steps: optimizer steps of the whole training, which Adam's warm-up depends on; ``None`` if unknown.
             Required if ``warmup_steps`` is a fraction, as by default with ``"dgc"`` and ``"sdagc"``.
-        gradient_as_bucket_view: accepted without effect, because DDP's buckets are not used.
         **given: settings of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
             ``DistributedDataParallel``.
 
@@ -62,7 +61,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         *,
         resume_compression: bool = True,
         total_steps: Optional[int] = None,
-        gradient_as_bucket_view: bool = True,
         **given: Unpack[DDPArguments],
     ) -> None:
         bases = (FabricDDPStrategy, DistributedDataParallel)
@@ -76,7 +74,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self._handles: dict[Module, GradientSparsifier] = {}
         self._are_closed = False  # whether the exchanges in _handles have ended
         self._given = given
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
+        super().__init__(**given)
         self._backward_sync_control = self  # type: ignore[assignment]
 
     @override

@@ -245,7 +245,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         compressor: name from :func:`~lightning_sparse.available_compressors`, or an object.
         density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the default density.
         resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty residuals.
-        gradient_as_bucket_view: accepted without effect, because DDP's buckets are not used.
         **given: settings of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
             ``DistributedDataParallel``.
 
@@ -270,13 +269,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         density: Optional[float] = None,
         *,
         resume_compression: bool = True,
-        gradient_as_bucket_view: bool = True,
         **given: Unpack[DDPArguments],
     ) -> None:
         bases = (DDPStrategy, DistributedDataParallel)
         self._set_up(pop_settings(SparseDDPStrategy, compressor, density, given, *bases), resume_compression)
         self._given = given
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
+        super().__init__(**given)
 
     @property
     def is_dense(self) -> bool:

@@ -219,16 +219,6 @@ def test_backward_takes_time_before_its_first_gradient(fitted, tmp_path):
         assert 0.05 <= float(row["sparse/backward_seconds"]) < float(row["sparse/step_seconds"])
 
 
-def fit_warned(rank):
-    said = "CompressionMonitor has no logger: give the Trainer a logger"
-    with pytest.warns(UserWarning, match=said) if rank == 0 else contextlib.nullcontext():
-        run_fit(rank, SparseDDPStrategy(), logger=False, callbacks=[CompressionMonitor()])
-
-
-def test_what_cannot_be_shown_is_said(pair):
-    pair.run(fit_warned)
-
-
 class LateAverages(Callback):
     def on_before_optimizer_step(self, trainer, *arguments):
         if trainer.global_step % 4 == 3:

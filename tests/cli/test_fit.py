@@ -59,7 +59,7 @@ def test_a_strategy_is_built_from_plain_arguments(capsys):
     arguments = yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]
     assert arguments["schedule"]["init_args"] == {"min_elements": 1000}
     # Defaults of DDP, except the defaults that the strategy changes.
-    defaults = {"resume_compression": True, "static_graph": False, "gradient_as_bucket_view": True}
+    defaults = {"resume_compression": True, "static_graph": False}
     assert {**given, **defaults}.items() <= arguments.items()
 
 

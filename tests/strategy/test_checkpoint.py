@@ -71,7 +71,7 @@ CALLBACKS = {
     "the last one": ({}, "step=16.ckpt", with_ranks("step=16.ckpt")),
     "all": ({"save_top_k": -1}, "step=8.ckpt", with_ranks(*(f"step={step}.ckpt" for step in (4, 8, 12, 16)))),
     "and last": ({"save_last": True}, "last.ckpt", with_ranks("step=16.ckpt", "last.ckpt")),
-    "by its address": ({"save_last": "link"}, "file://last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
+    "by its address": ({"save_last": "link"}, "last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
     "weights only": ({"save_weights_only": True}, "", ["step=16.ckpt"]),
 }
 

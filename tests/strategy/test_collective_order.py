@@ -23,7 +23,7 @@ from lightning_sparse.compressors import A2SGD
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import in_one_order
 from tests.compatibility.modules import NormTogether, SumOverRanks
-from tests.helpers.fits import listening, strategy_of
+from tests.helpers.fits import strategy_of
 from tests.helpers.issued import Issued, recording, stuck_at
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.tiers import exhaustive
@@ -122,7 +122,6 @@ class OwnCollective(Partly):
 
 class Outcome(NamedTuple):
     issued: list[Issued]
-    said: list[str]
     settings: Settings
 
 
@@ -134,9 +133,9 @@ def fit(rank, module, settings, arguments, seconds, backend):
     check = mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle")
     claim = mock.patch.object(training_module, "backend_of", return_value=backend) if backend else nullcontext()
     more = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, **arguments}
-    with check, claim, listening() as said, recording(seconds if rank == SLOW_WORKER else 0) as issued:
+    with check, claim, recording(seconds if rank == SLOW_WORKER else 0) as issued:
         fit_numbered(rank, strategy, model, **more)
-    return Outcome(issued, said, strategy.settings)
+    return Outcome(issued, strategy.settings)
 
 
 class Case(NamedTuple):
@@ -208,7 +207,6 @@ def test_validation_and_checkpoints_come_in_one_order(pools, tmp_path):
 
 
 THREE = {"limit_train_batches": 3}
-AFTER_BACKWARD = "gradients are exchanged after backward: SyncBatchNorm"
 
 
 def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools):
@@ -216,7 +214,6 @@ def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools):
     assert orders_differ(lambda: case.issued(pools, LONG_SECONDS))
     outcomes = case.fits(pools, LONG_SECONDS, "nccl")
     assert stuck_at([outcome.issued for outcome in outcomes]) is None
-    assert len([each for each in outcomes[0].said if AFTER_BACKWARD in each]) == 1
     given = SparseDDPStrategy(**case.settings).settings
     for outcome in outcomes:  # the user's choice stays for a later fit
         assert outcome.settings.overlaps_backward == given.overlaps_backward
@@ -255,11 +252,7 @@ class Cut(nn.Linear):
 @pytest.mark.parametrize("overlaps_backward", [True, False])
 def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overlaps_backward, layer, backend):
     given = Settings.of("topk", 0.1, overlaps_backward=overlaps_backward)
-    said = []
-    kept = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend, said.append)
+    kept = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend)
     is_nccl, meets = backend == "nccl", isinstance(layer, (nn.SyncBatchNorm, Cut))
     assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and meets))
-    # a page documents the case of shards
-    is_explicit = kept.overlaps_backward != overlaps_backward and not isinstance(layer, Cut)
-    assert len(said) == is_explicit
     assert given.overlaps_backward == overlaps_backward
