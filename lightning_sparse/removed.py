@@ -22,28 +22,24 @@ REMOVED: dict[str, str] = {
     "sparse_muloco": "use SparseDDPStrategy('dense', wire='bfloat16', local_steps=LocalSteps(30, outer_lr=0.7,"
     " outer_momentum=0.6, nesterov=True))",
     "levels=2 with local_steps": "leave levels out, or use sparse_hsdp, where ranks of a node average every gradient",
-}
-
-RENAMED: dict[str, str] = {
-    "sparsify": "sparsify_gradients",
-    "Sparsifier": "GradientSparsifier",
-    "GradientSparsifier.accumulating": "no_sync",
-    "GradientSparsifier.stats": "compression_stats",
-    "GradientSparsifier.adopt": "reset_shared_model",
-    "AdamCorrection.dense_steps": "warmup_steps",
-    "AdamCorrection.fall_steps": "density_decay_steps",
-    "AdamCorrection.refresh_steps": "second_moment_interval",
-    "Rule": "DensityRule",
-    "Compressor.selects_across_group": "selects_across_bucket",
-    "Compressor.adapts_density": "adaptive_density",
-    "LAGS.adapts_density": "adaptive_density",
+    "OverlapTimeline.pictures": "open the trace at https://ui.perfetto.dev",
+    "sparsify": "use sparsify_gradients instead",
+    "Sparsifier": "use GradientSparsifier instead",
+    "GradientSparsifier.accumulating": "use no_sync instead",
+    "GradientSparsifier.stats": "use compression_stats instead",
+    "GradientSparsifier.adopt": "use reset_shared_model instead",
+    "AdamCorrection.dense_steps": "use warmup_steps instead",
+    "AdamCorrection.fall_steps": "use density_decay_steps instead",
+    "AdamCorrection.refresh_steps": "use second_moment_interval instead",
+    "Rule": "use DensityRule instead",
+    "Compressor.selects_across_group": "use selects_across_bucket instead",
+    "Compressor.adapts_density": "use adaptive_density instead",
+    "LAGS.adapts_density": "use adaptive_density instead",
 }
 
 
 def refuse_removed(what: str, name: str, kind: type[BaseException] = ValueError) -> None:
     """Raise ``kind`` if this version has renamed or removed ``name``. The message has the new name or alternative."""
-    if name in RENAMED:
-        raise kind(f"{what} has a new name: use {RENAMED[name]} instead")
     if name in REMOVED:
         raise kind(f"{what}, which this package no longer has: {REMOVED[name]}")
 

@@ -142,7 +142,6 @@ SLOW = ROOT / "examples" / "benchmarks" / "README.md"
     ],
 )
 def test_code_runs(page):
-    pytest.importorskip("matplotlib")  # pictures need matplotlib
     shown = {}
     for code in blocks(page, "python"):
         if code.startswith(">>>"):

@@ -47,9 +47,10 @@ GONE = {
     ),
     "MuLoCo's name": (lambda: Trainer(strategy="sparse_muloco"), "sparse_muloco.*outer_momentum=0.6"),
     "sparsify": (lambda: lightning_sparse.sparsify, "use sparsify_gradients instead"),
-    "dense_steps": (lambda: AdamCorrection(dense_steps=3), "dense_steps=3 has a new name: use warmup_steps instead"),
+    "dense_steps": (lambda: AdamCorrection(dense_steps=3), "dense_steps=3.*use warmup_steps instead"),
     "adapts_density": (lambda: compressors.LAGS(adapts_density=True), "use adaptive_density instead"),
     "selects_across_group": (lambda: type("Own", (Compressor,), {"selects_across_group": True}), "across_bucket"),
+    "pictures": (lambda: callbacks.OverlapTimeline(pictures=True), "pictures=True.*perfetto"),
     "Rule": (lambda: callbacks.Rule, "use DensityRule instead"),
     "islands": (lambda: SparseDDPStrategy(levels=2, local_steps=5), "levels=2 with local_steps.*sparse_hsdp"),
 }

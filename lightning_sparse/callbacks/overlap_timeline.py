@@ -1,7 +1,6 @@
-"""A timeline of backward and exchange on rank 0: torch's trace of a step, and a picture."""
+"""A timeline of backward and exchange on rank 0: torch's trace of a step."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -13,37 +12,32 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.engine import Engine
+from lightning_sparse.removed import refusing
 from lightning_sparse.strategy.lightning import LightningModule, PyTorchProfiler, Trainer
 
 _STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # default steps, after the trials of ``schedule="merged"``
-_WORKER = {"select": "#f0b429", "encode": "#8d6e63", "exchange": "#2186eb", "commit": "#3f9142"}
-_ROWS = ({"backward": "#9aa5b1", "exposed": "#d64545"}, _WORKER)  # rows of the picture, with colours
 
 
+@refusing
 class OverlapTimeline(StepObserver):
-    """Profile some steps of rank 0 with torch, and write a trace and a picture of the last profiled step.
+    """Profile some steps of rank 0 with torch, and write a trace of the last profiled step.
 
     View the trace at https://ui.perfetto.dev. The span ``sparse.exposed``, at the end of ``sparse.backward``, is the
     wait for the exchange. On a GPU, spans show when the CPU queues kernels, not when the GPU runs the kernels.
 
     Args:
         steps: steps to profile, counted from 0 as in loggers. The first steps of ``schedule="merged"`` are trials.
-        path: file of the trace; ``None`` for ``overlap.json`` in the log directory. The picture's suffix is ``.png``.
-        pictures: whether to draw the picture, which needs matplotlib.
+        path: file of the trace; ``None`` for ``overlap.json`` in the log directory.
 
     Example::
 
-        >>> timeline = OverlapTimeline(steps=[100, 101], pictures=False)
+        >>> timeline = OverlapTimeline(steps=[100, 101])
     """
 
-    def __init__(
-        self, steps: Sequence[int] = _STEPS, path: Optional[Union[str, Path]] = None, pictures: bool = True
-    ) -> None:
+    def __init__(self, steps: Sequence[int] = _STEPS, path: Optional[Union[str, Path]] = None) -> None:
         if not steps or not isinstance(steps, Sequence) or any(not isinstance(s, int) or s < 0 for s in steps):
             raise ValueError(f"steps={steps!r} must be a list of integers, at least 0, such as [100, 200]")
-        if pictures and find_spec("matplotlib") is None:
-            raise ValueError("pictures=True needs matplotlib: pip install 'lightning-sparse[plot]', or pictures=False")
-        self.steps, self.path, self.pictures = steps, path, pictures
+        self.steps, self.path = steps, path
         self._profile: Optional[profile] = None
 
     @override
@@ -79,8 +73,6 @@ class OverlapTimeline(StepObserver):
             self._has_recorded = True
             self._target.parent.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(self._target))
-            if self.pictures:
-                _draw(profiled, step, self._target.with_suffix(".png"))
 
     @override
     def teardown(self, *given: Any, **named: Any) -> None:
@@ -95,23 +87,3 @@ class OverlapTimeline(StepObserver):
         if trainer.is_global_zero and not self._has_recorded:
             reasons = "no step ran on several processes, or PyTorchProfiler was active"
             rank_zero_warn(f"OverlapTimeline has recorded nothing of steps={self.steps}: {reasons}")
-
-
-def _draw(profiled: profile, step: int, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    spans: dict[str, list[tuple[float, float]]] = {stage: [(0.0, 0.0)] for stages in _ROWS for stage in stages}
-    for event in profiled.events() or ():
-        if event.device_type.name != "CPU":
-            continue  # a GPU's events repeat the CPU's spans
-        start, end = event.time_range.start / 1e3, event.time_range.end / 1e3
-        spans.get(event.name.partition("sparse.")[2], []).append((start, end - start))
-    exposed = sum(duration for _, duration in spans["exposed"])
-    figure = Figure(figsize=(9, 3), dpi=160, layout="constrained")
-    axes = figure.subplots()
-    for place, stage, colour in ((place, *each) for place, row in enumerate(_ROWS) for each in row.items()):
-        axes.broken_barh(spans[stage], (place - 0.35, 0.7), color=colour, label=stage)
-    axes.set(title=f"step {step}: {exposed:.0f} ms exposed", xlabel="ms", ylim=(1.5, -0.5))
-    axes.set_yticks([0, 1], ["backward", "exchange"])
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path)

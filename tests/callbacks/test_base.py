@@ -25,7 +25,7 @@ CALLBACKS = {
     "AdaptiveDensity": lambda: AdaptiveDensity([Warmup(4)]),
     "CompressionMonitor": CompressionMonitor,
     "MomentumCorrection": MomentumCorrection,
-    "OverlapTimeline": lambda: OverlapTimeline(pictures=False),
+    "OverlapTimeline": lambda: OverlapTimeline(),
     "ReplicaSentinel": ReplicaSentinel,
 }
 
@@ -88,7 +88,7 @@ TOGETHER = [
     ("omgs", [MOMENTUM], WithSGD, ""),
     *[(name, [MASKED], WithSGD, "") for name in ("lags", "exdyna", "dense")],
     ("a2sgd", [ReplicaSentinel()], Small, "ReplicaSentinel"),
-    ({"compressor": "dense", "local_steps": 4}, [OverlapTimeline(pictures=False)], Small, "local_steps"),
+    ({"compressor": "dense", "local_steps": 4}, [OverlapTimeline()], Small, "local_steps"),
 ]
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_go_together_is_refused_and_the_rest_is_not(pair, strategy, 
 
 def onlookers(compressor, directory):
     subject = subject_of(compressor)
-    timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json", pictures=False)
+    timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json")
     callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True)]
     return callbacks + ([ReplicaSentinel(1)] if not subject.replicas_diverge else [])
 
@@ -129,7 +129,7 @@ def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path
 
 
 def fit_alone(rank, directory):
-    timeline = OverlapTimeline(range(100), path=f"{directory}/overlap.json", pictures=False)
+    timeline = OverlapTimeline(range(100), path=f"{directory}/overlap.json")
     adaptive = AdaptiveDensity([Warmup(4), ErrorBudget(1.0)], every_n_steps=1)
     watching = [CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
     callbacks = [*watching, adaptive, MomentumCorrection()]

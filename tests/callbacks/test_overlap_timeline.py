@@ -1,6 +1,5 @@
 import contextlib
 import json
-import sys
 import time
 from functools import partial
 
@@ -37,8 +36,8 @@ class Failing(Small):
         return super().training_step(batch, batch_index)
 
 
-def fit_recorded(rank, path, steps, module=Small, schedule="layerwise", pictures=False, **arguments):
-    callbacks = [OverlapTimeline(steps, path=path, pictures=pictures)]
+def fit_recorded(rank, path, steps, module=Small, schedule="layerwise", **arguments):
+    callbacks = [OverlapTimeline(steps, path=path)]
     run_fit(rank, SparseDDPStrategy(density=0.05, schedule=schedule), module(), callbacks=callbacks, **arguments)
 
 
@@ -72,16 +71,6 @@ def test_a_step_of_several_batches_is_one_step(pair, tmp_path):
     assert [len(seen[name]) for name in ("sparse.backward", "sparse.exposed", "sparse.commit")] == [4, 1, 1]
 
 
-@pytest.mark.exhaustive
-def test_the_picture_stands_beside_the_file(pair, tmp_path):
-    pytest.importorskip("matplotlib")
-    image = pytest.importorskip("PIL.Image")
-    pair.run(fit_recorded, str(tmp_path / "overlap.json"), [2, 7], Slow, "layerwise", True)
-    with image.open(tmp_path / "overlap.png") as picture:
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
-    assert {(0x9A, 0xA5, 0xB1), (0xD6, 0x45, 0x45), (0x21, 0x86, 0xEB)} <= colours  # backward, exposed, exchange
-
-
 def fit_unrecorded(rank, directory, steps, profiled):
     arguments = {"profiler": PyTorchProfiler(directory)} if profiled else {}
     with pytest.warns(UserWarning, match="recorded nothing") if rank == 0 else contextlib.nullcontext():
@@ -102,13 +91,6 @@ def fit_failing(rank, path):
 
 def test_an_error_ends_the_profile(pair, tmp_path):
     assert pair.run(fit_failing, str(tmp_path / "overlap.json")) == [False, False]
-
-
-def test_a_picture_without_matplotlib_is_refused_with_the_cure(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="pictures"):
-        OverlapTimeline(steps=[1])
-    OverlapTimeline(steps=[1], pictures=False)
 
 
 def fit_profiled(rank, directory):

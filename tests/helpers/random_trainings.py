@@ -321,7 +321,7 @@ _ARGUMENTS = {
 _OBSERVERS = {
     "CompressionMonitor": lambda folder: CompressionMonitor(by_parameter=True),
     "ReplicaSentinel": lambda folder: ReplicaSentinel(every_n_steps=1),
-    "OverlapTimeline": lambda folder: OverlapTimeline(range(0, 100, 2), path=f"{folder}/timeline.json", pictures=False),
+    "OverlapTimeline": lambda folder: OverlapTimeline(range(0, 100, 2), path=f"{folder}/timeline.json"),
     "average at validation": lambda folder: AverageAtValidation(),
     "rank 0 alone looks": lambda folder: LambdaCallback(on_train_batch_end=look_alone),
     "a backward before Lightning's": lambda folder: LambdaCallback(on_train_batch_start=go_backward_before),
