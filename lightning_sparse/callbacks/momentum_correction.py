@@ -41,7 +41,7 @@ class MomentumCorrection(StepObserver):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            trainer.strategy.correct_momentum(self._correction)  # type: ignore[attr-defined]
+            _correct(trainer, self._correction)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,7 +50,11 @@ class MomentumCorrection(StepObserver):
 
     @override
     def teardown(self, trainer: Trainer, *given: Any, **named: Any) -> None:
-        if isinstance(trainer.strategy, SparseDDPStrategy):
-            trainer.strategy.correct_momentum(None)
+        _correct(trainer, None)
 
     on_exception = teardown
+
+
+def _correct(trainer: Trainer, correction: Optional[ErrorFeedback]) -> None:
+    if isinstance(strategy := trainer.strategy, SparseDDPStrategy):
+        strategy.settings = strategy.settings.correcting_momentum(correction)

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from typing_extensions import override
 
-from lightning_sparse.engine.step.topology import reshard
+from lightning_sparse.engine.step.topology import UnwrappedModule, reshard
 from lightning_sparse.loop.training import Training
 from lightning_sparse.strategy.lightning import (
     Callback,
@@ -18,8 +18,8 @@ from lightning_sparse.strategy.lightning import (
 class FirstCallback(Callback):
     """End the round of local steps at the start of validation and at the end of training, before users' callbacks."""
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, training: Training, bare: UnwrappedModule) -> None:
+        self._training, self._bare = training, bare
         self._shown = ExitStack()
 
     @override
@@ -27,6 +27,7 @@ class FirstCallback(Callback):
         engine = self._training.engine
         if not trainer.sanity_checking and engine.rounds is not None:
             engine.rounds.synchronize()
+        self._bare.begin_forward()  # broadcasts buffers, as DDP does in the first forward
         self._shown.enter_context(engine.replicas.shared_model())
 
     def end_validation(self, module: LightningModule) -> None:

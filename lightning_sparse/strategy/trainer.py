@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Clipping, ErrorFeedback
+from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
@@ -108,7 +108,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         if (training := self.training) is None:
             return
         training.set_inside(False)
-        self._first = FirstCallback(training)
+        self._first = FirstCallback(training, self._bare)
         trainer.callbacks.insert(0, self._first)  # type: ignore[attr-defined]
         self._replaced.callback(remove_callback, trainer, self._first)
         if training.view.adam is not None:
@@ -275,28 +275,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._set_up(pop_settings(SparseDDPStrategy, compressor, density, given, *bases), resume_compression)
         self._given = given
         super().__init__(**given)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the last step used plain DDP."""
-        return self.training is not None and self.training.is_dense
-
-    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Set the momentum, masking and clipping that are applied before compression, for each later ``fit``.
-
-        Args:
-            correction: the new momentum, masking and clipping; ``None`` for the compressor's defaults.
-
-        Raises:
-            ValueError: if the compressor or the schedule does not support the correction.
-        """
-        self.settings = self.settings.correcting_momentum(correction)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training is not None:
-            self._bare.begin_forward()
-        return super().validation_step(*args, **kwargs)
 
     @override
     def configure_ddp(self) -> None:
