@@ -1,13 +1,12 @@
 """Checks of model, optimizers and settings before a training, for the strategies and for plain loops."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -97,11 +96,7 @@ def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Ite
             f"fully_shard has sharded {listed(elsewhere)} over other ranks than the replica's, {ranks}, and FSDP must"
             f" not communicate between replicas: call {_SHARD}, with the mesh of one replica"
         )
-    yield from of_the_shards({name: local_tensor(each) for name, each in trained.items()}, device)
-
-
-def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[str]:
-    """Yield reasons why this rank's shards of the parameters cannot be exchanged on ``device``."""
+    held = {name: local_tensor(each) for name, each in trained.items()}
     elsewhere = [name for name, shard in held.items() if shard.device.type != device.type]
     if elsewhere:
         yield (

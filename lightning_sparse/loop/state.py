@@ -251,12 +251,11 @@ def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
     usable = {part: state[part] for part in ("averager", "warm_up", "order") if part in state}
     unused: list[str] = []
     kinds, present = waiting_kinds(state["memory"]), waiting_kinds(engine.memory.state_dict())
-    if "rounds" in state and engine.rounds is None:
+    has_rounds, makes_rounds = "rounds" in state, engine.rounds is not None
+    if has_rounds and not makes_rounds:
         unused.append("the changes of the last round, because gradients are exchanged now")
-    elif kinds and engine.rounds is not None and "rounds" not in state:
-        unused.append(f"{' and '.join(sorted(kinds))}, because local steps store changes of parameters instead")
-    elif kinds and kinds != present:
-        unused.append(f"{' and '.join(sorted(kinds))}, because {name} stores other tensors")
+    elif kinds and (kinds != present or has_rounds != makes_rounds):
+        unused.append(f"{' and '.join(sorted(kinds))}, because this training stores other tensors")
     elif kinds:
         usable["memory"], gone = _matched_memory(state, engine)
         unused += [f"the state of {', '.join(gone)}, which the model does not have"] * bool(gone)
@@ -264,7 +263,7 @@ def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         usable["compressor"] = state["compressor"]
     elif state["compressor"]:
         unused.append(f"the state of {before}, because {name} continues")
-    if "rounds" in state and engine.rounds is not None:
+    if has_rounds and makes_rounds:
         parameters = local_tensors(engine.module)
         momentum = {name: each for name, each in state["rounds"]["momentum"].items() if name in parameters}
         usable["rounds"] = {**state["rounds"], "momentum": momentum}

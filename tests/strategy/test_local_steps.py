@@ -144,7 +144,7 @@ def test_rounds_and_gradients_keep_different_things(pair, tmp_path):
     rounds = {**gradients, "local_steps": 4}
     for before, after, told in (
         (rounds, gradients, "the changes of the last round"),
-        (gradients, rounds, "local steps store changes of parameters"),
+        (gradients, rounds, "this training stores other tensors"),
     ):
         fits(pair, partial(Local, 6, path), before, max_epochs=1)
         first, other = fits(pair, Local, after, path)

@@ -167,9 +167,9 @@ SWITCHES = {
     "dense to sparse": (None, TOPK, False, "holds no state of a sparse strategy"),
     "sparse to dense": (TOPK, None, False, None),
     "alike": (TOPK, {"compressor": "lags", "density": 0.05}, True, None),
-    "momentum": (DGC_, TOPK, False, "unused parts of .*: momentum and residual, because TopK stores other tensors"),
+    "momentum": (DGC_, TOPK, False, "unused parts of .*: momentum and residual, because this training stores"),
     "learned": (EXDYNA, TOPK, True, "unused parts of .*: the state of ExDyna, because TopK continues"),
-    "to none": (TOPK, DENSE, False, "unused parts of .*: residual, because Dense stores other tensors"),
+    "to none": (TOPK, DENSE, False, "unused parts of .*: residual, because this training stores other tensors"),
     "from none": (DENSE, TOPK, False, None),
     "refused": (TOPK, {**TOPK, "resume_compression": False}, False, "was read without its states, so residuals"),
 }

@@ -2,6 +2,7 @@ import copy
 import time
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.requirements import refuse as refuse_reasons
 from lightning_sparse.engine.step.topology import shard_of
 from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.loop.checks import of_the_shards
+from lightning_sparse.loop.checks import of_the_model
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening, refuse
 from tests.helpers.issued import recording, stuck_at
@@ -446,6 +447,18 @@ def test_bad_arguments_are_refused(name, arguments):
         SparseModelParallelStrategy(**arguments)
 
 
+class Cut:
+    """A model with the given shards of parameters."""
+
+    def __init__(self, shards):
+        self.shards = shards
+
+    def named_parameters(self):
+        mesh = SimpleNamespace(mesh=torch.tensor([0]))
+        for name, shard in self.shards.items():
+            yield name, SimpleNamespace(requires_grad=True, device_mesh=mesh, to_local=lambda shard=shard: shard)
+
+
 @pytest.mark.parametrize(
     ("shards", "word"),
     [({"w": torch.zeros(2, device="meta")}, "CPUOffloadPolicy"), ({"w": torch.zeros(0)}, "data_parallel_size")],
@@ -453,8 +466,8 @@ def test_bad_arguments_are_refused(name, arguments):
 )
 def test_shards_that_cannot_be_exchanged_are_refused(shards, word):
     with pytest.raises(ValueError, match=word):
-        refuse_reasons(of_the_shards(shards, torch.device("cpu")))
-    refuse_reasons(of_the_shards({"w": torch.zeros(1), "none": torch.zeros(0)}, torch.device("cpu")))
+        refuse_reasons(of_the_model(Cut(shards), [0], torch.device("cpu")))
+    refuse_reasons(of_the_model(Cut({"w": torch.zeros(1), "none": torch.zeros(0)}), [0], torch.device("cpu")))
 
 
 class Sampled(Sharded):
