@@ -20,7 +20,6 @@ from lightning_sparse.engine.replicas import ReplicaAverager, as_real, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import LocalGradient
-from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to
 from lightning_sparse.schedule import Schedule
 
@@ -126,23 +125,21 @@ class SharedModel:
             moved: names of trained parameters that any rank has moved.
             steps: number of optimizer steps since the last exchange.
         """
-        present, recorder = self.exchanged(), self._pipeline.recorder
-        shared, trained = self._shared, self.trained
-        changes = {name: _change(each, present.get(name, each), name in trained) for name, each in shared.items()}
-        with recorder.waiting():
-            self._worker.run(partial(self._move, changes, moved, steps))
+        present, shared = self.exchanged(), self._shared
+        changes = {name: _change(each, present.get(name, each)) for name, each in shared.items() if name in moved}
+        with self._pipeline.recorder.waiting():
+            self._worker.run(partial(self._move, changes, steps))
+            if self._beside:
+                self._unify({name: each for name, each in present.items() if name not in self.trained})
         if present:
             rounded = [round_to(shared[name], tensor.dtype) for name, tensor in present.items()]
             torch._foreach_copy_(list(present.values()), rounded)
 
-    def _move(self, changes: Mapping[str, Tensor], moved: Set[str], steps: int) -> None:
+    def _move(self, changes: Mapping[str, Tensor], steps: int) -> None:
         """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
         pipeline = self._pipeline
-        moving = {name: each for name, each in changes.items() if name in moved}
-        pipeline.commit([each for bucket in _buckets(moving, self._schedule) for each in pipeline.exchange(bucket)])
-        if beside := self._beside:
-            _average_buffers([self._shared[name] for name in beside], [changes[name] for name in beside], pipeline)
-        self._step(moving)
+        pipeline.commit([each for bucket in _buckets(changes, self._schedule) for each in pipeline.exchange(bucket)])
+        self._step(changes)
         pipeline.recorder.current.covered_steps = steps
         pipeline.selector.release()  # frees working memory and buffers until the next exchange, many steps later
         pipeline.close_record()
@@ -161,11 +158,13 @@ class SharedModel:
     def unify_rest(self) -> None:
         """Make all tensors except exchanged parameters equal on all ranks. All ranks must call this."""
         trained = self.trained.intersection(self.exchanged())
-        rest = {name: tensor for name, tensor in averaged(self.module).items() if name not in trained}
-        self._worker.run(lambda: self._averager.average(rest))
+        self._unify({name: tensor for name, tensor in averaged(self.module).items() if name not in trained})
+
+    def _unify(self, tensors: Mapping[str, Tensor]) -> None:
+        self._worker.run(lambda: self._averager.average(tensors))
         for name in self._beside:
-            if name in rest and rest[name].shape == self._shared[name].shape:
-                self._shared[name].copy_(rest[name])
+            if name in tensors and tensors[name].shape == self._shared[name].shape:
+                self._shared[name].copy_(tensors[name])
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -225,21 +224,11 @@ class SharedModel:
         self._momenta = {name: each.to(self._averager.device, copy=True) for name, each in state["momentum"].items()}
 
 
-def _change(shared: Tensor, tensor: Tensor, is_trained: bool) -> Tensor:
+def _change(shared: Tensor, tensor: Tensor) -> Tensor:
     """Return ``shared - tensor``, flat, after rounding ``shared`` to the dtype of the module's ``tensor``."""
     now = flatten_as(tensor, shared)
     before = _as(flatten_as(shared), now.dtype)
-    # If a buffer was infinite and is now finite, zero replaces the infinity, because the change must be finite.
-    before = before if is_trained else before.nan_to_num(0, 0, 0)
     return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
-
-
-def _average_buffers(shared: Sequence[Tensor], changes: Sequence[Tensor], pipeline: Pipeline) -> None:
-    """Subtract the means over ranks of buffer changes from ``shared``, without the outer optimizer."""
-    replicas = pipeline.levels.same_shard
-    means = replicas.call(Payload("all_reduce", torch.cat(list(changes)).div_(replicas.world_size)))
-    for buffer, mean in zip(shared, means.split(list(map(len, changes)))):
-        flatten_as(buffer).nan_to_num_(0, 0, 0).sub_(mean)
 
 
 def _buckets(changes: Mapping[str, Tensor], schedule: Schedule) -> Iterator[list[LocalGradient]]:
