@@ -77,14 +77,15 @@ class SharedModel:
         return other
 
     def moved(self) -> dict[str, Tensor]:
-        """Return a flag for each trained parameter, bool ``[]``: whether this rank's tensor is not the shared value.
+        """Return a flag for each parameter, bool ``[]``: whether this rank's trained tensor is not the shared value.
 
         An exchange omits a parameter that no rank has moved. Neither outer momentum nor an old residual then changes
-        the parameter.
+        the parameter. The ranks of a sharded replica hold shards of different parameters, and have equal flags.
         """
-        own = {**self._shared, **self.exchanged()}
-        trained = [(name, each, own[name]) for name, each in self._shared.items() if name in self.trained]
-        return {name: tensor.ne(round_to(shared, tensor.dtype)).any() for name, shared, tensor in trained}
+        held = {name: each for name, each in self.exchanged().items() if name in self.trained}
+        moved = {name: each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held.items()}
+        is_unmoved = torch.zeros((), dtype=torch.bool, device=self._averager.device)
+        return {name: moved.get(name, is_unmoved) for name in self._parameters}
 
     @property
     def _beside(self) -> list[str]:  # names of buffers that each exchange includes

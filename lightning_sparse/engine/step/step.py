@@ -180,9 +180,10 @@ class Pipeline:
             step: results of all buckets of the step.
             places: index of each parameter's usage flag, by name.
         """
-        if not step:
-            return  # no parameter is trained
-        finite = torch.stack([exchanged.result.finite for exchanged in step]).all()
+        checked = [result.finite for _, result in step]
+        if not checked:  # This rank exchanges nothing, but other ranks of a sharded replica may.
+            checked = [torch.ones((), dtype=torch.bool, device=self.levels.inter.device)]
+        finite = torch.stack(checked).all()
         finite = self.levels.all_of(finite)  # Other ranks of the node checked other parts of gradients.
         self.memory.on_finite(finite)
         # If any value is not finite, an infinite scale makes all gradients non-finite. No part is then applied.
