@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 examples/train_accelerate.py --folder runs/accelerat
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Optional, Union
 
@@ -45,12 +44,10 @@ def train(
     ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     # What comes next is all that is added.
     handle = None
-    clip = partial(accelerator.clip_grad_norm_, [*ddp.parameters()], 10.0)
     if density is not None:
         handle = lightning_sparse.sparsify_gradients(
             ddp, optimizer, "lags", density=density, optimizer_correction=correction, total_steps=steps
         )
-        clip = partial(handle.clip, norm=10.0)
     first = 0
     if resumes:
         accelerator.load_state(str(folder))
@@ -63,7 +60,7 @@ def train(
             loss = (ddp(rows) - targets).square().mean()
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                clip()
+                accelerator.clip_grad_norm_(ddp.parameters(), 10.0)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:

@@ -13,6 +13,7 @@ REMOVED: dict[str, str] = {
     "submit": "change a script in examples/slurm instead (docs/slurm-and-kubernetes.md lists the lines)",
     "AssumptionMonitor": "examples/check_assumption.py measures delta of every layer",
     "SparseFabricModelParallelStrategy": "use Trainer(strategy='sparse_hsdp') for models that do not fit",
+    "GradientSparsifier.clip": "use torch.nn.utils.clip_grad_norm_ or clip_grad_value_ instead",
     "GradientSparsifier.state_dict": "use save_state(folder) instead, on all ranks",
     "GradientSparsifier.load_state_dict": "use load_state(folder) instead, on all ranks",
     "CriticalRegime": "use ErrorBudget or Warmup, or a DensityRule of your own",

@@ -159,7 +159,6 @@ PRIVATE = {  # private names of torch and Lightning -> why no public name is eno
         "_broadcast_coalesced": "broadcast of many tensors, as DDP calls it",
         "_timeout": "timeout of a group, and of Lightning's strategies",
         "_orig_mod": "module inside of `torch.compile`",
-        "_amp_foreach_non_finite_check_and_unscale_": "changes that a GradScaler counts",
         "_foreach": "one kernel for many tensors",
         "_ExperimentalConfig": "spans of all threads in a profile",
         "_pytree": "tensors in nested batches",
@@ -172,7 +171,6 @@ PRIVATE = {  # private names of torch and Lightning -> why no public name is eno
     },
     "replaced at run time": {
         "_broadcast_sigterm_tensor": "Lightning's collective in each batch",
-        "clip_gradients": "clipping of Lightning's precision plugin before Adam's correction",
         "step": "steps that a GradScaler skips",
         "reducer": "DDP's reducer",
         "logger": "DDP's logger, which holds the reducer",

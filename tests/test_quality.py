@@ -36,10 +36,14 @@ def train(rank, compressor, is_adam):
     with sparse_ddp(network(), correction=CORRECTION if is_adam else None, **settings) as (ddp, engine):
         optimizer = build_optimizer(ddp, is_adam)
         parameters = dict(ddp.module.named_parameters())
-        view = OptimizerView(parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory)
+        view = OptimizerView(
+            parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory, print
+        )
         for step in range(STEPS):
             engine.begin_backward(view.next_step())
             backpropagate(ddp, engine, ddp(batch(rank, step)))
+            if view.adam is not None:
+                view.adam.store_updates(None)
             optimizer.step()
         view.close()
         return parameters_of(ddp), int(engine.compression_stats()["total_wire_bytes"])

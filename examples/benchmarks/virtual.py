@@ -7,7 +7,7 @@ What is sent, kept and applied is what the engine sends, keeps and applies, to t
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Optional
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Clipping, layout_of
+from lightning_sparse.compressors.base import layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, Result
 from lightning_sparse.engine.local_steps import LocalStepsController
@@ -235,10 +235,9 @@ class VirtualRank:
             return compressor.density_of(name, settings.density)
 
         parameters = dict(self.network.named_parameters())
-        self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
+        self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory, print)
         if (adam := self._view.adam) is not None:
             adam.warm_up.total_steps = total_steps
-            adam.clips.ask(Clipping(norm=self._clip_norm), parameters.values())  # from which no step takes it
 
     def step(self, loss: Tensor) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
@@ -283,7 +282,6 @@ class VirtualRank:
             tensor.copy_(mean.view_as(tensor))
 
     def _exchange(self) -> None:
-        adam = self._view.adam
         context = self._view.next_step()
         self._pipeline.begin_step(context)
         self._densities.begin_step(context.warm_up_progress)
@@ -295,11 +293,12 @@ class VirtualRank:
         self.recorder.begin_backward()
         self.recorder.current.backward_end = self.recorder.clock.mark()
         if self._pipeline.memory.clips_gradients:
-            self._pipeline.measure_norms(step[::-1])
+            self._pipeline.measure_norm(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step, used=used))
         self.recorder.end_exchange()
-        with nullcontext() if adam is None else adam.hidden():
-            self._clip()
+        if self._view.adam is not None:
+            self._view.adam.store_updates(None)
+        self._clip()
 
     def _clip(self) -> None:
         if self._clip_norm is not None:

@@ -55,16 +55,6 @@ class ErrorFeedback(NamedTuple):
         return self
 
 
-class Clipping(NamedTuple):
-    """Limits for gradient clipping: the mean gradient's norm, and an element's magnitude. ``None`` means no limit."""
-
-    norm: Optional[float] = None
-    value: Optional[float] = None
-
-
-NOT_CLIPPED = Clipping()
-
-
 def same_everywhere(power: float) -> float:
     """Round the result of a power to 12 digits, because the math libraries of ranks may differ in the last digits."""
     return float(f"{power:.12g}")

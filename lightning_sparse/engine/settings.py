@@ -205,7 +205,7 @@ class Settings:
         """The user's error feedback, ``asked``. If Adam is corrected, ``asked`` without momentum and decay."""
         if self.adam is None:
             return self.asked
-        return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change, clip_norm=self.asked.clip_norm)
+        return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change)
 
     @cached_property  # cached, because every step reads the property
     def replicas_diverge(self) -> bool:
@@ -230,6 +230,11 @@ class Settings:
     def correcting_adam(self) -> Self:
         """Return a copy of these settings in which Adam is corrected."""
         own = self.optimizer_correction
+        if self.asked.clip_norm is not None:
+            raise ValueError(
+                f"clip_norm={self.asked.clip_norm!r} is not supported if Adam is corrected, because the correction"
+                " limits each element of an update: leave clip_norm out, or set optimizer_correction=None"
+            )
         return replace(self, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
 
     @property

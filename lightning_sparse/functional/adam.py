@@ -5,7 +5,7 @@ The result for a tensor does not depend on other tensors (see :func:`~lightning_
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -61,44 +61,45 @@ def accumulate_updates(
         torch._foreach_add_(some, rests)
 
 
+def denominators(seconds: Tensors, scalars: Sequence[AdamScalars]) -> list[Tensor]:
+    """Return the divisors of Adam's first moments: roots of bias-corrected second moments, plus ``eps``, in fp32."""
+    roots = list(torch._foreach_sqrt([each.to(torch.promote_types(each.dtype, torch.float32)) for each in seconds]))
+    torch._foreach_mul_(roots, [1 / each.root_weight for each in scalars])
+    torch._foreach_add_(roots, [each.eps for each in scalars])
+    return roots
+
+
 def to_gradients(updates: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars]) -> None:
     """Convert Adam updates to gradients, in place: multiply all elements by Adam's divisor."""
-    for several, olds, known in in_batches(updates, seconds, scalars):
-        roots = torch._foreach_sqrt(_typed(olds, several))
-        torch._foreach_mul_(roots, [1 / each.root_weight for each in known])
-        torch._foreach_add_(roots, [each.eps for each in known])
-        torch._foreach_mul_(several, roots)
+    for several, *divisors in in_batches(updates, seconds, scalars):
+        torch._foreach_mul_(several, denominators(*divisors))
 
 
-def denominator(second: Tensor, scalars: AdamScalars) -> Tensor:
-    """Return the divisor of Adam's first moment: the root of the bias-corrected second moment, plus ``eps``."""
-    return second.sqrt().mul_(1 / scalars.root_weight).add_(scalars.eps)
-
-
-def apply_updates(
-    parameters: Tensors,
-    gradients: Tensors,
-    seconds: Tensors,
-    scalars: Sequence[AdamScalars],
-    rate: float,
-    shrinkage: float,
+def to_updates(
+    gradients: Tensors, seconds: Tensors, scalars: Sequence[AdamScalars], updates: Tensors, scale: Optional[Tensor]
 ) -> None:
-    """Apply Adam's step in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
+    """Divide gradients by Adam's divisor, and by the loss scale ``[]`` if given, and write ``updates``."""
+    for several, olds, known, results in in_batches(gradients, seconds, scalars, updates):
+        divisors = denominators(olds, known)
+        if scale is not None:
+            torch._foreach_mul_(divisors, scale.to(divisors[0].device, non_blocking=True))
+        torch._foreach_copy_(results, torch._foreach_div(_typed(several, divisors), divisors))
+
+
+def apply_updates(parameters: Tensors, updates: Tensors, rate: float, shrinkage: float) -> None:
+    """Apply Adam's step in place, ``x <- shrinkage x - rate u``, and set the updates ``u`` to zero.
 
     Args:
         parameters: flat parameters.
-        gradients: mean gradients.
-        seconds: second moments.
-        scalars: Adam's constants for each parameter.
+        updates: mean updates ``u``.
         rate: learning rate.
         shrinkage: factor that multiplies the parameters, for decoupled weight decay.
     """
-    for several, means, olds, known in in_batches(parameters, gradients, seconds, scalars):
+    for several, steps in in_batches(parameters, updates):
         if shrinkage != 1:
             torch._foreach_mul_(several, shrinkage)
-        divisors = torch._foreach_sqrt(_typed(olds, several))
-        torch._foreach_add_(divisors, [each.eps * each.root_weight for each in known])
-        torch._foreach_addcdiv_(several, means, divisors, [-rate * each.root_weight for each in known])
+        torch._foreach_add_(several, _typed(steps, several), alpha=-rate)
+        torch._foreach_zero_(steps)
 
 
 def _typed(tensors: Tensors, likes: Tensors) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """The entry point for loops without a Trainer: :func:`sparsify_gradients`, and the handle that the function returns."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Unpack
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import Compression, Settings
@@ -123,33 +121,6 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
     def module(self) -> Module:
         """The model without a wrapper."""
         return self._model.module
-
-    def clip(
-        self, norm: Optional[float] = None, value: Optional[float] = None, optimizer: Optional[Optimizer] = None
-    ) -> None:
-        """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
-
-        If Adam is corrected, ``.grad`` holds Adam's updates after backward, which must not be clipped. This call then
-        clips the gradients of the next step, before updates are made. With a gradient scaler call ``unscale_`` first.
-
-        Args:
-            norm: maximum norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
-            value: maximum magnitude of an element; ``None`` for no limit.
-            optimizer: optimizer with the gradients to clip; ``None`` for all gradients of the model. If a corrected
-                Adam trains several models, each model has a separate norm.
-
-        Raises:
-            ValueError: if one norm would clip parameters of a corrected Adam and of another optimizer.
-        """
-        parameters = [*self.module.parameters()] if optimizer is None else optimizer_parameters(optimizer)
-        if norm is not None and self.training is not None:
-            self.training.view.check_one_norm(parameters)
-        with clipped_before(Clipping(norm=norm, value=value), parameters):
-            trained = [each for each in parameters if each.grad is not None]
-            if value is not None and trained:
-                torch.nn.utils.clip_grad_value_(trained, value)
-            if norm is not None and trained:
-                torch.nn.utils.clip_grad_norm_(trained, norm)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that disables the exchange of gradients, like DDP's ``no_sync()``.
@@ -343,20 +314,6 @@ def _refuse_join(**settings: Any) -> Any:
 
 
 _OPEN: WeakSet[GradientSparsifier] = WeakSet()  # open handles
-
-
-@contextmanager
-def clipped_before(clipping: Clipping, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Clip the gradients before Adam's next updates. Inside the context, ``.grad`` of corrected parameters is ``None``.
-
-    The clipping applies to each model that has any of the parameters, because an optimizer may train several models.
-    """
-    clipped = set(parameters)
-    with ExitStack() as hidden:
-        for each in list(_OPEN):
-            if each.training is not None and not clipped.isdisjoint(each.module.parameters()):
-                hidden.enter_context(each.training.view.clipped_before(clipping, parameters))
-        yield
 
 
 def _refuse_training(called: Module, parts: set[Module], inputs: Any) -> None:

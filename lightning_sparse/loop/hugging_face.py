@@ -1,14 +1,10 @@
 """The entry point for Hugging Face's Trainer. Only this file imports transformers."""
 
-import math
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 from transformers import Trainer, TrainerCallback
 from typing_extensions import Unpack, override
 
@@ -21,8 +17,7 @@ _NAME = "lightning_sparse"  # folder name inside a checkpoint folder
 class SparsifyCallback(TrainerCallback):
     """Compress gradients in Hugging Face's Trainer, like :func:`~lightning_sparse.sparsify_gradients`.
 
-    The callback also replaces the clipping to ``max_grad_norm``, because with AdamW ``.grad`` holds updates, not
-    gradients. With local steps the Trainer evaluates and saves the shared model of all ranks. After ``train`` the model
+    With local steps the Trainer evaluates and saves the shared model of all ranks. After ``train`` the model
     is the shared model. Each checkpoint folder also holds the compression state of all processes. Add this callback
     after callbacks that request evaluations or saves, because this callback acts on the requests.
 
@@ -69,7 +64,6 @@ class SparsifyCallback(TrainerCallback):
         scaler = getattr(accelerator, "scaler", None)
         given: LoopArguments = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
         self._handle = sparsify_gradients(ddp, self._trainer.optimizer, **given)
-        accelerator.clip_grad_norm_ = self._clip
         if state.global_step and self._resumes:
             folder = self._resume_from or self._folder(state)
             self._handle.load_state(Path(folder) / _NAME)
@@ -108,16 +102,6 @@ class SparsifyCallback(TrainerCallback):
         self._handle.close()
         self.stats = self._handle.compression_stats()
         self._trainer.model_wrapped = self._trainer.model  # the next training has to wrap the model again
-        del self._trainer.accelerator.clip_grad_norm_
 
     def _folder(self, state: Any) -> Path:
         return Path(self._trainer.args.output_dir) / f"checkpoint-{state.global_step}"
-
-    def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip in place of Accelerate, and return the norm before clipping. With ``max_norm=inf``, do not clip."""
-        assert self._handle is not None
-        self._trainer.accelerator.unscale_gradients()
-        norm = get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
-        if max_norm < math.inf:
-            self._handle.clip(norm=max_norm)
-        return norm

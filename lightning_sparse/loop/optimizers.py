@@ -1,6 +1,6 @@
 """Access to the user's optimizers: hyperparameters, momentum that is applied before compression, and step counts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
@@ -21,13 +21,8 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.loop.summary import NEEDS_DENSE, UNCOUNTED, UNCOUNTED_BATCHES
+from lightning_sparse.loop.summary import CHANGED, NEEDS_DENSE, UNCOUNTED, UNCOUNTED_BATCHES
 
-_TWO_NORMS = (
-    "parameters of {names} cannot be clipped by one norm: .grad holds updates for Adam's parameters, and gradients for"
-    " the others. Clip each optimizer separately, such as by clip(norm=1.0, optimizer=optimizer), or set"
-    " optimizer_correction=None"
-)
 _ADDED = (
     "momentum correction needs one exchanged backward per optimizer step, because each exchange applies the momentum."
     " Call backward once on the sum of the losses, or run all backwards except the last inside no_sync() (in a"
@@ -56,13 +51,14 @@ class OptimizerView:
         feedback: ErrorFeedback,
         target_of: Callable[[str], float],
         memory: Memory,
+        warn: Callable[[str], None],
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
         self.adam: Optional[AdamSteps] = None
         if isinstance(memory, AdamMemory):
             corrected = list(filter(is_correctable, optimizers))
-            self.adam = AdamSteps(corrected, {}, target_of, memory, feedback.clip_norm)
+            self.adam = AdamSteps(corrected, {}, target_of, memory, partial(warn, CHANGED))
         self.know(parameters)
         # Each entry: a parameter group, the user's values, and the values during the update.
         self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
@@ -115,27 +111,6 @@ class OptimizerView:
                 raise RuntimeError(_ADDED)
             found.update((self._names[parameter], settings) for parameter in named)
         return found
-
-    def check_one_norm(self, parameters: Iterable[Tensor]) -> None:
-        """Raise an error if one norm would clip updates of a corrected Adam and gradients of another optimizer."""
-        given = set(parameters)
-        clipped = [each for each in self._optimizers if not given.isdisjoint(optimizer_parameters(each))]
-        kinds = {self.adam is not None and is_correctable(each) for each in clipped}
-        if len(kinds) > 1:
-            raise ValueError(_TWO_NORMS.format(names=listed([type(each).__name__ for each in clipped])))
-
-    @contextmanager
-    def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Set the clipping before Adam's next updates. Inside, ``.grad`` of corrected parameters is ``None``."""
-        if self.adam is not None:
-            self.adam.clips.ask(clipping, parameters)
-        with nullcontext() if self.adam is None else self.adam.hidden():
-            yield
-
-    def note_arrived(self) -> None:
-        """Record Adam's updates in ``.grad`` after an exchange, to detect later changes by other code."""
-        if self.adam is not None:
-            self.adam.note_arrived()
 
     def close(self) -> None:
         """Remove all hooks, and restore the user's hyperparameters after a failed step."""

@@ -18,10 +18,9 @@ NEEDS_DENSE = (
     " strategy='sparse_qsgd', which sends every element in 4 bits (Muon: 1.215); or strategy='ddp'."
 )
 CHANGED = (
-    "gradients were changed between backward and the optimizer's step, such as by torch.nn.utils.clip_grad_norm_. With"
-    " Adam and AdamW, .grad holds updates selected from the residuals: the clipped part of an update is lost, and"
-    " training all but stops. Clip the gradients before the updates are made: by Trainer(gradient_clip_val=...) or"
-    " self.clip_gradients(...); in a plain loop by handle.clip(norm=...); with Fabric by fabric.clip_gradients(...)."
+    "gradients were changed between backward and the optimizer's step. After its warm-up, a corrected Adam or AdamW"
+    " ignores such changes, because ranks exchange updates, not gradients. Change the loss or the parameters instead,"
+    " or set optimizer_correction=None. Clipping is ignored without this warning."
 )
 UNCOUNTED_BATCHES = 8  # consecutive batches before the warning, because hooks may change weights during accumulation
 UNCOUNTED = (

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 import lightning_sparse.loop.summary as summary
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
+from lightning_sparse.compressors.base import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
 from lightning_sparse.engine.memory.residual import optimizer_parameters
@@ -77,7 +77,6 @@ class RuntimeOptions(NamedTuple):
 
     timeout: Optional[timedelta] = None  # maximum time that an exchange waits for other ranks
     scaler: Any = None  # gradient scaler, or ``None``
-    clipping: Clipping = NOT_CLIPPED  # clipping that the Trainer applies in every step
     local_world_size: int = 1  # number of ranks that average gradients before the exchange (two levels, or FSDP)
 
 
@@ -195,7 +194,7 @@ class Training:
         self._given, self.log = given, log
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
         ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group))
-        around = (self._open, lambda: self.view.note_arrived())
+        around = (self._open, self._end_exchange)
         self._trained = TrainedParameters(module, all_optimizer_parameters(optimizers))
         if rest := self._trained.without_optimizer():
             log(summary.WITHOUT_OPTIMIZER.format(names=listed(rest)))
@@ -217,10 +216,7 @@ class Training:
         look = before_step_of_training(self._before_step)
         stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
         hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
-        self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory)
-        if (adam := self.view.adam) is not None:
-            adam.watch(partial(warn_user, summary.CHANGED), _unscaling_changes(self._given.scaler, self.device))
-            adam.clips.ask(self._given.clipping, parameters.values())
+        self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory, warn_user)
         self.steps = CountedSteps(optimizers, self._end_step, warn_user)
         self.steps.handles += hooks
 
@@ -328,6 +324,10 @@ class Training:
             context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
         self.engine.begin_backward(context)
 
+    def _end_exchange(self) -> None:
+        if self.view.adam is not None:
+            self.view.adam.store_updates(self.engine.pipeline.context.loss_scale)
+
     def reset_residuals(self, loaded: Optional[AbstractSet[Tensor]] = None) -> None:
         """Set residuals and momentum of ``loaded``, or of all parameters, to zero.
 
@@ -350,7 +350,6 @@ class Training:
         """Finish the exchange of a backward. Raise an error if the exchange has failed."""
         self.engine.reducer.finalize_backward()
         self.engine.reducer.allow_implicit_backward = self._is_implicit
-        self.view.note_arrived()
         self.engine.worker.raise_error()
 
     def _before_step(self, optimizer: Optimizer, *step: Any) -> Any:
@@ -370,8 +369,6 @@ class Training:
     def _end_step(self, optimizer: Optimizer) -> None:
         self._begin_round()  # needed if a scaler has skipped the first step, because then no pre-hook ran
         self.backwards = 0
-        if self.view.adam is not None:
-            self.view.adam.clips.end_step(optimizer)
         if self.choice is not None:
             self.choice.end_step()
         self.engine.reducer.reduced.forget(optimizer_parameters(optimizer))
@@ -385,7 +382,6 @@ class Training:
         if together:
             self.engine.worker.drain()
         state = collect_state(self.engine, together)
-        state["clips"] = [] if self.view.adam is None else self.view.adam.clips.state()
         if self.settings.replicas_diverge:  # the model's file holds the optimizer states of one rank only
             state["optimizers"] = states_of(self.optimizers)
             if self._given.scaler is not None:
@@ -403,8 +399,6 @@ class Training:
         self._restart(TrainedParameters(self.engine.module, held, [*self._trained.parameters.values(), *frozen]))
         self.engine.load_state_dict(usable)
         self.engine.reducer.restore_order(usable.get("order", ()))
-        if self.view.adam is not None:
-            self.view.adam.clips.load(state["clips"])
         if self.settings.replicas_diverge:
             load_states(self.optimizers, state.get("optimizers", ()))
             if self._given.scaler is not None and "scaler" in state:
@@ -434,16 +428,6 @@ def _check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> No
     check_optimizers(settings, optimizers)
     for optimizer in optimizers:
         check_momentum(optimizer, settings.feedback)
-
-
-def _unscaling_changes(scaler: Any, device: torch.device) -> int:
-    """Return by how much ``unscale_`` increases a gradient's version counter. The increase depends on the device."""
-    if scaler is None or not scaler.is_enabled():
-        return 0
-    # The unscale kernel supports float32 only, independent of the default dtype.
-    gradient, factor, found = (torch.full((1,), each, dtype=torch.float32, device=device) for each in (1.0, 1.0, 0.0))
-    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
-    return gradient._version
 
 
 def warn_user(message: str) -> None:

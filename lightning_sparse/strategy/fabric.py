@@ -4,23 +4,20 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Optional, Union
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
-from lightning_sparse.loop.handle import GradientSparsifier, clipped_before
+from lightning_sparse.loop.handle import GradientSparsifier
 from lightning_sparse.loop.training import RuntimeOptions
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike
 from lightning_sparse.strategy.lightning import FabricDDPStrategy
@@ -194,38 +191,6 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     def _optimizers_of(self, model: Module) -> list[Optimizer]:
         parameters = set(model.parameters())
         return [each for each in self._optimizers if not parameters.isdisjoint(optimizer_parameters(each))]
-
-    @override
-    def clip_gradients_norm(
-        self,
-        module: Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
-        clip = partial(super().clip_gradients_norm, module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        handles = [each for each in self._handles.values() if _is_in(optimizer, each.optimizers)]
-        if all(each.settings.adam is None for each in handles):
-            return clip()
-        if norm_type != 2:
-            raise ValueError(
-                f"norm_type={norm_type} is not supported if Adam's updates are made before selection: use 2, or"
-                " optimizer_correction=None"
-            )
-        parameters = optimizer_parameters(optimizer)
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-        with clipped_before(Clipping(norm=float(max_norm)), parameters):
-            clip()
-        return norm
-
-    @override
-    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
-        trained = optimizer_parameters(optimizer)
-        with clipped_before(Clipping(value=float(clip_val)), trained):
-            if any(each.grad is not None for each in trained):  # torch's clipping requires a gradient
-                super().clip_gradients_value(module, optimizer, clip_val)
 
     @override
     def save_checkpoint(

@@ -27,7 +27,6 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.plugins import AsyncCheckpointIO
     from pytorch_lightning.profilers import PyTorchProfiler
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
-    from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -41,7 +40,6 @@ else:
     from lightning.pytorch.plugins import AsyncCheckpointIO
     from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
-    from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 OTHER = "pytorch_lightning" if NAME == "lightning.pytorch" else "lightning.pytorch"

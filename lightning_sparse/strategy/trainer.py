@@ -1,6 +1,6 @@
 """The Trainer's DDP strategy, and a base class with Lightning's hooks from the start to the end of a fit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule
@@ -24,13 +22,12 @@ from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_set
 from lightning_sparse.loop.checks import check_bare, check_model
 from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.summary import describe
-from lightning_sparse.loop.training import RuntimeOptions, Session, Training
+from lightning_sparse.loop.training import RuntimeOptions, Session
 from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
     HINT,
     DDPStrategy,
-    GradClipAlgorithmType,
     LightningModule,
     MisconfigurationException,
     ParallelStrategy,
@@ -100,9 +97,8 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def _start(self, trainer: Trainer) -> None:
         if self.settings.replicas_diverge:
             check_ranks_apart(trainer)
-        clipping = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        given = RuntimeOptions(self._timeout, scaler, clipping, self._node_ranks)
+        given = RuntimeOptions(self._timeout, scaler, self._node_ranks)
         # A single process compresses only if a compressed training resumes, because residuals would be lost otherwise.
         self._begin_training(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if (training := self.training) is None:
@@ -111,10 +107,6 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         self._first = FirstCallback(training, self._bare)
         trainer.callbacks.insert(0, self._first)  # type: ignore[attr-defined]
         self._replaced.callback(remove_callback, trainer, self._first)
-        if training.view.adam is not None:
-            clip = clip_before(training, self.precision_plugin.clip_gradients)
-            self.precision_plugin.clip_gradients = clip  # type: ignore[method-assign]
-            self._replaced.callback(vars(self.precision_plugin).pop, "clip_gradients", None)
 
     @override
     def on_train_start(self) -> None:
@@ -298,23 +290,3 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     except MisconfigurationException:  # ``accumulate_grad_batches`` changes during training
         return None
     return None if total == float("inf") or total < 0 else int(total)  # -1 if a data loader has no length
-
-
-def clip_before(training: Training, clip: Callable[..., None]) -> Callable[..., None]:
-    """Return a replacement for Lightning's clipping that clips the gradients of a corrected Adam before compression."""
-
-    def clip_gradients(optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
-        clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
-        trained = optimizer_parameters(optimizer)
-        with training.view.clipped_before(clipping, trained):
-            if any(parameter.grad is not None for parameter in trained):  # torch's clipping requires a gradient
-                clip(optimizer, clip_val, *algorithm, **named_algorithm)
-
-    return clip_gradients
-
-
-def clipping_of(value: Any, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
-    """Convert Lightning's clipping arguments to a :class:`Clipping`."""
-    if not value:
-        return Clipping()
-    return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)

@@ -5,8 +5,8 @@ from lightning_sparse.functional.adam import (
     AdamScalars,
     accumulate_updates,
     apply_updates,
-    denominator,
     to_gradients,
+    to_updates,
 )
 from tests.helpers.devices import DEVICE
 
@@ -35,19 +35,23 @@ def test_updates_are_the_formulas(numel, dtype):
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("numel", NUMELS)
-def test_a_mean_update_is_converted_to_a_gradient(numel):
+def test_a_mean_update_is_converted_to_a_gradient_and_back(numel, scale, dtype):
     second, update = normal(numel, 1).square_(), arrived(numel)
-    to_gradients([update], [second], [SCALARS])
-    torch.testing.assert_close(update, arrived(numel) * denominator(second, SCALARS))
+    gradient, found = update.clone(), torch.empty_like(update, dtype=dtype)
+    to_gradients([gradient], [second], [SCALARS])
+    torch.testing.assert_close(gradient, update * ((second / 0.4).sqrt() + 1e-8))
+    factor = None if scale is None else torch.full((), scale, device=DEVICE)
+    to_updates([gradient * (scale or 1.0)], [second], [SCALARS], [found], factor)
+    torch.testing.assert_close(found, update.to(dtype))
 
 
 @pytest.mark.parametrize("shrinkage", [1.0, 0.99])
 @pytest.mark.parametrize("numel", NUMELS)
-def test_a_step_applies_a_gradient(numel, shrinkage):
-    second, gradient, found = normal(numel, 1).square_(), arrived(numel), normal(numel, 0)
-    unchanged = gradient.clone()
-    apply_updates([found], [gradient], [second], [SCALARS], 0.1, shrinkage)
-    assert torch.equal(gradient, unchanged)
-    expected = shrinkage * normal(numel, 0) - 0.1 * gradient / ((second / 0.4).sqrt() + 1e-8)
-    torch.testing.assert_close(found, expected)
+def test_a_step_applies_an_update_once(numel, shrinkage):
+    update, found = arrived(numel), normal(numel, 0)
+    apply_updates([found], [update], 0.1, shrinkage)
+    assert not update.any()
+    torch.testing.assert_close(found, shrinkage * normal(numel, 0) - 0.1 * arrived(numel))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from lightning_sparse import SparseDDPStrategy, SparseFabricStrategy, sparsify_gradients
 from tests.helpers.devices import DEVICE
@@ -163,7 +164,7 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wra
                     model(rows_of(0, 0).to(DEVICE))
                 model.train()
             model(rows_of(rank, step).to(DEVICE))["loss"].backward()
-            handle.clip(norm=NORM)
+            clip_grad_norm_(net.parameters(), NORM)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()

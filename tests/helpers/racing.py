@@ -424,7 +424,7 @@ def train(way, steps):
             if way.clips:
                 if scaler is not None:
                     scaler.unscale_(optimizer)
-                handle.clip(norm=0.1)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
             optimizer.step() if scaler is None else scaler.step(optimizer)
             if scaler is not None:
                 scaler.update()

@@ -19,6 +19,7 @@ from tests.helpers.random_trainings import (
     Drawn,
     Outcome,
     Training,
+    clip_as_torch_does,
     expect_warnings,
     fit,
     refusals,
@@ -40,7 +41,6 @@ def in_a_loop(training):
         backwards=1,
         accumulates=1 if by_hand else training.accumulates,
         strategy=training.strategy if is_known else "topk",
-        clips="Lightning's" if training.clips == "torch's" else training.clips,
         **{name: Training.__dataclass_fields__[name].default for name in _OF_THE_TRAINER},
     )
     # A plain loop sends frozen parameters as zeros until the end, but the Trainer stops. So frozen parameters must not
@@ -153,7 +153,7 @@ class PlainLoop:
         return self.handle.no_sync()
 
     def clip_gradients(self, optimizer, norm):
-        self.handle.clip(norm=norm, optimizer=optimizer)
+        clip_as_torch_does(optimizer, norm)
 
     @contextmanager
     def computing(self):

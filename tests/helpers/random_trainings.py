@@ -53,7 +53,6 @@ _EXPECTED_WARNINGS = (
     ".*is not corrected.*|.*makes its updates.*",  # optimizers with corrections off
     ".*exists and is not empty.*",
     ".*OverlapTimeline has recorded nothing.*",  # trainings shorter than an accumulation
-    ".*gradients were changed between backward and the optimizer's step.*",  # warning about torch's own clipping
 )
 
 State = dict[str, list[Any]]  # tensor values by name

@@ -301,15 +301,15 @@ def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_
 
 
 def train_alone(rank):
+    clip = torch.nn.utils.clip_grad_norm_
     with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, handle):
-        train(rank, ddp, [optimizer], range(3), 2, lambda: handle.clip(norm=1.0))
+        train(rank, ddp, [optimizer], range(3), 2, lambda: clip(ddp.parameters(), 1.0))
         handle.save_state("of one process")
         handle.load_state("of one process")
         with pytest.raises(ValueError, match="start more"):
             handle.load_state(".")
         facts = (handle.training, handle.compression_stats())
     twin = wrapped()
-    clip = torch.nn.utils.clip_grad_norm_
     optimizers = [OPTIMIZERS["SGD"](twin.parameters())]
     train(rank, twin, optimizers, range(3), 2, lambda: clip(twin.parameters(), 1.0))
     return parameters_of(ddp), parameters_of(twin), facts

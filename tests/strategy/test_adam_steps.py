@@ -1,6 +1,5 @@
 import copy
 import re
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify_gradients
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.engine.adam.moments import AdamMoments, Refreshes
 from lightning_sparse.loop.optimizers import OptimizerView
@@ -33,7 +32,9 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
     with learning_in_turns(), sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
         optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
         parameters = dict(ddp.module.named_parameters())
-        view = OptimizerView(parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory)
+        view = OptimizerView(
+            parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory, print
+        )
         gradients = watch_gradients(ddp.module)
         yield ddp, engine, optimizer, gradients
         for step in range(steps):
@@ -42,6 +43,8 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
             factor = float("nan") if is_poisoned and rank == 1 else 1.0
             inputs = batch(rank, step).to(torch.get_default_dtype())
             backpropagate(ddp, engine, ddp(inputs) * factor)
+            if view.adam is not None:
+                view.adam.store_updates(None)
             if not is_poisoned:
                 optimizer.step()
             yield ddp, engine, optimizer, gradients
@@ -60,11 +63,10 @@ def train(rank, *settings):
     return history, seen, start
 
 
-def reference(start, gradients, density, arguments, shares=1, clips=lambda name, step: None):
+def reference(start, gradients, density, arguments, shares=1):
     """Compute the same steps slowly, for all ranks. ``gradients`` are by rank and step.
 
     Parameters start in the order of optimizers. Each of ``shares`` shares of a parameter is selected separately.
-    ``clips`` returns the largest magnitude of an element in a step.
     """
     (beta1, beta2), decay = arguments.get("betas", (0.9, 0.999)), arguments.get("weight_decay", 0.0)
     is_decoupled = arguments.get("decoupled_weight_decay", False)
@@ -85,13 +87,10 @@ def reference(start, gradients, density, arguments, shares=1, clips=lambda name,
                 second[name] = unbiased * (1 - beta2**last)
                 known[name], due[name] = last, last + REFRESH
             mine = [gradients[rank][step - 1][name].cpu().double() for rank in range(ranks)]
-            clip = clips(name, step if is_dense else step - 1)
-            mine = [each if clip is None or is_dense else each.clamp(-clip, clip) for each in mine]
             if not is_decoupled:
                 mine = [each + decay * weight for each in mine]
             before[name] = mine
             mean = torch.stack(mine).mean(dim=0)
-            mean = mean if clip is None or not is_dense else mean.clamp(-clip, clip)
             weight.mul_(1 - RATE * decay * is_decoupled)
             if is_dense:
                 first[name].mul_(beta1).add_((1 - beta1) * mean)
@@ -387,27 +386,6 @@ def test_a_parameter_that_joins_late_is_sent_whole_first(pair):
     assert densities[-1] < 0.1
 
 
-class Clipped(NumberedAdam):
-    def __init__(self):
-        super().__init__()
-        self.notes = []
-
-    def configure_gradient_clipping(self, optimizer, *clipping, **named_clipping):
-        before = float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))
-        super().configure_gradient_clipping(optimizer, *clipping, **named_clipping)
-        self.notes.append((before, float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))))
-
-
-@pytest.mark.parametrize(("algorithm", "clip"), [("norm", 0.05), ("value", 1e-3)])
-def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair, algorithm, clip):
-    clipped = fits(pair, Clipped, SOON, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
-    free = one_model(fits(pair, Clipped, SOON))
-    assert not torch.equal(one_model(clipped).end["network.0.weight"], free.end["network.0.weight"])
-    for each in clipped:
-        assert all(after < before for before, after in each.notes[:2])  # dense, as with DDP
-        assert all(after == before for before, after in each.notes[2:])  # an update must not be treated as a gradient
-
-
 class Stepless(torch.optim.Adam):
     def step(self, closure=None):
         return None if closure is None else closure()
@@ -503,86 +481,3 @@ def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(pair, kind, ar
         seconds.append(answers[0].optimizers[0][0]["exp_avg_sq"])
     torch.testing.assert_close(*seconds, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(*came, rtol=1e-2, atol=2e-2)
-
-
-class Turns(NumberedAdam):
-    """Two networks with optimizers that alternate within a batch, and optionally freeze each other.
-
-    Each optimizer clips to its own norm, or not, before the batch ``clips_until``.
-    """
-
-    def __init__(self, *save, toggles=False, clips=(None, None), clips_until=12):
-        super().__init__(*save)
-        self.automatic_optimization = False
-        self.toggles, self.clips, self.clips_until = toggles, clips, clips_until
-        self.network = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
-
-    def configure_optimizers(self):
-        return [torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.9)) for network in self.network]
-
-    def training_step(self, batch, batch_index):
-        rows = self.rows(batch_index)
-        for optimizer, network, clip in zip(self.optimizers(), self.network, self.clips):
-            with optimizer.toggle_model() if self.toggles else nullcontext():
-                optimizer.zero_grad()
-                # Gradients grow, so an outdated second moment is far too small.
-                self.manual_backward((network(rows) - rows).square().mean() * (1 + batch_index) ** 2)
-                if clip is not None and self.global_step // 2 < self.clips_until:
-                    self.clip_gradients(optimizer, clip, "norm")
-                optimizer.step()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "untoggled"])
-def test_each_of_several_optimizers_is_clipped_as_if_it_were_alone(pair, toggles):
-    settings = {**SOON, "schedule": "layerwise", "find_unused_parameters": True}
-    clips = [(0.05, None), (0.05, 0.3), (None, 0.3)]
-    one, both, other = (
-        one_model(fits(pair, partial(Turns, toggles=toggles, clips=each), settings)).end for each in clips
-    )
-    assert not torch.equal(both["network.0.weight"], other["network.0.weight"])
-    for name in both:
-        assert torch.equal(both[name], (one if name.startswith("network.0") else other)[name]), name
-
-
-LARGEST = 2e-3
-# Clipped steps of the matrix's optimizer and of the other optimizer.
-ASKED = {True: {DENSE, 4, 5, 8}, False: {6}}
-
-
-def train_clipped(rank):
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Edges().to(DEVICE))
-    named = dict(ddp.module.named_parameters())
-    start = {name: parameter.detach().clone() for name, parameter in named.items()}
-    optimizers = {
-        is_matrix: torch.optim.AdamW([each for name, each in named.items() if (name == "matrix") is is_matrix], lr=RATE)
-        for is_matrix in (True, False)
-    }
-    history, seen, gradients = [], [], watch_gradients(ddp.module)
-    settings = {"compressor": "topk", "density": 0.05, "schedule": "layerwise", "optimizer_correction": CORRECTION}
-    with sparsify_gradients(ddp, list(optimizers.values()), **settings) as handle:
-        for step in range(1, STEPS + 1):
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            for is_matrix, optimizer in optimizers.items():
-                if step in ASKED[is_matrix]:
-                    handle.clip(value=LARGEST, optimizer=optimizer)
-                optimizer.step()
-            history.append(parameters_of(ddp))
-            seen.append({name: gradient.clone() for name, gradient in gradients.items()})
-    return history, seen, start
-
-
-def test_what_an_optimizer_clips_in_a_step_is_clipped_in_its_next_and_no_longer(pair):
-    answers = pair.run(train_clipped)
-    told = {"decoupled_weight_decay": True, "weight_decay": 0.01}
-    seen = [gradients for _, gradients, _ in answers]
-    expected = reference(
-        {"matrix": answers[0][2]["matrix"], **answers[0][2]},
-        seen,
-        0.05,
-        told,
-        clips=lambda name, step: LARGEST if step in ASKED[name == "matrix"] else None,
-    )
-    assert_close_to(expected, [history for history, _, _ in answers])

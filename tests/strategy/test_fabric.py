@@ -93,31 +93,6 @@ def test_density_one_equals_ddp(pair, optimizer, precision, is_joint, clip):
             torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
 
 
-def train_two_models(rank, is_one, clip):
-    with launched(rank, sparse("AdamW", compressor="lags", density=0.05)) as fabric:
-        torch.manual_seed(0)
-        parts = torch.nn.Linear(64, 64), Edges()
-        models = [fabric.setup_module(part) for part in parts]
-        trained = [[*part.parameters()] for part in parts]
-        trained = [trained[0] + trained[1]] if is_one else trained
-        optimizers = [fabric.setup_optimizers(OPTIMIZERS["AdamW"](each)) for each in trained]
-        for step in range(8):
-            fabric.backward(models[1](models[0](batch(rank, step))))
-            for model, optimizer in zip(models, optimizers):
-                if step >= 2:  # earlier gradients are dense and clipped together
-                    fabric.clip_gradients(model, optimizer, **clip)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [weights(part) for part in parts]
-
-
-@pytest.mark.parametrize("clip", [{"max_norm": 1e-3}, {"clip_val": 1e-5}], ids=["norm", "value"])
-def test_one_optimizer_of_two_models_clips_gradients_of_both(pair, clip):
-    together, apart = (pair.run(train_two_models, is_one, clip) for is_one in (True, False))
-    assert_same(together, apart)
-
-
 ROUNDS = {"local_steps": LocalSteps(2), "optimizer_correction": "auto"}
 
 

@@ -22,7 +22,7 @@ class AdamCorrection:
 
     A dense warm-up estimates the second moment. Later steps update the estimate from mean gradients in 16 bits. During
     backward, each step averages a few parameters' gradients of the previous step. The first moment is moved into the
-    residual and stays zero: both average gradients over steps, and two averages would delay updates too much.
+    residual: both average gradients over steps, and two averages would delay updates too much.
 
     1-bit Adam and 0/1 Adam (arXiv 2102.02888, 2202.06009) also have a common second moment, updated at growing
     intervals. These methods send the signs of the first moment, and divide after the exchange.

@@ -1,8 +1,6 @@
 """A residual memory for updates of Adam. :class:`AdamCorrection` documents the method and the papers."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Optional
 
 import torch
@@ -13,80 +11,19 @@ from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.moments import AdamMoments, AdamState, Refreshes
 from lightning_sparse.engine.memory.residual import (
-    Clip,
     Hyperparameters,
     MemoryState,
     Renaming,
     ResidualMemory,
     cloned,
-    factors_to,
     in_widened,
     rename_in,
     state_like,
 )
 from lightning_sparse.engine.step.topology import FlatTopology
-from lightning_sparse.functional.adam import accumulate_updates, denominator, to_gradients
+from lightning_sparse.functional.adam import accumulate_updates, denominators, to_gradients
 
 _UNCORRECTED = Hyperparameters(0.0)
-
-
-@dataclass
-class OwnClips:
-    """Clip each rank's gradient so that the norm of the mean gradient is approximately within the user's limit.
-
-    A rank's limit is the user's limit times the norm of the rank's gradient, divided by the norm of the mean gradient.
-    Both norms are measured in updates of second moments.
-    """
-
-    levels: FlatTopology
-    clips: Sequence[Clip] = ()
-    factors: Optional[Tensor] = None  # clip factors of this step's gradients, one per maximum norm
-    squared_norms: dict[str, Tensor] = field(default_factory=dict)  # ``[2]`` each: of a rank's gradient, of the mean
-    _together: list[list[str]] = field(default_factory=list)  # for each limit, names of the gradients that share a norm
-
-    @property
-    def limits(self) -> list[tuple[float, frozenset[str]]]:
-        """Maximum norms for clipping, each with the names of the parameters that are clipped together."""
-        return [(clipping.norm, names) for clipping, names in self.clips if clipping.norm is not None]
-
-    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return and store groups of gradient names. Each group is clipped together, by one maximum norm."""
-        self._together = [[name for name in names if name in together] for _, together in self.limits]
-        return self._together
-
-    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Compute the clip factor for each limit. The arguments are as in :meth:`Memory.set_norms`."""
-        limits = [limit * self._ratio(*of) for (limit, _), of in zip(self.limits, zip(self._together, each))]
-        self.factors = factors_to(torch.stack(limits), total)
-
-    def _ratio(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """Return the norm of a rank's gradient divided by the norm of the mean gradient."""
-        none = norms.new_zeros(2)
-        squares = [self.squared_norms.get(name, none) for name in names]
-        # Parameters without a gradient in this backward do not count.
-        total = (torch.stack(squares) * (norms > 0).unsqueeze(1)).sum(dim=0) if squares else none
-        own, mean = self.levels.total_of(total).unbind()
-        # Before the first measurement, the gradients of ranks are assumed to be independent.
-        return torch.where(mean > 0, (own / mean).sqrt(), math.sqrt(self.levels.inter.world_size))
-
-    def clip(self, gradients: Mapping[str, Tensor]) -> None:
-        """Clip gradients, in place."""
-        factors = iter(() if self.factors is None else self.factors.unbind())
-        for (norm, value), names in self.clips:
-            factor = None if norm is None else next(factors)
-            clipped = [gradient for name, gradient in gradients.items() if name in names]
-            if clipped and value is not None:
-                torch._foreach_clamp_min_(clipped, -value)
-                torch._foreach_clamp_max_(clipped, value)
-            if clipped and factor is not None:
-                torch._foreach_mul_(clipped, factor)
-
-    def measure(self, names: Sequence[str], of_means: Tensor, of_own: Tensor, is_finite: Tensor) -> None:
-        """Halve the stored sums of squared norms, and add the squared norms of new gradients if they are finite."""
-        squares = torch.where(is_finite, torch.stack((of_own, of_means), dim=1), 0)
-        none = squares.new_zeros(2)
-        halves = torch._foreach_mul([self.squared_norms.get(name, none) for name in names], 0.5)
-        self.squared_norms.update(zip(names, torch._foreach_add(list(squares.unbind()), halves)))
 
 
 class AdamMemory(ResidualMemory):
@@ -102,25 +39,15 @@ class AdamMemory(ResidualMemory):
 
     def __init__(self, levels: FlatTopology, correction: AdamCorrection, rescale_on_lr_change: bool = False) -> None:
         super().__init__(None, rescale_on_lr_change)
-        self._clips = OwnClips(levels)
         self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, set when the first parameter ends the warm-up
         self.correction = correction
         self._levels = levels
         self.states: dict[str, AdamState] = {}
         self.refreshes = Refreshes(correction.second_moment_interval)
-
-    @override
-    def clip_to(self, clips: Sequence[Clip]) -> None:
-        self._clips = replace(self._clips, clips=clips, factors=None)
-        self.clips_gradients = bool(self._clips.limits)
-
-    @override
-    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        return self._clips.clipped_together(names)
-
-    @override
-    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        self._clips.set_norms(each, total)
+        # ``[2]`` each: averages over dense steps of a mean gradient's squared norm, before and after clipping
+        self.squared_norms: dict[str, Tensor] = {}
+        # 1 if the last exchange was finite, else 0; memory of the caller's stream, which reads the flag
+        self._finite = torch.ones((), device=levels.inter.device)
 
     @override
     def compensate(
@@ -178,7 +105,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def rename(self, names: Renaming) -> None:
-        for part in (self, self._clips, self.refreshes):
+        for part in (self, self.refreshes):
             rename_in(part, names)
 
     @override
@@ -188,14 +115,13 @@ class AdamMemory(ResidualMemory):
             self.refreshes.gradients.pop(name, None)
 
     def _denominator(self, state: AdamState) -> Tensor:
-        return denominator(in_widened(self._seconds([state]))[0], state.scalars)
+        return denominators(self._seconds([state]), [state.scalars])[0]
 
     def _accumulate_updates(
         self, inputs: Mapping[str, Tensor], states: Mapping[str, AdamState], given: Mapping[str, Hyperparameters]
     ) -> None:
         present = {name: inputs[name] for name in states}
         gradients = list(present.values())
-        self._clips.clip(present)
         for gradient, (name, state) in zip(gradients, states.items()):
             if not given[name].continues_step and (decay := state.current.decay):
                 gradient.add_(self._levels.local_share(state.current.parameter), alpha=decay)
@@ -227,13 +153,34 @@ class AdamMemory(ResidualMemory):
 
     @override
     def on_finite(self, finite: Tensor) -> None:
+        self._finite.copy_(finite)
         self.refreshes.on_finite(finite)
+
+    def scale_if_finite(self, loss_scale: Optional[Tensor]) -> Optional[Tensor]:
+        """Return the loss scale; 0 if the last exchange was not finite, so that no quotient is finite."""
+        finite = self._finite
+        if finite.device.type == "cpu" and finite:
+            return loss_scale
+        return finite if loss_scale is None else finite.to(loss_scale.device, non_blocking=True) * loss_scale
+
+    def undo_clipping(self, name: str, first: Tensor, second: Tensor) -> None:
+        """Convert moments of clipped dense gradients to moments of gradients, in place, for corrected steps."""
+        if (squares := self.squared_norms.pop(name, None)) is not None:
+            before, after = squares.unbind()
+            ratio = torch.where(after > 0, before / after, 1.0)
+            first.mul_(ratio.sqrt())
+            second.mul_(ratio)
+
+    def add_squared_norms(self, names: Sequence[str], squares: Tensor, beta2: float) -> None:
+        """Average squared norms of dense mean gradients, fp32 ``[len(names), 2]``, as Adam averages squares."""
+        known = torch.stack([self.squared_norms.get(name, squares.new_zeros(2)) for name in names])
+        squares = torch.where(squares.isfinite().all(dim=1, keepdim=True), squares, 0)
+        self.squared_norms.update(zip(names, (known * beta2 + squares).unbind()))
 
     @override
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        measure = self._clips.measure if self.clips_gradients else None
-        self.refreshes.update(next_step, self.states, self._levels, measure)
+        self.refreshes.update(next_step, self.states, self._levels)
 
     @override
     def update_norms(self) -> dict[str, Tensor]:
@@ -250,7 +197,7 @@ class AdamMemory(ResidualMemory):
             "residual": {name: tensor for name, tensor in residuals.items() if name not in updates},
             "update": {name: tensor for name, tensor in residuals.items() if name in updates},
             "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
-            "squared_norms": dict(self._clips.squared_norms),
+            "squared_norms": dict(self.squared_norms),
             "refresh_gradient": {name: each for name, each in self.refreshes.gradients.items() if each is not None},
             "refresh_due": {name: _saved([step]) for name, step in self.refreshes.due.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(states, _saved(self.warm_up)),
@@ -260,7 +207,7 @@ class AdamMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         updates = state.get("update", {})
         super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
-        self._clips = replace(self._clips, squared_norms=cloned(state.get("squared_norms", {})))
+        self.squared_norms = cloned(state.get("squared_norms", {}))
         steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
         due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Optional
@@ -19,6 +19,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread para
 _MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
 _MESSAGE_ELEMENTS = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
 _MIN_KEPT = 0.5  # minimum weight of the old second moment, because an update adds the square of a single mean gradient
+_MAX_GROWTH = 16.0  # maximum squared norm of a mean gradient / sum of the second moments, in an update
 _MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 
 
@@ -26,7 +27,7 @@ class AdamMoments(NamedTuple):
     """Adam's state and settings of a parameter for the next step. Tensors are flat views with the gradient's layout."""
 
     step: int  # number of the next step, from 1
-    first: Tensor  # first moment, zero during correction
+    first: Tensor  # first moment; during correction zero, or the mean update that the optimizer's next step applies
     second: Tensor  # second moment of the mean gradient, equal on all ranks
     parameter: Tensor
     beta1: float
@@ -73,7 +74,6 @@ class Refreshes:
         next_step: Mapping[str, AdamMoments],
         states: Mapping[str, AdamState],
         levels: FlatTopology,
-        measure: Optional[Callable[..., None]],
     ) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
 
@@ -83,12 +83,11 @@ class Refreshes:
             next_step: Adam's state for the next step, by parameter name.
             states: states of the corrected parameters.
             levels: topology that averages over ranks.
-            measure: :meth:`OwnClips.measure`, or ``None`` if gradients are not clipped by norm.
         """
         gradients = self.taken(next_step)
         for together in _messages(gradients, next_step):
             some = {name: gradients.pop(name) for name in together}
-            _average(some, next_step, states, levels, measure)
+            _average(some, next_step, states, levels)
         self.ask(next_step)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
@@ -140,19 +139,13 @@ def _average(
     next_step: Mapping[str, AdamMoments],
     states: Mapping[str, AdamState],
     levels: FlatTopology,
-    measure: Optional[Callable[..., None]],
 ) -> None:
     """Average the gradients in one message, and update the second moments if the means are finite."""
     seconds = {name: next_step[name].second for name in gradients}
     numels = [each.numel() for each in seconds.values()]
     flat = levels.mean_gradients(gradients, numels)
     is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
-    if measure is not None:
-        of_own, of_means = (
-            torch.stack(torch._foreach_norm(list(each), dtype=torch.float32)).square_()
-            for each in (gradients.values(), flat.split(numels))
-        )
-        measure(list(gradients), of_means, levels.mean_squares(of_own), is_finite)
+    _limit(flat.split(numels), seconds, [1 - next_step[name].beta2 ** states[name].second_step for name in seconds])
     flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
     alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
     for name, mean in zip(seconds, flat.split(numels)):
@@ -161,6 +154,14 @@ def _average(
         _update_moments([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
         for name in some:
             states[name].second_step = step
+
+
+def _limit(means: Sequence[Tensor], seconds: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+    """Limit the norms of means, in place, so that a spike of the gradient does not end the training of a parameter."""
+    expected = torch.stack(torch._foreach_div(torch._foreach_norm(list(seconds.values()), 1, torch.float32), weights))
+    squares = torch.stack(torch._foreach_norm(list(means), 2, torch.float32)).square_()
+    factors = (_MAX_GROWTH * expected / squares).sqrt_().clamp_(max=1.0)
+    torch._foreach_mul_(list(means), torch.where(expected > 0, factors, 1.0).to(means[0].dtype).unbind())
 
 
 def _update_moments(

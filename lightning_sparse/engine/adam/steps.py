@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple, Optional
@@ -13,18 +12,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine.adam.correction import WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.moments import AdamMoments
-from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_one, in_widened, optimizer_parameters
+from lightning_sparse.engine.memory.residual import Hyperparameters, in_one, in_widened, optimizer_parameters
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
-from lightning_sparse.functional.adam import apply_updates
+from lightning_sparse.functional.adam import apply_updates, to_updates
 from lightning_sparse.functional.elements import flatten_as, local_tensor
+from lightning_sparse.functional.reductions import norms_of
 
 _KINDS = ("exp_avg", "exp_avg_sq")
 _UNSUPPORTED = ("amsgrad", "differentiable", "maximize")
+_CHECKED = 1000  # interval, in changed steps, between two checks whether a change is only clipping
+_ROUNDED = 1.02  # largest ratio of two equal updates, because first moments may be stored in bfloat16
 
 
 class _Flat(NamedTuple):
@@ -33,62 +34,6 @@ class _Flat(NamedTuple):
     kept: list[Tensor]  # the optimizer's tensors, in the order of ``_KINDS``
     address: int  # the parameter's data pointer
     tensors: tuple[Tensor, Tensor, Tensor]  # first moment, second moment, parameter
-
-
-class _Asked(NamedTuple):
-    """Clipping limits, and the indices of the optimizers that share one norm of all their gradients."""
-
-    clipping: Clipping = NOT_CLIPPED
-    together: tuple[int, ...] = ()
-
-
-class AskedClips:
-    """Clip the next gradients to the limits from each optimizer's last step. ``norm`` is the default maximum norm."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], norm: Optional[float]) -> None:
-        self._optimizers = optimizers
-        self._norm = norm
-        self._coming = [_Asked()] * len(optimizers)
-        self._asking: set[int] = set()  # indices of optimizers with a call of :meth:`ask` in this step
-
-    def ask(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
-        """Set the clipping, by one norm, of the next gradients of all optimizers that have any of ``parameters``."""
-        if clipping == NOT_CLIPPED:
-            return
-        given = set(parameters)
-        held = enumerate(map(optimizer_parameters, self._optimizers))
-        together = tuple(number for number, trained in held if not given.isdisjoint(trained))
-        for number in together:
-            self._coming[number] = _Asked(clipping, together)
-        self._asking.update(together)
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """End an optimizer's step. Without a call of :meth:`ask` in the step, the optimizer's clipping ends."""
-        for number, each in enumerate(self._optimizers):
-            if each is optimizer and number not in self._asking:
-                self._coming[number] = _Asked()
-            elif each is optimizer:
-                self._asking.remove(number)
-
-    def next_step(self, names: Mapping[Parameter, str]) -> list[Clip]:
-        """Return the clips for the next gradients of the parameters in ``names``, one clip per common norm."""
-        clipped: dict[_Asked, set[str]] = {}
-        for optimizer, ((norm, value), together) in zip(self._optimizers, self._coming):
-            clipping = Clipping(self._norm if norm is None else norm, value)
-            if clipping != NOT_CLIPPED:
-                known = clipped.setdefault(_Asked(clipping, together), set())
-                known.update(names[each] for each in optimizer_parameters(optimizer) if each in names)
-        return [Clip(asked.clipping, frozenset(of)) for asked, of in clipped.items()]
-
-    def state(self) -> list[list[Any]]:
-        """Return the clipping limits of each optimizer for a checkpoint."""
-        return [[*clipping, list(together)] for clipping, together in self._coming]
-
-    def load(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Load a result of :meth:`state` for the same optimizers. Optimizers that ``saved`` lacks do not change."""
-        loaded = [_Asked(Clipping(norm, value), tuple(together)) for norm, value, together in saved]
-        self._coming[: len(loaded)] = loaded
-        self._asking.difference_update(range(len(loaded)))
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
@@ -200,28 +145,31 @@ class AdamSteps:
         names: Mapping[Parameter, str],
         target_of: Callable[[str], float],
         memory: AdamMemory,
-        clip_norm: Optional[float] = None,
+        warn: Callable[[], None],
     ) -> None:
-        self.clips = AskedClips(optimizers, clip_norm)
         self.counts = StepCounts(optimizers, names, target_of)
         self.warm_up = AdamWarmUp(self.counts, memory)
-        self._optimizers = optimizers
         self._memory = memory
         self._present: dict[Parameter, AdamMoments] = {}
         self._flats: dict[Parameter, _Flat] = {}
         self._hidden: dict[Parameter, Tensor] = {}
-        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # mean gradients and tensor versions after an exchange
-        self._tell: Optional[Callable[[], None]] = None
-        self._unscaling_changes = 0
+        # mean gradients and tensor versions after an exchange, of parameters with an update in the first moment
+        self._stored: dict[Parameter, tuple[Tensor, int]] = {}
+        self._dense: set[Parameter] = set()  # parameters whose gradients are exchanged dense in this step
+        self._norms: dict[str, Tensor] = {}  # norms of dense mean gradients after an exchange
+        self._changed_steps = 0  # number of optimizer steps and groups in which other code had changed mean gradients
+        self._warn: Optional[Callable[[], None]] = warn  # called once, if other code has changed a mean gradient
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(after_closure(self._step)))
             self._handles.append(optimizer.register_step_post_hook(self.counts.drop_cache))
             self._handles.append(optimizer.register_step_post_hook(self._show))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self.see_other_states))
+            self._handles.append(optimizer.register_state_dict_post_hook(self._remove_updates))
 
     def see_other_states(self, *event: Any) -> None:
         """Detect replaced second moments after a load of optimizer states or a change of optimizers."""
+        self._drop_updates()
         self.counts.drop_cache()
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
@@ -242,64 +190,85 @@ class AdamSteps:
             continued: parameters with a gradient that holds a mean of an earlier exchange of this step.
             begun: parameters that had an exchange in this step.
         """
-        self._present, self._arrived = {}, {}
+        self._drop_updates()
+        self._present = {}
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
-        groups = [] if is_dense else list(self.counts.groups())
+        groups = list(self.counts.groups())
         # If several optimizers have a parameter, each needs estimated moments, because any optimizer may step.
         whole = {
             name
             for *_, members in groups
             for parameter, name, count in members
-            if count < warm_up.warmup_steps or not _fills_memory(parameter)
+            if is_dense or count < warm_up.warmup_steps or not _fills_memory(parameter)
         }
+        self._dense = {parameter for *_, members in groups for parameter, name, _ in members if name in whole}
         for optimizer, group, members in groups:
             settings, rate = _settings(optimizer, group), group["lr"]
             for parameter, name, count in members:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
+                self._memory.undo_clipping(name, *tensors[:2])
                 moments = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), parameter in begun)
                 self._present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
         if hyperparameters:
             self._memory.warm_up = warm_up
-        clips = () if is_dense else self.clips.next_step(self.counts.names)
-        return StepContext(None, hyperparameters, whole, self.warm_up.progress, clips)
+        return StepContext(None, hyperparameters, whole, self.warm_up.progress)
 
-    def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
-        """Call ``tell`` once if other code changes mean gradients between an exchange and the optimizer step.
+    @torch.no_grad()
+    def store_updates(self, loss_scale: Optional[Tensor]) -> None:
+        """After an exchange, convert the mean gradients to mean updates, and store the updates in the first moments.
 
         Args:
-            tell: function that warns.
-            unscaling_changes: number of in-place changes of a gradient by a gradient scaler, which do not count.
+            loss_scale: scale of the gradients, ``[]``; ``None`` for unscaled gradients.
         """
-        self._tell, self._unscaling_changes = tell, unscaling_changes
+        self._norms = self._dense_norms(self._dense, loss_scale)
+        held = {each: each.grad for each in self._present if each.grad is not None and self._is_exchanged(each)}
+        self._stored = {each: (gradient, gradient._version) for each, gradient in held.items()}
+        updates = [self._present[each].first for each in held]
+        self._write_updates(held, updates, self._memory.scale_if_finite(loss_scale))
 
-    def note_arrived(self) -> None:
-        """Record mean gradients and tensor versions. Only the first call after an exchange has an effect."""
-        if not self._arrived:
-            gradients = {each: each.grad for each in self._present if each.grad is not None}
-            self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
+    def _is_exchanged(self, parameter: Parameter) -> bool:
+        return self.counts.names[parameter] in self._memory.states
 
-    def _look_for_changes(self, optimizer: Optimizer) -> None:
-        """Warn once if other code has changed a mean gradient since the exchange."""
-        own = [each for each in optimizer_parameters(optimizer) if each.grad is not None]
-        arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
-        is_changed = any(
-            each.grad is not gradient or gradient._version > version + self._unscaling_changes
-            for each, (gradient, version) in arrived.items()
-        )
-        if is_changed and self._tell is not None:
-            self._tell()
-            self._tell = None
+    def _write_updates(
+        self, gradients: Mapping[Parameter, Tensor], updates: Sequence[Tensor], scale: Optional[Tensor]
+    ) -> None:
+        flats = [flatten_as(local_tensor(gradient), local_tensor(each)) for each, gradient in gradients.items()]
+        scalars = [self._memory.states[self.counts.names[each]].scalars for each in gradients]
+        to_updates(flats, [self._present[each].second for each in gradients], scalars, updates, scale)
+
+    def _dense_norms(self, parameters: Iterable[Parameter], scale: Optional[Tensor]) -> dict[str, Tensor]:
+        """Return the norms of mean gradients that are exchanged dense, without the scale, by parameter name."""
+        names = self.counts.names
+        dense = {names[each]: local_tensor(each.grad) for each in parameters if each.grad is not None}
+        if not dense:
+            return {}
+        norms = norms_of(list(dense.values()))
+        return dict(zip(dense, (norms if scale is None else norms / scale).unbind()))
+
+    def _drop_updates(self) -> None:
+        """Set first moments with updates that no optimizer step has applied to zero."""
+        for parameter in self._stored:
+            self._present[parameter].first.zero_()
+        self._stored = {}
 
     def close(self) -> None:
         """Remove all hooks from the optimizers."""
         self._show()
+        self._drop_updates()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _remove_updates(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Save first moments as zeros between an exchange and the optimizer's step."""
+        for group, numbers in zip(optimizer.param_groups, saved["param_groups"]):
+            for parameter, number in zip(group["params"], numbers["params"]):
+                if parameter in self._stored and (state := saved["state"].get(number)):
+                    saved["state"][number] = {**state, "exp_avg": torch.zeros_like(state["exp_avg"])}
 
     def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return flat views of Adam's tensors. Views are made again if any tensor was replaced."""
@@ -316,60 +285,77 @@ class AdamSteps:
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer) -> None:
-        self._look_for_changes(optimizer)
         # torch's fused kernel would skip a non-finite step. This code replaces the kernel, so the host reads the flag.
-        found_inf = getattr(optimizer, "found_inf", None)
+        found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
         is_skipped = found_inf is not None and bool(found_inf)
         for group in optimizer.param_groups:
             stepping = {
                 parameter: parameter.grad
                 for parameter in group["params"]
-                if parameter in self._present and parameter.grad is not None
+                if parameter in self._present and parameter.grad is not None and self._is_exchanged(parameter)
             }
+            if not is_skipped:
+                self._measure_dense(group, scale)
             if stepping and not is_skipped:
+                self._update_late({each: stepping[each] for each in stepping.keys() - self._stored.keys()}, scale)
+                self._check_changes({each: stepping[each] for each in stepping if each in self._stored}, scale)
                 self._apply(optimizer, group, stepping)
+                self.counts.count(optimizer, stepping)
             self._hide(stepping)
 
-    def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
-        shards = {parameter: local_tensor(gradient) for parameter, gradient in gradients.items()}
-        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # without empty shards
-        if held:
-            self._apply_held(optimizer, group, held)
-        self.counts.count(optimizer, gradients)
+    def _measure_dense(self, group: Mapping[str, Any], scale: Optional[Tensor]) -> None:
+        """Average squared norms of dense mean gradients, as exchanged, and as other code has changed (clipped) them."""
+        after = self._dense_norms([each for each in group["params"] if each in self._dense], scale)
+        names = [name for name in after if name in self._norms]
+        if names:
+            pairs = torch.stack([torch.stack((self._norms.pop(name), after[name])) for name in names]).square_()
+            self._memory.add_squared_norms(names, pairs, float(group["betas"][1]))
 
-    def _apply_held(self, optimizer: Optimizer, group: Mapping[str, Any], held: Mapping[Parameter, Tensor]) -> None:
-        states = [self._memory.states[self.counts.names[parameter]] for parameter in held]
-        scale = getattr(optimizer, "grad_scale", None)
-        unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
+    def _update_late(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> None:
+        """Store updates of gradients that other code has set after the exchange, or that have no exchange."""
+        if gradients:
+            self._write_updates(gradients, [self._present[each].first for each in gradients], scale)
+
+    def _check_changes(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> None:
+        """Set non-finite updates of changed gradients to zero. Warn once of changes other than clipping."""
+        stored = {each: self._stored.pop(each) for each in gradients}
+        changed = {
+            each: gradient
+            for each, gradient in gradients.items()
+            if gradient is not stored[each][0] or gradient._version != stored[each][1]
+        }
+        if not changed:
+            return
+        self._changed_steps += 1
+        # The check synchronizes with a GPU.
+        if self._changed_steps % _CHECKED == 1 and self._warn is not None and not self._are_clipped(changed, scale):
+            self._warn()
+            self._warn = None
+        for each in changed:
+            self._present[each].first.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _are_clipped(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> bool:
+        """Return whether gradients are only clipped or unscaled: no element is longer, of another sign, or zeroed."""
+        are_clipped = []
+        for each, gradient in gradients.items():
+            before = self._present[each].first
+            after = torch.empty_like(before)
+            self._write_updates({each: gradient}, [after], scale)
+            ratios = after / before
+            are_clipped.append((((ratios > 0) & (ratios < _ROUNDED)) | ratios.isnan()).all())  # 0 / 0 is NaN
+        return bool(torch.stack(are_clipped).all())
+
+    def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], stepping: Iterable[Parameter]) -> None:
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
         rate = float(group["lr"])  # a learning rate on a device causes one synchronization per group and step
         # After backward, other code may have moved the parameter to other memory.
-        weights = [self._tensors(parameter, optimizer.state[parameter])[-1] for parameter in held]
+        weights = [self._tensors(parameter, optimizer.state[parameter])[-1] for parameter in stepping]
         wide = in_widened(weights)
-        apply_updates(
-            wide,
-            in_widened([flatten_as(gradient, local_tensor(parameter)) for parameter, gradient in zip(held, unscaled)]),
-            [self._present[parameter].second for parameter in held],
-            [state.scalars for state in states],
-            rate,
-            1 - rate * decay,
-        )
+        updates = [self._present[parameter].first for parameter in stepping]
+        apply_updates(wide, updates, rate, 1 - rate * decay)
         for weight, result in zip(weights, wide):
             if result is not weight:
                 weight.copy_(result)
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Check for changed mean gradients. Inside the context, ``.grad`` of corrected parameters is ``None``."""
-        for optimizer in self._optimizers if self._arrived else ():
-            self._look_for_changes(optimizer)
-        self._arrived = {}
-        self._hide({parameter: parameter.grad for parameter in self._present if parameter.grad is not None})
-        try:
-            yield
-        finally:
-            self._show()
-            self.note_arrived()
 
     def _hide(self, gradients: Mapping[Parameter, Tensor]) -> None:
         self._hidden.update(gradients)

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.compressors.selection import Selection, overwrite, scatter
 
 MemoryState = dict[str, dict[str, Tensor]]
@@ -68,18 +67,11 @@ class Hyperparameters(NamedTuple):
     continues_step: bool = False  # whether ``p.grad`` contained the mean of an earlier backward of this step
 
 
-class Clip(NamedTuple):
-    """Clipping of the gradients of the parameters ``names``, with one norm for all of these gradients."""
-
-    clipping: Clipping
-    names: frozenset[str]
-
-
 class Memory:
     """Add stored values to gradients before selection, and store unsent values. This base class stores nothing."""
 
     corrects_adam: bool = False  # whether the residual holds updates of Adam or AdamW, not gradients
-    clips_gradients: bool = False  # whether the memory needs the norms of all gradients before the first bucket
+    clips_gradients: bool = False  # whether the memory needs the norm of all gradients before the first bucket
     is_watched: bool = False  # whether to record :meth:`update_norms`; set this before a step
 
     def compensate(
@@ -114,21 +106,8 @@ class Memory:
     def on_unused(self, names: Iterable[str]) -> None:
         """Receive the names of parameters that have no mean gradient, because no rank used the parameters."""
 
-    def clip_to(self, clips: Sequence[Clip]) -> None:
-        """Set the clipping of gradients before Adam's update, from the next step on. All ranks must call this."""
-
-    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
-        """Return lists of gradient names. Clipping needs, for each list, the norm of all gradients in the list."""
-        return [list(names)]
-
-    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
-        """Receive fp32 norms of this rank's gradients, before the first bucket of a step.
-
-        Args:
-            each: for each list of :meth:`clipped_together`, the norm of every gradient. The norms may contain a loss
-                scale, so use the norms only to find zero gradients.
-            total: for each list, the norm of all gradients together, without a loss scale.
-        """
+    def set_norm(self, norm: Tensor) -> None:
+        """Receive the norm of all gradients of this rank, fp32 ``[]``, before the first bucket of a step."""
 
     def restore_gradients(self) -> None:
         """Convert stored updates of Adam back to gradients, before steps of plain DDP."""
@@ -190,9 +169,10 @@ class ResidualMemory(Memory):
         return accumulated
 
     @override
-    def set_norms(self, each: Sequence[Tensor], total: Tensor) -> None:
+    def set_norm(self, norm: Tensor) -> None:
         assert self._local_clip_norm is not None
-        self._clip_factor = factors_to(self._local_clip_norm, total).squeeze(0)
+        # The factor is 0 for an infinite norm, and NaN for NaN. A non-finite element times either factor is NaN.
+        self._clip_factor = (self._local_clip_norm / norm).clamp(max=1.0)
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
@@ -261,12 +241,6 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 def _unit_rates(rates: Tensor) -> Tensor:
     """Return the larger of the last rate and a tenth of the largest rate. Columns of ``rates``: last, largest."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
-
-
-def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
-    """Return the factors, at most 1, that reduce gradients with the given norms to the limits."""
-    # The factor is 0 for an infinite norm, and NaN for NaN. A non-finite element times either factor is NaN.
-    return (limits / norms).clamp(max=1.0)
 
 
 def state_like(state: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:

@@ -285,7 +285,7 @@ class SparseBackward(Backward):
                 return
             pairs = [pair for members, bucket, _ in self._held for pair in zip(members, bucket)]
             together = [local for _, local in sorted(pairs, key=lambda pair: pair[0].position)]
-            worker.submit(partial(pipeline.measure_norms, together))
+            worker.submit(partial(pipeline.measure_norm, together))
         for _, bucket, is_last in self._held:
             worker.submit(partial(self._exchange, bucket, is_last))
         self._held = []

@@ -27,7 +27,8 @@ separate message. This requires a compressor with a ``dense_wire_format``.
   falls.
 - Then stage 1 replaces ``g`` by Adam's update (:func:`~lightning_sparse.functional.adam.accumulate_updates`), and the
   residual accumulates updates. The first corrected step moves the first moment into the residual, also if the step is
-  not finite. The first moment is zero from then on.
+  not finite. Later, the first moment is zero, except that the first moment holds the mean update between an exchange
+  and the optimizer's step.
 - At the start of every step, ranks average a few parameters' gradients of the previous step, in 16 bits. The means
   update the second moments of these parameters. The messages are sent during backward.
 - Stage 4 converts the mean update to an equivalent gradient, for code that reads gradients before the optimizer step.
@@ -48,7 +49,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection, grouped
-from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
+from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.step.selecting import BucketSelector, Part
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire import Wires
@@ -71,7 +72,6 @@ class StepContext(NamedTuple):
     hyperparameters: Mapping[str, Hyperparameters] = {}  # settings by parameter name; empty without an optimizer
     dense: AbstractSet[str] = frozenset()  # names of parameters that are sent dense until Adam is corrected
     warm_up_progress: float = 1.0  # completed fraction of Adam's warm-up, from 0 to 1
-    clips: Sequence[Clip] = ()  # clipping of gradients before Adam's update; equal on all ranks
 
 
 EMPTY_CONTEXT = StepContext()
@@ -102,14 +102,13 @@ class Pipeline:
         self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
-        self._shares: dict[str, LocalGradient] = {}  # this rank's parts of gradients, if measure_norms() ran
+        self._shares: dict[str, LocalGradient] = {}  # this rank's parts of gradients, if measure_norm() ran
         self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # whether refresh() has run in this step
 
     def begin_step(self, context: StepContext) -> None:
         """Set the context of the next step."""
         self.context, self._has_refreshed = context, False
-        self.memory.clip_to(context.clips)
 
     def refresh(self) -> None:
         """In the first call of a step, update Adam's second moments. Later calls in the same step do nothing."""
@@ -117,21 +116,15 @@ class Pipeline:
             self._has_refreshed = True
             self.memory.refresh(self.context.hyperparameters)
 
-    def measure_norms(self, gradients: Sequence[LocalGradient]) -> None:
-        """Compute the norms of all gradients of a step, and pass the norms to the memory, which clips gradients."""
-        self.refresh()
-        names = [local.name for local in gradients]
+    def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
+        """Compute the norm of all gradients of a step, and pass the norm to the memory, which clips gradients."""
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
         with self.recorder.span("select"):
-            norms = [
-                norms_of([self._shares[name].gradient for name in together])
-                if together
-                else torch.zeros(0, dtype=torch.float32, device=self.levels.inter.device)
-                for together in self.memory.clipped_together(names)
-            ]
-        each, total = self.levels.norms_together(norms)
-        self.memory.set_norms(each, total if self.context.loss_scale is None else total / self.context.loss_scale)
+            norms = norms_of([self._shares[local.name].gradient for local in gradients])
+        total = self.levels.total_norm(norms)
+        scale = self.context.loss_scale
+        self.memory.set_norm(total if scale is None else total / scale)
 
     def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
         """Add residuals to a bucket, send the selected elements, and receive the selections of other ranks.

@@ -153,18 +153,9 @@ class FlatTopology:
         """Return whether a flag, bool ``[]``, is set on all ranks of the node."""
         return flag
 
-    def norms_of(self, norms: Tensor) -> Tensor:
-        """Return the norms of complete gradients, given the norms of this rank's shares."""
-        return norms
-
-    def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Convert vectors of norms of shares to norms of complete gradients. Also return each vector's total norm."""
-        whole = self.norms_of(torch.cat(list(norms))).split(list(map(len, norms))) if any(map(len, norms)) else norms
-        return whole, torch.stack(list(map(norm_of_all, whole)))
-
-    def total_of(self, numbers: Tensor) -> Tensor:
-        """Return the sums of ``numbers`` over the ranks of a sharded replica."""
-        return numbers
+    def total_norm(self, norms: Tensor) -> Tensor:
+        """Return the norm of all gradients together, given the norms of this rank's shares."""
+        return norm_of_all(norms)
 
     def write_back(self) -> None:
         """End the step. With two levels, all-gather shares inside the node, and write complete gradients."""
@@ -176,10 +167,6 @@ class FlatTopology:
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Tensor:
         """Average flat bfloat16 shares over ranks. Return concatenated complete gradients of ``numels`` elements."""
         return self.inter.call(Payload("all_reduce", torch.cat(list(gradients.values())))).div_(self.inter.world_size)
-
-    def mean_squares(self, squares: Tensor) -> Tensor:
-        """Return the mean over nodes of squared norms of gradients, given the squared norms of this rank's shares."""
-        return self.same_shard.call(Payload("all_reduce", squares)).div_(self.inter.world_size)
 
     def close(self, has_failed: bool) -> None:
         """Call ``close(has_failed)`` of each communicator."""
@@ -201,11 +188,6 @@ class DividedRanks(FlatTopology):
         return self._intra.call(Payload("all_gather", flag.view(1).byte())).bool().all()
 
     @override
-    def norms_of(self, norms: Tensor) -> Tensor:
-        whole: Tensor = torch.linalg.vector_norm(self._intra.call(Payload("all_gather", norms)), dim=0)
-        return whole
-
-    @override
     def close(self, has_failed: bool) -> None:
         super().close(has_failed)
         self._intra.close(has_failed)
@@ -217,15 +199,6 @@ class Shards(DividedRanks):
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
         self.same_shard = inter
-
-    @override
-    def norms_together(self, norms: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        # Ranks of a replica may have shards of different parameters, so only the total norms are combined.
-        return norms, self.norms_of(torch.stack(list(map(norm_of_all, norms))))
-
-    @override
-    def total_of(self, numbers: Tensor) -> Tensor:
-        return self._intra.call(Payload("all_gather", numbers)).sum(dim=0)
 
 
 class HierarchicalTopology(DividedRanks):
@@ -262,6 +235,10 @@ class HierarchicalTopology(DividedRanks):
             shares += self._intra.run(self._average([gradient for gradient, _ in message]))
         # Other ranks of the node may have used a parameter that this rank has not used.
         return [LocalGradient(local.name, share, local.is_used or None) for local, share in zip(bucket, shares)]
+
+    @override
+    def total_norm(self, norms: Tensor) -> Tensor:
+        return norm_of_all(self._intra.call(Payload("all_gather", norm_of_all(norms).view(1))))
 
     @override
     def any_of(self, flags: Tensor) -> Tensor:

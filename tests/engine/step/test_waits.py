@@ -64,7 +64,7 @@ DECLARED = {
     ("AdamW, tensor", "scaled"): {"engine/adam/steps.py:_step": 1},
     ("fused, a layer whole", "scaled"): {"engine/adam/steps.py:_step": 1},
     # One wait per parameter group in the optimizer's step.
-    "AdamW, tensor": {"engine/adam/steps.py:_apply_held": 1},
+    "AdamW, tensor": {"engine/adam/steps.py:_apply": 1},
 }
 
 
@@ -72,8 +72,7 @@ def waits_of(way, steps=STEPS):
     seen = []
     with played() as device:
         for _ in train(way, steps):
-            # Clipping is torch's, and reads the device of gradients as the host.
-            seen.append(Counter(wait.where for wait in device.waits if wait.where not in ("", "loop/handle.py:clip")))
+            seen.append(Counter(wait.where for wait in device.waits if wait.where))
             device.waits.clear()
     return seen[SETTLED:]
 
