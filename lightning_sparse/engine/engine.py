@@ -198,7 +198,6 @@ class Engine(SharedOnCopy):
         """Return the state, without copies. With ``together`` ranks communicate, so all ranks must call this."""
         compressor = self.pipeline.compressor
         state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
-        state["order"] = self.reducer.order
         if warm_up := self.densities.state_dict():
             state["warm_up"] = warm_up
         return {**state, **self.replicas.state_dict(together)}

@@ -201,7 +201,6 @@ class SharedModel:
             unshared = {name: unshared[name] for name in differing}
         return {
             "local": own,
-            "beside": self._beside,
             "unshared": unshared,
             # The model's checkpoint has rounded values of the shared model. This state has the fp32 values.
             "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},

@@ -248,7 +248,7 @@ def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         ValueError: if the shape of a parameter has changed.
     """
     name, before = type(engine.pipeline.compressor).__name__, state["header"]["compressor"]
-    usable = {part: state[part] for part in ("averager", "warm_up", "order") if part in state}
+    usable = {part: state[part] for part in ("averager", "warm_up") if part in state}
     unused: list[str] = []
     kinds, present = waiting_kinds(state["memory"]), waiting_kinds(engine.memory.state_dict())
     has_rounds, makes_rounds = "rounds" in state, engine.rounds is not None

@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, Optional
 
@@ -393,12 +394,12 @@ class Training:
         usable, unused = match_state(state, self.engine)
         if self.engine.rounds is not None:  # a user may load inside ``with shared_model()``
             self.engine.rounds.leave()
-        exchanged = set(usable["rounds"]["local"] if "rounds" in usable else usable.get("order", ()))
+        stored = [usable["rounds"]["local"]] if "rounds" in usable else usable.get("memory", {}).values()
+        exchanged = set(chain.from_iterable(stored))
         frozen = [each for name, each in self.engine.module.named_parameters() if name in exchanged]
         held = all_optimizer_parameters(self.optimizers)
         self._restart(TrainedParameters(self.engine.module, held, [*self._trained.parameters.values(), *frozen]))
         self.engine.load_state_dict(usable)
-        self.engine.reducer.restore_order(usable.get("order", ()))
         if self.settings.replicas_diverge:
             load_states(self.optimizers, state.get("optimizers", ()))
             if self._given.scaler is not None and "scaler" in state:

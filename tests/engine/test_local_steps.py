@@ -217,7 +217,7 @@ def write_everything(rank, local, is_assigned):
                 shared.append({name: each.clone() for name, each in ddp.module.state_dict().items()})
         engine.replicas.synchronize()
         shared.append({name: each.clone() for name, each in ddp.module.state_dict().items()})
-        return shared, engine.state_dict()["rounds"]["beside"]
+        return shared, engine.rounds.shared._beside
 
 
 @pytest.mark.parametrize("is_assigned", [False, True], ids=["in place", "assigned"])

@@ -140,7 +140,6 @@ def overflow_beside_what_nobody_owns(rank):
             optimizer.zero_grad()
             residuals.append(handle.engine.state_dict()["memory"]["residual"]["2.weight"].clone())
             sent.append(handle.compression_stats()["wire_bytes"])
-        assert sorted(handle.engine.reducer.order) == ["2.bias", "2.weight"]
     assert any("no optimizer holds '0.weight', '0.bias'" in line for line in lines)
     return residuals, sent, weights(model), model[0].weight.grad
 

@@ -187,17 +187,6 @@ class SparseReducer(SharedOnCopy):
         self._context.packages.clear()
         self._order = ParamOrder(members, self._context.among.device)
 
-    @property
-    def order(self) -> list[str]:
-        """Names of parameters in the order of exchange. Empty until rank 0 sets the order in the first exchange."""
-        return [each.name for each in self._order.members if self._order.is_agreed]
-
-    def restore_order(self, names: Sequence[str]) -> None:
-        """If ``names`` are the exchanged parameters, restore this saved order of exchange, and thus the buckets."""
-        known = {each.name: each for each in self._order.members}
-        if known.keys() == set(names):
-            self._order = self._order.agreed([known[name] for name in names])
-
     def send_dense(self, is_warm_up: bool) -> tuple[int, int]:
         """Set the dtype of later dense gradients. Return a dense step's number of elements and bytes."""
         self._context = self._context._replace(dense_dtype=self._context.warm_up_dtype if is_warm_up else None)
