@@ -154,8 +154,8 @@ class LoadedParameters:
     """
 
     def __init__(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        self._fingerprints: dict[Tensor, Tensor] = {}  # fingerprints of weights before the first load
-        self._of_optimizers: set[Tensor] = set()  # parameters with a loaded optimizer state
+        # Fingerprint of the weights before the first load, or None for a parameter with a loaded optimizer state.
+        self._before: dict[Tensor, Optional[Tensor]] = {}
         self._handles: list[Any] = []
         self.watch(module, optimizers)
 
@@ -169,24 +169,21 @@ class LoadedParameters:
 
     def _note(self, module: Module, *load: Any) -> None:
         for parameter in module.parameters(recurse=False):
-            if parameter not in self._fingerprints:
-                self._fingerprints[parameter] = fingerprint(local_tensor(parameter))
+            self._before.setdefault(parameter, fingerprint(local_tensor(parameter)))
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
-        self._of_optimizers.update(optimizer_parameters(optimizer))
+        self._before.update(dict.fromkeys(optimizer_parameters(optimizer)))
 
     def clear(self) -> None:
         """Drop all records. Called at each exchange, and after a load of weights together with residuals."""
-        self._fingerprints.clear()
-        self._of_optimizers.clear()
+        self._before.clear()
 
     def take(self) -> set[Tensor]:
         """Return the parameters with changed weights or a loaded optimizer state, and drop all records."""
-        before = self._fingerprints.items()
-        moved = {each for each, print in before if not torch.equal(print, fingerprint(local_tensor(each)))}
-        loaded = moved | self._of_optimizers
-        self.clear()
-        return loaded
+        before, self._before = self._before.items(), {}
+        return {
+            each for each, print in before if print is None or not torch.equal(print, fingerprint(local_tensor(each)))
+        }
 
     def close(self) -> None:
         """Remove all hooks."""
