@@ -103,11 +103,15 @@ class Checkpointer:
         """Whether the recorded checkpoint has states that :meth:`restore` would load."""
         return self.loaded is not None and self.loaded[1] is not None
 
-    def restore(self, model: str, training: Training) -> None:
+    def restore(self, model: str, training: Optional[Training]) -> None:
         """Load the compression state of the model with the name ``model``. All ranks must call this."""
         if self.loaded is None:
             return
         path, header = self.loaded
+        if training is None:
+            if header is not None:
+                self._log(f"the residuals of {path} are not used, because there is nothing to exchange.")
+            return
         if header is None or model not in header["models"]:
             reason = "holds no state of a sparse strategy" if self._resumes else "was read without its states"
             self._log(f"{path} {reason}, so residuals start empty.")

@@ -234,10 +234,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
             for key, handle in handles.items():
-                if handle.training is None:
-                    self._log(f"the compression state of {key!r} is not used, because one process exchanges nothing.")
-                else:
-                    self._checkpointer.restore(key, handle.training)
+                self._checkpointer.restore(key, handle.training)
         return rest
 
 

@@ -106,8 +106,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        if self.engine is None and self._checkpointer.has_loaded_save:
-            self._log("a single replica does not use the residuals that several replicas have saved.")
         self._restore()
         super().on_train_start()
 

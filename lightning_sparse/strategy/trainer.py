@@ -199,8 +199,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         self._checkpointer.save(states, checkpoint, filepath, write_file)
 
     def _restore(self) -> None:
-        if (training := self.training) is not None:
-            self._checkpointer.restore(_MODEL, training)
+        self._checkpointer.restore(_MODEL, self.training)
         self._checkpointer.loaded = None
 
     @override
