@@ -32,4 +32,4 @@ def test_rules_are_built_from_yaml(pair, tmp_path):
     said, _ = pair.run(begin, COMMAND, ("fit", MODEL, f"--config={config}"), str(tmp_path))
     assert "momentum before selection: optimizer" in said
     for step, density in ((0, "0.2"), (2, "0.01")):  # first and last step of the rule
-        assert f"AdaptiveDensity: step {step}: densities up to {density}, of " in said
+        assert f"AdaptiveDensity: step {step}: densities up to {density}, set by " in said
