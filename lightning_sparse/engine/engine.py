@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Optional
-from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -254,6 +253,5 @@ def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) 
     if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
         return None
     parts = (settings.schedule, engine.pipeline.levels.world, engine.recorder, engine.numels, engine.densities)
-    memory = proxy(engine.memory)  # A reference cycle of the planner would otherwise free the memory object late.
-    adapts, overlaps = settings.compressor.adaptive_density, settings.overlaps_backward
-    return StepPlanner(*parts, adapts, lambda: memory.clips_gradients or not overlaps, log)
+    overlaps = settings.overlaps_backward and not engine.memory.clips_gradients
+    return StepPlanner(*parts, settings.compressor.adaptive_density, overlaps, log)

@@ -45,7 +45,7 @@ class StepPlanner:
         numels: Mapping[str, int],
         densities: Densities,
         adaptive_density: bool,
-        holds_plan: Callable[[], bool],
+        overlaps_backward: bool,
         log: Callable[[str], None],
     ) -> None:
         self._schedule = schedule
@@ -54,7 +54,7 @@ class StepPlanner:
         self._numels = numels
         self._densities = densities
         self._adapts_density = adaptive_density
-        self._holds_plan = holds_plan  # returns whether exchanges begin only after backward
+        self._overlaps = overlaps_backward
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._course: Course  # generator that times plans for _order; set with the first order
@@ -82,7 +82,7 @@ class StepPlanner:
     def _run(self) -> Course:
         """Time bucket plans for ``_order``, and choose a plan. Each ``yield`` waits for the record of an exchange."""
         elements = [self._numels[name] for name in self._order]
-        seen = yield from self._time([(len(elements),)] if self._holds_plan() else equal_plans(elements))
+        seen = yield from self._time(equal_plans(elements) if self._overlaps else [(len(elements),)])
         costs, ready = _costs_and_times(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])

@@ -1,10 +1,11 @@
 """A residual memory for updates of Adam. :class:`AdamCorrection` documents the method and the papers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
@@ -22,8 +23,52 @@ from lightning_sparse.engine.memory.residual import (
 )
 from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.functional.adam import accumulate_updates, denominators, to_gradients
+from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.functional.reductions import norms_of
 
 _UNCORRECTED = Hyperparameters(0.0)
+
+
+class DenseNorms:
+    """Norms of dense mean gradients, after an exchange and before the optimizer's step, by parameter name.
+
+    Dense steps clip gradients, and corrected steps do not. Without a conversion of the moments, the first corrected
+    updates would be too long.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[Parameter, str] = {}  # parameters whose gradients are exchanged dense in this step
+        # ``[2]`` each: sums over steps of squared norms before and after clipping, weighted as second moments
+        self.squares: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}  # norms after the exchange
+
+    def record(self, loss_scale: Optional[Tensor]) -> None:
+        """Store the norms after an exchange."""
+        self._norms = self._measured(self.names, loss_scale)
+
+    def compare(self, group: Mapping[str, Any], scale: Optional[Tensor]) -> None:
+        """Add the squared norms after the exchange and now, before the step of an optimizer's param group."""
+        after = self._measured([each for each in group["params"] if each in self.names], scale)
+        if names := [name for name in after if name in self._norms]:
+            pairs = torch.stack([torch.stack((self._norms.pop(name), after[name])) for name in names]).square_()
+            known = torch.stack([self.squares.get(name, pairs.new_zeros(2)) for name in names])
+            pairs = torch.where(pairs.isfinite().all(dim=1, keepdim=True), pairs, 0)
+            self.squares.update(zip(names, (known * float(group["betas"][1]) + pairs).unbind()))
+
+    def _measured(self, parameters: Iterable[Parameter], scale: Optional[Tensor]) -> dict[str, Tensor]:
+        gradients = {self.names[each]: local_tensor(each.grad) for each in parameters if each.grad is not None}
+        if not gradients:
+            return {}
+        norms = norms_of(list(gradients.values()))
+        return dict(zip(gradients, (norms if scale is None else norms / scale).unbind()))
+
+    def undo_clipping(self, name: str, first: Tensor, second: Tensor) -> None:
+        """Convert moments of clipped gradients to moments of gradients, in place, before corrected steps."""
+        if (squares := self.squares.pop(name, None)) is not None:
+            before, after = squares.unbind()
+            ratio = torch.where(after > 0, before / after, 1.0)
+            first.mul_(ratio.sqrt())
+            second.mul_(ratio)
 
 
 class AdamMemory(ResidualMemory):
@@ -44,8 +89,7 @@ class AdamMemory(ResidualMemory):
         self._levels = levels
         self.states: dict[str, AdamState] = {}
         self.refreshes = Refreshes(correction.second_moment_interval)
-        # ``[2]`` each: averages over dense steps of a mean gradient's squared norm, before and after clipping
-        self.squared_norms: dict[str, Tensor] = {}
+        self.dense_norms = DenseNorms()
         # 1 if the last exchange was finite, else 0; memory of the caller's stream, which reads the flag
         self._finite = torch.ones((), device=levels.inter.device)
 
@@ -105,7 +149,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def rename(self, names: Renaming) -> None:
-        for part in (self, self.refreshes):
+        for part in (self, self.refreshes, self.dense_norms):
             rename_in(part, names)
 
     @override
@@ -163,20 +207,6 @@ class AdamMemory(ResidualMemory):
             return loss_scale
         return finite if loss_scale is None else finite.to(loss_scale.device, non_blocking=True) * loss_scale
 
-    def undo_clipping(self, name: str, first: Tensor, second: Tensor) -> None:
-        """Convert moments of clipped dense gradients to moments of gradients, in place, for corrected steps."""
-        if (squares := self.squared_norms.pop(name, None)) is not None:
-            before, after = squares.unbind()
-            ratio = torch.where(after > 0, before / after, 1.0)
-            first.mul_(ratio.sqrt())
-            second.mul_(ratio)
-
-    def add_squared_norms(self, names: Sequence[str], squares: Tensor, beta2: float) -> None:
-        """Average squared norms of dense mean gradients, fp32 ``[len(names), 2]``, as Adam averages squares."""
-        known = torch.stack([self.squared_norms.get(name, squares.new_zeros(2)) for name in names])
-        squares = torch.where(squares.isfinite().all(dim=1, keepdim=True), squares, 0)
-        self.squared_norms.update(zip(names, (known * beta2 + squares).unbind()))
-
     @override
     def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
         next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
@@ -197,7 +227,7 @@ class AdamMemory(ResidualMemory):
             "residual": {name: tensor for name, tensor in residuals.items() if name not in updates},
             "update": {name: tensor for name, tensor in residuals.items() if name in updates},
             "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
-            "squared_norms": dict(self.squared_norms),
+            "squared_norms": dict(self.dense_norms.squares),
             "refresh_gradient": {name: each for name, each in self.refreshes.gradients.items() if each is not None},
             "refresh_due": {name: _saved([step]) for name, step in self.refreshes.due.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(states, _saved(self.warm_up)),
@@ -207,7 +237,7 @@ class AdamMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         updates = state.get("update", {})
         super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
-        self.squared_norms = cloned(state.get("squared_norms", {}))
+        self.dense_norms.squares = cloned(state.get("squared_norms", {}))
         steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
         due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}

@@ -20,7 +20,6 @@ from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates, to_updates
 from lightning_sparse.functional.elements import flatten_as, local_tensor
-from lightning_sparse.functional.reductions import norms_of
 
 _KINDS = ("exp_avg", "exp_avg_sq")
 _UNSUPPORTED = ("amsgrad", "differentiable", "maximize")
@@ -136,6 +135,96 @@ class AdamWarmUp:
             self.memory.warm_up = None
 
 
+class MeanUpdates:
+    """The mean updates of an exchange. Adam's first moments hold the updates until the optimizer's step.
+
+    Attributes:
+        moments: Adam's state for the next step, of the parameters that are exchanged as updates.
+    """
+
+    def __init__(self, counts: StepCounts, memory: AdamMemory, warn: Callable[[], None]) -> None:
+        self.moments: dict[Parameter, AdamMoments] = {}
+        self._counts = counts
+        self._memory = memory
+        self._stored: dict[Parameter, tuple[Tensor, int]] = {}  # mean gradients with their versions, until the step
+        self._changed_steps = 0  # number of optimizer steps and groups in which other code had changed mean gradients
+        self._warn: Optional[Callable[[], None]] = warn  # called once, if a change is no clipping
+
+    def exchanged(self, parameters: Iterable[Parameter]) -> dict[Parameter, Tensor]:
+        """Return the mean gradients of parameters that are exchanged as updates."""
+        names, states = self._counts.names, self._memory.states
+        return {
+            each: each.grad
+            for each in parameters
+            if each in self.moments and each.grad is not None and names[each] in states
+        }
+
+    def store(self, loss_scale: Optional[Tensor]) -> None:
+        """Convert mean gradients, multiplied by the loss scale ``[]`` if given, to updates after an exchange."""
+        gradients = self.exchanged(self.moments)
+        self._stored = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
+        self._convert(gradients, self.firsts(gradients), self._memory.scale_if_finite(loss_scale))
+
+    def firsts(self, parameters: Iterable[Parameter]) -> list[Tensor]:
+        """Return the first moments of parameters, flat."""
+        return [self.moments[each].first for each in parameters]
+
+    def _convert(
+        self, gradients: Mapping[Parameter, Tensor], updates: Sequence[Tensor], scale: Optional[Tensor]
+    ) -> None:
+        flats = [flatten_as(local_tensor(gradient), local_tensor(each)) for each, gradient in gradients.items()]
+        scalars = [self._memory.states[self._counts.names[each]].scalars for each in gradients]
+        to_updates(flats, [self.moments[each].second for each in gradients], scalars, updates, scale)
+
+    def prepare(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> None:
+        """Prepare updates for the optimizer's step, which follows.
+
+        Gradients that other code has set after the exchange are converted now. Non-finite updates of gradients that
+        other code has changed become zero. Changes other than clipping cause a warning.
+        """
+        if late := {each: gradient for each, gradient in gradients.items() if each not in self._stored}:
+            self._convert(late, self.firsts(late), scale)
+        stored = {each: self._stored.pop(each) for each in gradients.keys() - late.keys()}
+        changed = {
+            each: gradients[each]
+            for each, (gradient, version) in stored.items()
+            if gradients[each] is not gradient or gradient._version != version
+        }
+        if not changed:
+            return
+        self._changed_steps += 1
+        # The check synchronizes with a GPU.
+        if self._changed_steps % _CHECKED == 1 and self._warn is not None and not self._are_clipped(changed, scale):
+            self._warn()
+            self._warn = None
+        for first in self.firsts(changed):
+            first.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _are_clipped(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> bool:
+        """Return whether gradients are only clipped or unscaled: no element is longer, of another sign, or zeroed."""
+        are_clipped = []
+        for each, gradient in gradients.items():
+            before = self.moments[each].first
+            after = torch.empty_like(before)
+            self._convert({each: gradient}, [after], scale)
+            ratios = after / before
+            are_clipped.append((((ratios > 0) & (ratios < _ROUNDED)) | ratios.isnan()).all())  # 0 / 0 is NaN
+        return bool(torch.stack(are_clipped).all())
+
+    def drop(self) -> None:
+        """Set first moments with updates that no optimizer step has applied to zero."""
+        for first in self.firsts(self._stored):
+            first.zero_()
+        self._stored = {}
+
+    def remove_from(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Save first moments as zeros between an exchange and the optimizer's step."""
+        for group, numbers in zip(optimizer.param_groups, saved["param_groups"]):
+            for parameter, number in zip(group["params"], numbers["params"]):
+                if parameter in self._stored and (state := saved["state"].get(number)):
+                    saved["state"][number] = {**state, "exp_avg": torch.zeros_like(state["exp_avg"])}
+
+
 class AdamSteps:
     """Pass Adam's moments to the exchange, and apply mean updates to corrected parameters in optimizer steps."""
 
@@ -150,26 +239,20 @@ class AdamSteps:
         self.counts = StepCounts(optimizers, names, target_of)
         self.warm_up = AdamWarmUp(self.counts, memory)
         self._memory = memory
-        self._present: dict[Parameter, AdamMoments] = {}
+        self._updates = MeanUpdates(self.counts, memory, warn)
         self._flats: dict[Parameter, _Flat] = {}
         self._hidden: dict[Parameter, Tensor] = {}
-        # mean gradients and tensor versions after an exchange, of parameters with an update in the first moment
-        self._stored: dict[Parameter, tuple[Tensor, int]] = {}
-        self._dense: set[Parameter] = set()  # parameters whose gradients are exchanged dense in this step
-        self._norms: dict[str, Tensor] = {}  # norms of dense mean gradients after an exchange
-        self._changed_steps = 0  # number of optimizer steps and groups in which other code had changed mean gradients
-        self._warn: Optional[Callable[[], None]] = warn  # called once, if other code has changed a mean gradient
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(after_closure(self._step)))
             self._handles.append(optimizer.register_step_post_hook(self.counts.drop_cache))
             self._handles.append(optimizer.register_step_post_hook(self._show))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self.see_other_states))
-            self._handles.append(optimizer.register_state_dict_post_hook(self._remove_updates))
+            self._handles.append(optimizer.register_state_dict_post_hook(self._updates.remove_from))
 
     def see_other_states(self, *event: Any) -> None:
         """Detect replaced second moments after a load of optimizer states or a change of optimizers."""
-        self._drop_updates()
+        self._updates.drop()
         self.counts.drop_cache()
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
@@ -190,8 +273,8 @@ class AdamSteps:
             continued: parameters with a gradient that holds a mean of an earlier exchange of this step.
             begun: parameters that had an exchange in this step.
         """
-        self._drop_updates()
-        self._present = {}
+        self._updates.drop()
+        present: dict[Parameter, AdamMoments] = {}
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
         groups = list(self.counts.groups())
@@ -202,73 +285,40 @@ class AdamSteps:
             for parameter, name, count in members
             if is_dense or count < warm_up.warmup_steps or not _fills_memory(parameter)
         }
-        self._dense = {parameter for *_, members in groups for parameter, name, _ in members if name in whole}
+        dense = {parameter: name for *_, members in groups for parameter, name, _ in members if name in whole}
+        self._memory.dense_norms.names = dense
         for optimizer, group, members in groups:
             settings, rate = _settings(optimizer, group), group["lr"]
             for parameter, name, count in members:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                self._memory.undo_clipping(name, *tensors[:2])
+                self._memory.dense_norms.undo_clipping(name, *tensors[:2])
                 moments = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), parameter in begun)
-                self._present[parameter] = moments
+                present[parameter] = moments
                 hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        if hyperparameters:
+        self._updates.moments = present
+        if present:
             self._memory.warm_up = warm_up
         return StepContext(None, hyperparameters, whole, self.warm_up.progress)
 
     @torch.no_grad()
     def store_updates(self, loss_scale: Optional[Tensor]) -> None:
-        """After an exchange, convert the mean gradients to mean updates, and store the updates in the first moments.
+        """After an exchange, store mean updates, and the norms of dense mean gradients.
 
         Args:
             loss_scale: scale of the gradients, ``[]``; ``None`` for unscaled gradients.
         """
-        self._norms = self._dense_norms(self._dense, loss_scale)
-        held = {each: each.grad for each in self._present if each.grad is not None and self._is_exchanged(each)}
-        self._stored = {each: (gradient, gradient._version) for each, gradient in held.items()}
-        updates = [self._present[each].first for each in held]
-        self._write_updates(held, updates, self._memory.scale_if_finite(loss_scale))
-
-    def _is_exchanged(self, parameter: Parameter) -> bool:
-        return self.counts.names[parameter] in self._memory.states
-
-    def _write_updates(
-        self, gradients: Mapping[Parameter, Tensor], updates: Sequence[Tensor], scale: Optional[Tensor]
-    ) -> None:
-        flats = [flatten_as(local_tensor(gradient), local_tensor(each)) for each, gradient in gradients.items()]
-        scalars = [self._memory.states[self.counts.names[each]].scalars for each in gradients]
-        to_updates(flats, [self._present[each].second for each in gradients], scalars, updates, scale)
-
-    def _dense_norms(self, parameters: Iterable[Parameter], scale: Optional[Tensor]) -> dict[str, Tensor]:
-        """Return the norms of mean gradients that are exchanged dense, without the scale, by parameter name."""
-        names = self.counts.names
-        dense = {names[each]: local_tensor(each.grad) for each in parameters if each.grad is not None}
-        if not dense:
-            return {}
-        norms = norms_of(list(dense.values()))
-        return dict(zip(dense, (norms if scale is None else norms / scale).unbind()))
-
-    def _drop_updates(self) -> None:
-        """Set first moments with updates that no optimizer step has applied to zero."""
-        for parameter in self._stored:
-            self._present[parameter].first.zero_()
-        self._stored = {}
+        self._memory.dense_norms.record(loss_scale)
+        self._updates.store(loss_scale)
 
     def close(self) -> None:
         """Remove all hooks from the optimizers."""
         self._show()
-        self._drop_updates()
+        self._updates.drop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _remove_updates(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Save first moments as zeros between an exchange and the optimizer's step."""
-        for group, numbers in zip(optimizer.param_groups, saved["param_groups"]):
-            for parameter, number in zip(group["params"], numbers["params"]):
-                if parameter in self._stored and (state := saved["state"].get(number)):
-                    saved["state"][number] = {**state, "exp_avg": torch.zeros_like(state["exp_avg"])}
 
     def _tensors(self, parameter: Parameter, state: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return flat views of Adam's tensors. Views are made again if any tensor was replaced."""
@@ -289,61 +339,14 @@ class AdamSteps:
         found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
         is_skipped = found_inf is not None and bool(found_inf)
         for group in optimizer.param_groups:
-            stepping = {
-                parameter: parameter.grad
-                for parameter in group["params"]
-                if parameter in self._present and parameter.grad is not None and self._is_exchanged(parameter)
-            }
+            stepping = self._updates.exchanged(group["params"])
             if not is_skipped:
-                self._measure_dense(group, scale)
+                self._memory.dense_norms.compare(group, scale)
             if stepping and not is_skipped:
-                self._update_late({each: stepping[each] for each in stepping.keys() - self._stored.keys()}, scale)
-                self._check_changes({each: stepping[each] for each in stepping if each in self._stored}, scale)
+                self._updates.prepare(stepping, scale)
                 self._apply(optimizer, group, stepping)
                 self.counts.count(optimizer, stepping)
             self._hide(stepping)
-
-    def _measure_dense(self, group: Mapping[str, Any], scale: Optional[Tensor]) -> None:
-        """Average squared norms of dense mean gradients, as exchanged, and as other code has changed (clipped) them."""
-        after = self._dense_norms([each for each in group["params"] if each in self._dense], scale)
-        names = [name for name in after if name in self._norms]
-        if names:
-            pairs = torch.stack([torch.stack((self._norms.pop(name), after[name])) for name in names]).square_()
-            self._memory.add_squared_norms(names, pairs, float(group["betas"][1]))
-
-    def _update_late(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> None:
-        """Store updates of gradients that other code has set after the exchange, or that have no exchange."""
-        if gradients:
-            self._write_updates(gradients, [self._present[each].first for each in gradients], scale)
-
-    def _check_changes(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> None:
-        """Set non-finite updates of changed gradients to zero. Warn once of changes other than clipping."""
-        stored = {each: self._stored.pop(each) for each in gradients}
-        changed = {
-            each: gradient
-            for each, gradient in gradients.items()
-            if gradient is not stored[each][0] or gradient._version != stored[each][1]
-        }
-        if not changed:
-            return
-        self._changed_steps += 1
-        # The check synchronizes with a GPU.
-        if self._changed_steps % _CHECKED == 1 and self._warn is not None and not self._are_clipped(changed, scale):
-            self._warn()
-            self._warn = None
-        for each in changed:
-            self._present[each].first.nan_to_num_(0.0, 0.0, 0.0)
-
-    def _are_clipped(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> bool:
-        """Return whether gradients are only clipped or unscaled: no element is longer, of another sign, or zeroed."""
-        are_clipped = []
-        for each, gradient in gradients.items():
-            before = self._present[each].first
-            after = torch.empty_like(before)
-            self._write_updates({each: gradient}, [after], scale)
-            ratios = after / before
-            are_clipped.append((((ratios > 0) & (ratios < _ROUNDED)) | ratios.isnan()).all())  # 0 / 0 is NaN
-        return bool(torch.stack(are_clipped).all())
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], stepping: Iterable[Parameter]) -> None:
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
@@ -351,8 +354,7 @@ class AdamSteps:
         # After backward, other code may have moved the parameter to other memory.
         weights = [self._tensors(parameter, optimizer.state[parameter])[-1] for parameter in stepping]
         wide = in_widened(weights)
-        updates = [self._present[parameter].first for parameter in stepping]
-        apply_updates(wide, updates, rate, 1 - rate * decay)
+        apply_updates(wide, self._updates.firsts(stepping), rate, 1 - rate * decay)
         for weight, result in zip(weights, wide):
             if result is not weight:
                 weight.copy_(result)
