@@ -205,18 +205,11 @@ class Training:
         self._attend()
         self._loaded = LoadedParameters(module, optimizers)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether steps send dense gradients, as DDP does."""
-        return self.engine.reducer.is_dense
-
     def _attend(self) -> None:
-        """Create the :class:`OptimizerView`, and register hooks on the steps of all optimizers."""
         parameters, engine = ddp_parameters(self.engine.module), self.engine
         feedback, optimizers = self.settings.feedback, self.optimizers
         look = before_step_of_training(self._before_step)
-        stepping = [each for optimizer in optimizers for each in chain_of(optimizer)]
-        hooks = [each.register_step_pre_hook(look) for each in stepping if calls_hooks(each)]
+        hooks = [each.register_step_pre_hook(look) for one in optimizers for each in chain_of(one) if calls_hooks(each)]
         self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory, warn_user)
         self.steps = CountedSteps(optimizers, self._end_step, warn_user)
         self.steps.handles += hooks
@@ -247,7 +240,6 @@ class Training:
             self.log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
 
     def _restart(self, present: TrainedParameters) -> None:
-        """Exchange ``present`` from now on, and broadcast new layers."""
         before, module = self._trained, self.engine.module
         if before.has_others():
             sync_module_states(module, before.known_in(present))
@@ -256,7 +248,6 @@ class Training:
         self.engine.restart(present.parameters, before.renaming_to(present))
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the optimizers of this training, between two steps."""
         if self.backwards:
             raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
@@ -271,11 +262,11 @@ class Training:
             self.view.adam.see_other_states()
             self.view.adam.warm_up.resume_from(before.warm_up)
 
-    def _turn(self) -> None:
+    def _select_mode(self) -> None:
         """Select, between two steps, whether the next steps are dense (as in DDP) or compressed."""
         adam, choice = self.view.adam, self.choice
         is_dense = (adam is not None and adam.warm_up.is_dense) or (choice is not None and choice.wants_dense)
-        if is_dense != self.is_dense:
+        if is_dense != self.engine.reducer.is_dense:
             self.engine.send_dense(is_dense)
 
     def _begin_round(self) -> None:
@@ -286,7 +277,7 @@ class Training:
         """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
         self.engine.worker.raise_error()
         self.restart_if_changed(optimizers)
-        self._turn()
+        self._select_mode()
         if (rounds := self.engine.rounds) is not None:
             rounds.begin_round()
             self._reset_loaded()
@@ -309,18 +300,18 @@ class Training:
         """Begin the exchange of a backward, before the first gradient is ready."""
         if not is_explicit:
             self.engine.worker.raise_error()
-            self._turn()
+            self._select_mode()
             self.backwards += 1
             if self.view.adam is not None or self.settings.feedback.momentum is not None:
                 self.steps.see_weights(self.engine.module)
-        continued = self.engine.reducer.reduced.continued
-        if not (continued or self.is_dense):
-            self.engine.recorder.totals.begun += 1
-        if self.is_dense:
-            adam = self.view.adam
+        adam, reducer = self.view.adam, self.engine.reducer
+        continued = reducer.reduced.continued
+        if reducer.is_dense:
             self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
+        elif not continued:
+            self.engine.recorder.totals.begun += 1
         self._reset_loaded()
-        context = self.view.next_step(self.is_dense, continued, self.engine.reducer.reduced.begun)
+        context = self.view.next_step(reducer.is_dense, continued, reducer.reduced.begun)
         if (scaler := self._given.scaler) is not None:  # not `get_scale`, which synchronizes with the device
             context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
         self.engine.begin_backward(context)
@@ -342,7 +333,6 @@ class Training:
             self.engine.rounds.reset_shared_model()
 
     def _reset_loaded(self) -> None:
-        """Reset the residuals of parameters that were loaded between two exchanges."""
         loaded = self._loaded.take()
         if loaded and self.engine.recorder.last is not None:
             self.reset_residuals(loaded)
@@ -361,9 +351,8 @@ class Training:
     def _before_update(self, optimizer: Optimizer) -> None:
         if self.engine.reducer.holds_own(optimizer_parameters(optimizer)):
             raise RuntimeError(_OWN)
-        if self._trained.have_changed(all_optimizer_parameters(self.optimizers)) and self._trained.lacks_any(
-            optimizer_parameters(optimizer)
-        ):
+        has_changed = self._trained.have_changed(all_optimizer_parameters(self.optimizers))
+        if has_changed and self._trained.lacks_any(optimizer_parameters(optimizer)):
             raise RuntimeError(_NEW)
         self._begin_round()  # needed if the user has called submodules only, because then no forward hook ran
 
@@ -373,10 +362,9 @@ class Training:
         if self.choice is not None:
             self.choice.end_step()
         self.engine.reducer.reduced.forget(optimizer_parameters(optimizer))
-        number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
-        if number is None:
+        if optimizer not in self.optimizers:
             raise RuntimeError(_OTHER_OPTIMIZERS)
-        self.engine.end_step(number)
+        self.engine.end_step(self.optimizers.index(optimizer))
 
     def state(self, together: bool = False) -> dict[str, Any]:
         """Return this rank's state, between two steps, without a copy. If ``together``, all ranks must call this."""

@@ -97,7 +97,7 @@ class Watch(Callback):
                 trainer.global_step,
                 norm_of_gradients(pl_module),
                 strategy.compression_stats() if is_ours else {},
-                is_ours and strategy.training is not None and strategy.training.is_dense,
+                is_ours and strategy.training is not None and strategy.engine.reducer.is_dense,
                 float(sum(parameter.detach().double().sum() for parameter in pl_module.parameters())),
                 {name: float(value) for name, value in trainer.callback_metrics.items()},
                 buffers_of(pl_module),

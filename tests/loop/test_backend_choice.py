@@ -35,8 +35,8 @@ class Priced(Small):
 
     def training_step(self, batch, batch_index):
         strategy = self.trainer.strategy
-        self.were_plain.append(strategy.training.is_dense)
-        cost = self.plain_cost if strategy.training.is_dense else self.engine_cost
+        self.were_plain.append(strategy.engine.reducer.is_dense)
+        cost = self.plain_cost if strategy.engine.reducer.is_dense else self.engine_cost
         self.seconds += _ALL_ELSE + cost(self.global_step)
         residuals = strategy.engine.state_dict()["memory"]["residual"].values()
         self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))
