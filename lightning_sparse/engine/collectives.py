@@ -2,10 +2,11 @@
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Optional, TypeVar, Union
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import Module, Parameter, functional
 from typing_extensions import Self
 
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.store import translate_backend_errors
+from lightning_sparse.engine.store import raise_exchange_error
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.schedule.costs import DIRECT_BYTES, sent_bytes
 
@@ -79,6 +80,15 @@ def broadcast_buffers(module: Module) -> None:
     left_out = ddp_ignored_names(module)
     buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # hidden from autograd
     broadcast_tensors(buffers, default_group())
+
+
+@contextmanager
+def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
+    """Raise :class:`ExchangeError` if a collective fails inside the context, except through this rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_exchange_error(error, subject, name, timeout)
 
 
 # torch 2.13 renamed all_gather_into_tensor() to all_gather_single(). The old name causes a warning.
@@ -153,7 +163,7 @@ class Communicator(SharedOnCopy):
     def call(self, payload: Payload) -> Tensor:
         """Run the collective of a payload, and record the sent bytes and the seconds."""
         name, tensor = payload
-        self.recorder.add_bytes(sent_bytes(name, tensor.nbytes, self.world_size), self._is_inside_node)
+        self.recorder.add_bytes(self._shares[name] * tensor.nbytes, self._is_inside_node)
         with self.recorder.span("exchange"), self.translate_errors(self.recorder.subject, name):
             return self.issue(name, tensor)
 
@@ -161,6 +171,11 @@ class Communicator(SharedOnCopy):
         """Run the collective ``name``, and record no bytes or seconds."""
         received: Tensor = getattr(self, name)(tensor)
         return received
+
+    @cached_property
+    def _shares(self) -> dict[str, float]:
+        """Bytes that a rank sends per byte of input, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
+        return {name: sent_bytes(name, 1, self.world_size) for name in ("all_gather", "all_to_all", "all_reduce")}
 
     def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
         """Return a context that converts errors of collectives to :class:`ExchangeError`."""

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -24,6 +25,7 @@ def shown(stage: str) -> AbstractContextManager[Any]:
 
 
 Timestamp = Any  # host time in seconds (float), or a CUDA event
+_dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element of DDP's all-reduce, by world size
 _ALL = "data that all buckets of a step share"
 _MAX_RECORDS = 256  # maximum number of stored records, which limits the memory
 
@@ -113,7 +115,7 @@ class StepRecord:
     @property
     def dense_bytes(self) -> float:
         """Bytes that this rank would have sent with DDP for the same steps, in all-reduces of fp32 gradients."""
-        return dense_bytes(self.elements * self.local_world_size * max(1, self.covered_steps), self.world_size)
+        return _dense_bytes_each(self.world_size) * (self.elements * self.local_world_size * max(1, self.covered_steps))
 
     def seconds(self, *stages: str) -> float:
         """Return the total seconds of the named stages, inside and outside of buckets."""

@@ -3,8 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from textwrap import shorten
 from typing import Any, Optional
@@ -54,19 +53,15 @@ def all_gather_via_store(line: str, timeout: Optional[timedelta] = None) -> list
     return gathered
 
 
-@contextmanager
-def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
-    """Raise :class:`ExchangeError` if the collective ``name`` fails inside the context, except through this rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)):
-            raise
-        raise ExchangeError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
-            f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
-            f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
-        ) from error
+def raise_exchange_error(error: RuntimeError, subject: str, name: str, timeout: Optional[timedelta]) -> None:
+    """Raise :class:`ExchangeError` for a failed collective ``name``. Re-raise an error of this rank's device."""
+    if isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)):
+        raise error
+    raise ExchangeError(
+        f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}, with a"
+        f" timeout of {timeout}: {_errors_of_others() or _UNKNOWN_CAUSE} To continue, start the job again"
+        f" from the last checkpoint (ckpt_path=...). The backend's error: {error}"
+    ) from error
 
 
 def post_error(error: Optional[BaseException]) -> None:

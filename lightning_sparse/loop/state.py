@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job
+from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job, translate_backend_errors
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
 from lightning_sparse.engine.step.topology import ShardedModel
-from lightning_sparse.engine.store import translate_backend_errors
 from lightning_sparse.functional.elements import as_dtensor, local_tensor, local_tensors
 
 VERSION = 8  # format version of states and checkpoints
