@@ -49,14 +49,12 @@ class LocalStepsController(Replicas):
         self._step = 0  # number of steps of the optimizer with the most steps
         self._steps_of: dict[int, int] = {}  # number of steps, by index of the optimizer
         self.has_begun = False
-        self._is_stale = (
-            False  # whether an optimizer has stepped since the exchange: several optimizers step one by one
-        )
+        self._is_stale = False  # whether an optimizer has stepped since the round began
 
     @property
     def is_shared(self) -> bool:
         """Whether the trained parameters of all ranks are the shared model: before the first round, or between two."""
-        return not self.has_begun or not (self._is_stale or self._step != self._begun)
+        return not (self.has_begun and self._is_stale)
 
     def restart(self, trained: Sequence[str], names: Renaming) -> None:
         """End the round early, and exchange changes of ``trained`` parameters from now on. All ranks must call this.

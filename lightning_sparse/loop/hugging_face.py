@@ -17,9 +17,9 @@ _NAME = "lightning_sparse"  # folder name inside a checkpoint folder
 class SparsifyCallback(TrainerCallback):
     """Compress gradients in Hugging Face's Trainer, like :func:`~lightning_sparse.sparsify_gradients`.
 
-    With local steps the Trainer evaluates and saves the shared model of all ranks. After ``train`` the model
-    is the shared model. Each checkpoint folder also holds the compression state of all processes. Add this callback
-    after callbacks that request evaluations or saves, because this callback acts on the requests.
+    With local steps the Trainer evaluates and saves the shared model of all ranks. After ``train`` the model is the
+    shared model. Each checkpoint folder also holds the compression state of all processes. Add this callback after
+    callbacks that request evaluations or saves, because this callback acts on the requests.
 
     Args:
         trainer: the Trainer that receives the callback.

@@ -1,7 +1,7 @@
 """Fabric's strategy: a :class:`GradientSparsifier` for each model that Fabric sets up with an optimizer."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Optional, Union
@@ -221,7 +221,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             for key, model in state.items()
             if isinstance(model, Module)
             and (handle := self._handles.get(model)) is not None
-            and any(_is_in(each, handle.optimizers) for each in state.values())
+            and any(each is optimizer for each in state.values() for optimizer in handle.optimizers)
         }
 
     @override
@@ -236,7 +236,3 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             for key, handle in handles.items():
                 self._checkpointer.restore(key, handle.training)
         return rest
-
-
-def _is_in(one: Any, others: Sequence[Any]) -> bool:
-    return any(one is other for other in others)

@@ -15,6 +15,7 @@ from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fit
+from tests.helpers.racing import Skipping
 from tests.helpers.resuming import Numbered
 
 DENSE, STEPS = 2, 6
@@ -57,7 +58,7 @@ def add_noise(gradients):
 SILENT = [unchanged, clip_all, clip_values, replace_by_clipped]
 
 
-def train(rank, change, has_scaler=False, factors=None, backwards=1, begins=DENSE, skips=False, **ddp_arguments):
+def train(rank, change, has_scaler=False, factors=None, backwards=1, begins=DENSE, **ddp_arguments):
     """Train, and change mean gradients from step ``begins`` on. ``factors`` are of rank 1's loss, by step."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Edges().to(DEVICE), bucket_cap_mb=100, **ddp_arguments)
@@ -127,16 +128,6 @@ def test_dense_steps_that_clip_make_no_later_step_longer(pair):
         torch.testing.assert_close(moved, expected, rtol=0.1, atol=1e-4)
 
 
-class Skipping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.seldom = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, rows, skips):
-        hidden = self.first(rows)
-        return (hidden if skips else self.seldom(hidden)).square().mean()
-
-
 def fill_gradients(rank):
     torch.manual_seed(0)
     model = Skipping().to(DEVICE)
@@ -149,7 +140,7 @@ def fill_gradients(rank):
             for each in model.parameters():
                 each.grad = torch.zeros_like(each) if each.grad is None else each.grad
             optimizer.step()
-            history.append(model.seldom.weight.detach().clone())
+            history.append(model.between.weight.detach().clone())
     return history
 
 
