@@ -19,7 +19,7 @@ from typing_extensions import Self
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.store import raise_exchange_error
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.schedule.costs import DIRECT_BYTES, sent_bytes
+from lightning_sparse.schedule.costs import DIRECT_BYTES, SENT_SHARES, sent_bytes
 
 _BROADCAST_BYTES = 250 << 20  # approximate bytes of one broadcast; DDP uses the same number
 
@@ -175,7 +175,7 @@ class Communicator(SharedOnCopy):
     @cached_property
     def _shares(self) -> dict[str, float]:
         """Bytes that a rank sends per byte of input, by collective: ``2 (n - 1) / n`` for a ring all-reduce."""
-        return {name: sent_bytes(name, 1, self.world_size) for name in ("all_gather", "all_to_all", "all_reduce")}
+        return {name: sent_bytes(name, 1, self.world_size) for name in SENT_SHARES}
 
     def translate_errors(self, subject: str, name: str = "all_gather") -> AbstractContextManager[None]:
         """Return a context that converts errors of collectives to :class:`ExchangeError`."""

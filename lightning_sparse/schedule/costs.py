@@ -19,7 +19,7 @@ _APART = 1.5  # minimum ratio of the largest to the smallest size; closer sizes 
 
 # Bytes that a rank sends per byte of input. Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 # Operations in MPICH", IJHPCA 2005, sections 3.1 and 3.4.
-_SHARES: dict[str, Callable[[int], float]] = {
+SENT_SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2.0 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: ranks - 1.0,
     "all_to_all": lambda ranks: (ranks - 1.0) / ranks,
@@ -32,7 +32,7 @@ def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
     All reported bytes use this count. An all-reduce of ``nbytes`` sends as much as an all-to-all of ``nbytes`` and an
     all-gather of ``nbytes / ranks``.
     """
-    return _SHARES[collective](ranks) * nbytes
+    return SENT_SHARES[collective](ranks) * nbytes
 
 
 def dense_bytes(elements: float, ranks: int) -> float:

@@ -23,10 +23,10 @@ separate message. This requires a compressor with a ``dense_wire_format``.
 
 **Adam and AdamW** (:mod:`~lightning_sparse.engine.adam`), if corrected:
 
-- The first steps are dense, and the optimizer runs unchanged, until the second moment is estimated. Then the density
-  falls.
-- Then stage 1 replaces ``g`` by Adam's update (:func:`~lightning_sparse.functional.adam.accumulate_updates`), and the
-  residual accumulates updates. The first corrected step moves the first moment into the residual, also if the step is
+- The first steps are dense, and the optimizer runs unchanged, until the second moment is estimated.
+- In all later steps, stage 1 replaces ``g`` by Adam's update
+  (:func:`~lightning_sparse.functional.adam.accumulate_updates`), and the residual accumulates updates. In the first of
+  these steps, the density falls. The first corrected step moves the first moment into the residual, also if the step is
   not finite. Later, the first moment is zero, except that the first moment holds the mean update between an exchange
   and the optimizer's step.
 - At the start of every step, ranks average a few parameters' gradients of the previous step, in 16 bits. The means
