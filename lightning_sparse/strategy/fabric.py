@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.handle import GradientSparsifier
-from lightning_sparse.loop.training import RuntimeOptions
+from lightning_sparse.loop.training import RuntimeOptions, Training
 from lightning_sparse.strategy.checkpoint import KEY, Checkpointer, PathLike
 from lightning_sparse.strategy.lightning import FabricDDPStrategy
 from lightning_sparse.strategy.trainer import SparseBase
@@ -61,15 +60,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         **given: Unpack[DDPArguments],
     ) -> None:
         bases = (FabricDDPStrategy, DistributedDataParallel)
-        settings = pop_settings(SparseFabricStrategy, compressor, density, given, *bases)
-        self.settings = settings
-        refuse(missing_capabilities("in a plain loop or Fabric", settings))
+        self.settings = pop_settings(SparseFabricStrategy, compressor, density, given, *bases)
+        refuse(missing_capabilities("in a plain loop or Fabric", self.settings))
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._optimizers: list[Optimizer] = []  # all optimizers that Fabric has set up
-        self._waiting: dict[Module, Any] = {}  # forward pre-hook of each model that has no handle yet
-        self._handles: dict[Module, GradientSparsifier] = {}
-        self._are_closed = False  # whether the exchanges in _handles have ended
+        self._handles: dict[Module, GradientSparsifier] = {}  # by result of setup_module
         self._given = given
         super().__init__(**given)
         self._backward_sync_control = self  # type: ignore[assignment]
@@ -77,30 +72,34 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     @override
     def setup_module(self, module: Module) -> UnwrappedModule:  # type: ignore[override]
         model = self._bare_model(module)
-
-        def begin(*forward: Any) -> None:
-            if model.training and torch.is_grad_enabled():
-                self._start(model)
-
-        self._waiting[model] = model.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
+        model.register_forward_pre_hook(torch.compiler.disable(self._check_trained))
         return model
 
-    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        raise ValueError(f"{type(optimizer).__name__} has no model: use fabric.setup(model, *optimizers)")
+
+    @override
+    def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        model = self.setup_module(module)
+        options = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None))
+        parts = (copy.deepcopy(self.settings), options, self.node_rank, self._total_steps, self._log)
+        self._handles[model] = GradientSparsifier(model, optimizers, *parts)
+        return model, optimizers, scheduler
+
+    def _check_trained(self, model: Any, inputs: Any) -> None:
+        if model not in self._handles and model.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(model.module).__name__} is trained, but was set up without an optimizer: use"
+                " fabric.setup(model, *optimizers). If the model is not trained, use model.eval() or torch.no_grad()"
+            )
+
+    def no_backward_sync(self, module: UnwrappedModule, enabled: bool) -> AbstractContextManager[None]:
         """If ``enabled`` is true, return a context that disables the exchange of a model's gradients."""
-        assert isinstance(module, UnwrappedModule)
         return module.no_sync() if enabled else nullcontext()
 
-    @override
-    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        return super().get_module_state_dict(module.module if isinstance(module, UnwrappedModule) else module)
-
-    @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        inside = module.module if isinstance(module, UnwrappedModule) else module
-        super().load_module_state_dict(inside, state_dict, strict)
-
     def handle(self, model: Optional[Module] = None) -> Optional[GradientSparsifier]:
-        """Return the :class:`~lightning_sparse.GradientSparsifier` of a model, or ``None`` before any training.
+        """Return the :class:`~lightning_sparse.GradientSparsifier` of a model, or ``None`` while no model is trained.
 
         Args:
             model: argument or result of ``fabric.setup``. Required if several models are trained.
@@ -108,17 +107,14 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         Raises:
             ValueError: if this strategy does not train the model, or if ``None`` is ambiguous for several models.
         """
-        if model is None and len(self._handles) > 1:
-            raise ValueError(f"model=None is ambiguous for {len(self._handles)} trained models: give the model")
-        for handle in self._handles.values():
-            if model is None or any(each is handle.module for each in (model, getattr(model, "module", None))):
-                return handle
-        if not self._handles:
-            return None
-        raise ValueError(
-            f"model={type(model).__name__} is not trained by this strategy: give a model that fabric.setup"
-            " received together with an optimizer"
-        )
+        handles, given = self._handles.values(), (model, getattr(model, "module", None))
+        found = [each for each in handles if model is None or each.module in given]
+        if len(found) != 1 and handles:
+            raise ValueError(
+                f"model={type(model).__name__} fits {len(found)} of {len(handles)} trained models: give a model that"
+                " fabric.setup received together with an optimizer"
+            )
+        return found[0] if found else None
 
     def compression_stats(self, model: Optional[Module] = None) -> dict[str, float]:
         """Return a model's exchange statistics on this rank, named as in :class:`~lightning_sparse.SparseDDPStrategy`.
@@ -142,55 +138,18 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             handle.synchronize()
 
     def close(self) -> None:
-        """End the exchanges of all models. To continue training, set up the models again. A second call is allowed.
+        """End the exchanges of all models, and drop the models. To continue training, set up the models again.
 
-        With local steps, all ranks must call ``close``, because ``close`` ends the rounds. A process that exits without
-        ``close`` ends no round.
+        With local steps, all ranks must call ``close``, because ``close`` ends the rounds. A second call is allowed.
         """
         for handle in self._handles.values():
             handle.close()
-        self._are_closed = True
-        self._checkpointer.close()
+        self._handles.clear()
 
     @override
     def teardown(self) -> None:
         self.close()
         super().teardown()
-
-    @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        parameters = set(optimizer_parameters(optimizer))
-        if any(not parameters.isdisjoint(model.parameters()) for model in self._handles):
-            raise RuntimeError(
-                f"the model of {type(optimizer).__name__} has begun training without this optimizer: set up all"
-                " optimizers of a model before the model's first forward, by fabric.setup or fabric.setup_optimizers"
-            )
-        self._optimizers.append(optimizer)
-        return optimizer
-
-    @override
-    def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
-        done: Any = super().setup_module_and_optimizers(module, optimizers, *scheduler)
-        self._start(done[0])
-        return done
-
-    def _start(self, model: Module) -> None:
-        if not (optimizers := self._optimizers_of(model)):
-            raise RuntimeError(
-                f"{type(getattr(model, 'module', model)).__name__} is trained, but has no optimizer that was set up:"
-                " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward."
-                " If the model is not trained, use model.eval() or torch.no_grad()"
-            )
-        options = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None))
-        parts = (copy.deepcopy(self.settings), options, self.node_rank, self._total_steps, self._log)
-        handle = GradientSparsifier(model, optimizers, *parts)
-        self._waiting.pop(model).remove()
-        self._handles = {model: handle} if self._are_closed else {**self._handles, model: handle}
-        self._are_closed = False
-
-    def _optimizers_of(self, model: Module) -> list[Optimizer]:
-        parameters = set(model.parameters())
-        return [each for each in self._optimizers if not parameters.isdisjoint(optimizer_parameters(each))]
 
     @override
     def save_checkpoint(
@@ -201,27 +160,20 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         filter: Optional[dict[str, Callable[[str, Any], bool]]] = None,
     ) -> None:
         write = super().save_checkpoint
-
-        def write_file(content: dict[str, Any], path: PathLike) -> None:
-            write(path, content, storage_options, filter)
-
-        handles = self._trained_in(state)
         with self.shared_model():
-            trainings = {key: handle.training for key, handle in handles.items()}
-            states = {key: each.state(together=True) for key, each in trainings.items() if each is not None}
-            self._checkpointer.save(states, state, path, write_file)
+            trainings = self._trained_in(state).items()
+            states = {key: each.state(together=True) for key, each in trainings if each is not None}
+            self._checkpointer.save(
+                states, state, path, lambda content, path: write(path, content, storage_options, filter)
+            )
 
-    def _trained_in(self, state: Mapping[str, Any]) -> dict[str, GradientSparsifier]:
-        """Return the handles of the models in ``state``, by key, except models without an optimizer in ``state``."""
-        for model in state.values():
-            if isinstance(model, Module) and model in self._waiting and self._optimizers_of(model):
-                self._start(model)
+    def _trained_in(self, state: Mapping[str, Any]) -> dict[str, Optional[Training]]:
+        """Return the trainings of the models in ``state``, by key, except models without an optimizer in ``state``."""
         return {
-            key: handle
+            key: handle.training
             for key, model in state.items()
-            if isinstance(model, Module)
-            and (handle := self._handles.get(model)) is not None
-            and any(each is optimizer for each in state.values() for optimizer in handle.optimizers)
+            if isinstance(model, Module) and (handle := self._handles.get(model)) is not None
+            if any(each is optimizer for each in state.values() for optimizer in handle.optimizers)
         }
 
     @override
@@ -229,10 +181,10 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self, path: PathLike, state: Optional[Any] = None, strict: bool = True, weights_only: Optional[bool] = None
     ) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, strict, weights_only)
-        handles = self._trained_in(state) if isinstance(state, dict) else {}
-        if handles:
+        trainings = self._trained_in(state) if isinstance(state, dict) else {}
+        if trainings:
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
-            for key, handle in handles.items():
-                self._checkpointer.restore(key, handle.training)
+            for key, training in trainings.items():
+                self._checkpointer.restore(key, training)
         return rest

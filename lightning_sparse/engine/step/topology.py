@@ -41,6 +41,14 @@ class UnwrappedModule(Module):
         self.begin_forward()
         return self.module(*inputs, **named_inputs)
 
+    @override
+    def state_dict(self, *given: Any, **named: Any) -> Any:
+        return self.module.state_dict(*given, **named)
+
+    @override
+    def load_state_dict(self, *given: Any, **named: Any) -> Any:
+        return self.module.load_state_dict(*given, **named)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Disable the exchange of gradients inside the context."""
