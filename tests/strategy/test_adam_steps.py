@@ -444,7 +444,7 @@ def test_what_waits_is_logged(pair):
 @pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])
 def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turns):
     tensors = 3 * [torch.empty(2, device="meta")]
-    moments = AdamMoments(100, *tensors, 0.9, 0.999, 1e-8, 0.0, round(20_000 * million), is_begun=False)
+    moments = AdamMoments(100, *tensors, 0.9, 0.999, 1e-8, 0.0, round(20_000 * million), False, False)
     refreshes = Refreshes(10)
     refreshes.ask(dict.fromkeys(map(str, range(50)), moments))
     assert sorted(set(refreshes.due.values())) == list(range(100, 110, 10 // turns))

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
-from lightning_sparse.engine.adam.moments import AdamMoments, AdamState, Refreshes
+from lightning_sparse.engine.adam.moments import AdamMoments, Refreshes
 from lightning_sparse.engine.memory.residual import (
     Hyperparameters,
     MemoryState,
@@ -22,11 +22,9 @@ from lightning_sparse.engine.memory.residual import (
     state_like,
 )
 from lightning_sparse.engine.step.topology import FlatTopology
-from lightning_sparse.functional.adam import accumulate_updates, denominators, to_gradients
+from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, denominators, to_gradients
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import norms_of
-
-_UNCORRECTED = Hyperparameters(0.0)
 
 
 class DenseNorms:
@@ -87,11 +85,51 @@ class AdamMemory(ResidualMemory):
         self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, set when the first parameter ends the warm-up
         self.correction = correction
         self._levels = levels
-        self.states: dict[str, AdamState] = {}
+        self.moments: dict[str, AdamMoments] = {}  # Adam's state for the next step; empty after a load
+        # step number of each second moment's last update; only parameters whose residual holds updates
+        self.second_steps: dict[str, int] = {}
+        self._update_norms: dict[str, Tensor] = {}  # norms of updates, if ``is_watched``
         self.refreshes = Refreshes(correction.second_moment_interval)
         self.dense_norms = DenseNorms()
         # 1 if the last exchange was finite, else 0; memory of the caller's stream, which reads the flag
         self._finite = torch.ones((), device=levels.inter.device)
+
+    @override
+    def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
+        moments = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
+        for name in [name for name in self.second_steps if name not in moments]:
+            self._return_to_gradients(name)
+        self.moments = moments
+        for name in [name for name in moments if name not in self.second_steps]:
+            self._turn_to_updates(name)
+        self.refreshes.update(moments, self.second_steps, self._levels)
+
+    def _turn_to_updates(self, name: str) -> None:
+        self.second_steps[name] = self.moments[name].step - 1
+        # ``owed`` is the sum of the updates that the first moment alone would cause later. All ranks have the same sum.
+        beta1, first = self.moments[name].beta1, self.moments[name].first
+        owed = in_widened([self._levels.local_share(first)])[0] * (
+            beta1 / ((1 - beta1) * (1 - beta1 ** self.second_steps[name]))
+        )
+        first.zero_()
+        if name in self._residuals:
+            owed.add_(self._residuals[name])
+        state_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(name)))
+
+    def _return_to_gradients(self, name: str) -> None:
+        if name in self.moments:
+            self._residuals[name].mul_(self._denominator(name))
+        else:
+            del self._residuals[name]  # The conversion needs the second moment, which is missing after a load.
+        del self.second_steps[name]
+        self.refreshes.drop(name)
+
+    @override
+    def restore_gradients(self) -> None:
+        # Plain DDP changes the second moments. The divisor of updates in the residual would then be wrong.
+        for name in list(self.second_steps):
+            self._return_to_gradients(name)
+        self.moments = {}
 
     @override
     def compensate(
@@ -99,53 +137,11 @@ class AdamMemory(ResidualMemory):
     ) -> list[Tensor]:
         accumulated = in_widened(gradients)
         inputs = dict(zip(names, accumulated))
-        moments = {name: each for name in names if (each := hyperparameters.get(name, _UNCORRECTED).adam) is not None}
-        for name in names:
-            self._track_moments(name, moments.get(name))
-        rest = [name for name in names if name not in moments]
-        self._accumulate(rest, [inputs[name] for name in rest], hyperparameters)
-        if moments:
-            self._accumulate_updates(inputs, {name: self.states[name] for name in moments}, hyperparameters)
+        corrected = {name: inputs.pop(name) for name in names if name in self.moments}
+        self._accumulate(list(inputs), list(inputs.values()), hyperparameters)
+        if corrected:
+            self._accumulate_updates(corrected, hyperparameters)
         return accumulated
-
-    def _track_moments(self, name: str, present: Optional[AdamMoments]) -> None:
-        state = self.states.get(name)
-        if present is None:
-            if state is not None and state.is_update:
-                self._return_to_gradients(name, state)
-            return
-        if state is None:
-            state = self.states[name] = AdamState(present, present.step - 1)
-        state.moments = present
-        if not state.is_update:
-            self._turn_to_updates(name, state, present)
-
-    def _turn_to_updates(self, name: str, state: AdamState, moments: AdamMoments) -> None:
-        state.is_update = True
-        # ``owed`` is the sum of the updates that the first moment alone would cause later. All ranks have the same sum.
-        beta1, first = moments.beta1, moments.first
-        owed = in_widened([self._levels.local_share(first)])[0] * (
-            beta1 / ((1 - beta1) * (1 - beta1 ** (moments.step - 1)))
-        )
-        first.zero_()
-        if name in self._residuals:
-            owed.add_(self._residuals[name])
-        state_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(state)))
-
-    def _return_to_gradients(self, name: str, state: AdamState) -> None:
-        if state.moments is None:
-            del self._residuals[name]  # The conversion needs the second moment, which is missing after a load.
-        else:
-            self._residuals[name].mul_(self._denominator(state))
-        del self.states[name]
-        self.refreshes.drop(name)
-
-    @override
-    def restore_gradients(self) -> None:
-        # Plain DDP changes the second moments. The divisor of updates in the residual would then be wrong.
-        for name, state in list(self.states.items()):
-            if state.is_update:
-                self._return_to_gradients(name, state)
 
     @override
     def rename(self, names: Renaming) -> None:
@@ -158,37 +154,36 @@ class AdamMemory(ResidualMemory):
             self._residuals[name].zero_()
             self.refreshes.gradients.pop(name, None)
 
-    def _denominator(self, state: AdamState) -> Tensor:
-        return denominators(self._seconds([state]), [state.scalars])[0]
+    def scalars(self, names: Iterable[str]) -> list[AdamScalars]:
+        """Return Adam's constants of corrected parameters."""
+        return [self.moments[name].scalars(self.second_steps[name]) for name in names]
+
+    def _seconds(self, names: Iterable[str]) -> list[Tensor]:
+        return [self._levels.local_share(self.moments[name].second) for name in names]
+
+    def _denominator(self, name: str) -> Tensor:
+        return denominators(self._seconds([name]), self.scalars([name]))[0]
 
     def _accumulate_updates(
-        self, inputs: Mapping[str, Tensor], states: Mapping[str, AdamState], given: Mapping[str, Hyperparameters]
+        self, present: Mapping[str, Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        present = {name: inputs[name] for name in states}
-        gradients = list(present.values())
-        for gradient, (name, state) in zip(gradients, states.items()):
-            if not given[name].continues_step and (decay := state.current.decay):
-                gradient.add_(self._levels.local_share(state.current.parameter), alpha=decay)
-        self.refreshes.hold(present, {name for name in states if given[name].continues_step})
-        waiting = self._waiting(list(states), gradients, given)
-        each = list(states.values())
-        accumulate_updates(
-            gradients, waiting, self._seconds(each), [one.scalars for one in each], self._levels.inter.world_size
-        )
+        names, gradients = list(present), list(present.values())
+        for name, gradient in present.items():
+            moments = self.moments[name]
+            if moments.decay and not moments.continues_step:
+                gradient.add_(self._levels.local_share(moments.parameter), alpha=moments.decay)
+        self.refreshes.hold(present, self.moments)
+        waiting = self._waiting(names, gradients, hyperparameters)
+        world_size = self._levels.inter.world_size
+        accumulate_updates(gradients, waiting, self._seconds(names), self.scalars(names), world_size)
         if self.is_watched:
-            for state, norm in zip(each, torch._foreach_norm(torch._foreach_sub(gradients, waiting))):
-                state.update_norm = norm
-
-    def _seconds(self, states: Sequence[AdamState]) -> list[Tensor]:
-        return [self._levels.local_share(state.current.second) for state in states]
+            self._update_norms.update(zip(names, torch._foreach_norm(torch._foreach_sub(gradients, waiting))))
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
         super().write_means(names, gradients, means)
-        known = [(gradient, self.states[name]) for gradient, name in zip(gradients, names) if name in self.states]
-        corrected = [(gradient, state) for gradient, state in known if state.moments is not None]
-        states = [state for _, state in corrected]
-        to_gradients([each for each, _ in corrected], self._seconds(states), [state.scalars for state in states])
+        corrected = {name: gradient for name, gradient in zip(names, gradients) if name in self.moments}
+        to_gradients(list(corrected.values()), self._seconds(corrected), self.scalars(corrected))
 
     @override
     def on_unused(self, names: Iterable[str]) -> None:
@@ -208,29 +203,22 @@ class AdamMemory(ResidualMemory):
         return finite if loss_scale is None else finite.to(loss_scale.device, non_blocking=True) * loss_scale
 
     @override
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
-        next_step = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
-        self.refreshes.update(next_step, self.states, self._levels)
-
-    @override
     def update_norms(self) -> dict[str, Tensor]:
-        known = [(name, state.update_norm) for name, state in self.states.items() if state.moments is not None]
-        return {name: norm for name, norm in known if norm is not None}
+        return {name: norm for name, norm in self._update_norms.items() if name in self.moments}
 
     @override
     def state_dict(self) -> MemoryState:
         saved = super().state_dict()
-        residuals, states = saved["residual"], self.states
-        updates = {name for name, state in states.items() if state.is_update}
+        residuals, steps = saved["residual"], self.second_steps
         return {
             **saved,
-            "residual": {name: tensor for name, tensor in residuals.items() if name not in updates},
-            "update": {name: tensor for name, tensor in residuals.items() if name in updates},
-            "second_moment_step": {name: _saved([state.second_step]) for name, state in states.items()},
+            "residual": {name: tensor for name, tensor in residuals.items() if name not in steps},
+            "update": {name: tensor for name, tensor in residuals.items() if name in steps},
+            "second_moment_step": {name: _saved([step]) for name, step in steps.items()},
             "squared_norms": dict(self.dense_norms.squares),
             "refresh_gradient": {name: each for name, each in self.refreshes.gradients.items() if each is not None},
             "refresh_due": {name: _saved([step]) for name, step in self.refreshes.due.items()},
-            "warm_up": {} if self.warm_up is None else dict.fromkeys(states, _saved(self.warm_up)),
+            "warm_up": {} if self.warm_up is None else dict.fromkeys(steps, _saved(self.warm_up)),
         }
 
     @override
@@ -238,8 +226,8 @@ class AdamMemory(ResidualMemory):
         updates = state.get("update", {})
         super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
         self.dense_norms.squares = cloned(state.get("squared_norms", {}))
-        steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
-        self.states = {name: AdamState(None, step, name in updates) for name, step in steps.items()}
+        steps = state.get("second_moment_step", {})
+        self.moments, self.second_steps = {}, {name: int(step) for name, step in steps.items() if name in updates}
         due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
         held = {name: each.to(torch.bfloat16, copy=True) for name, each in state.get("refresh_gradient", {}).items()}
         self.refreshes = Refreshes(self.correction.second_moment_interval, due, {**held})

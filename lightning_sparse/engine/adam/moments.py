@@ -1,11 +1,10 @@
 """Adam's state of each parameter, and the updates of second moments."""
 
 import math
-from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -36,28 +35,11 @@ class AdamMoments(NamedTuple):
     decay: float  # coupled weight decay; 0 if decoupled
     numel: int  # number of elements of the whole parameter, not of a shard
     is_begun: bool  # whether the next step has already had a backward with an exchange; equal on all ranks
+    continues_step: bool  # whether ``p.grad`` contained the mean of an earlier backward of the next step
 
-
-@dataclass
-class AdamState:
-    """State of a corrected parameter."""
-
-    moments: Optional[AdamMoments]  # Adam's state for the next step; ``None`` after a load
-    second_step: int  # step number of the last update of the second moment
-    is_update: bool = False  # whether the residual holds updates, not gradients
-    update_norm: Optional[Tensor] = None  # norm of this step's update, if ``is_watched``
-
-    @property
-    def current(self) -> AdamMoments:
-        """The attribute ``moments``, which must not be ``None`` here."""
-        assert self.moments is not None
-        return self.moments
-
-    @property
-    def scalars(self) -> AdamScalars:
-        """Adam's constants for the next update. The bias is that of the step that last updated the second moment."""
-        current = self.current
-        return AdamScalars(current.beta2, 1 - current.beta2**self.second_step, max(current.eps, _MIN_EPS))
+    def scalars(self, second_step: int) -> AdamScalars:
+        """Return Adam's constants. The second moment was last updated in step ``second_step``, and has its bias."""
+        return AdamScalars(self.beta2, 1 - self.beta2**second_step, max(self.eps, _MIN_EPS))
 
 
 @dataclass
@@ -69,25 +51,19 @@ class Refreshes:
     # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
-    def update(
-        self,
-        next_step: Mapping[str, AdamMoments],
-        states: Mapping[str, AdamState],
-        levels: FlatTopology,
-    ) -> None:
+    def update(self, next_step: Mapping[str, AdamMoments], second_steps: dict[str, int], levels: FlatTopology) -> None:
         """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
 
         Gradients of the current step would be ready too late: backward would not hide the time of the average.
 
         Args:
             next_step: Adam's state for the next step, by parameter name.
-            states: states of the corrected parameters.
+            second_steps: step number of each second moment's last update, overwritten.
             levels: topology that averages over ranks.
         """
         gradients = self.taken(next_step)
         for together in _messages(gradients, next_step):
-            some = {name: gradients.pop(name) for name in together}
-            _average(some, next_step, states, levels)
+            _average({name: gradients.pop(name) for name in together}, next_step, second_steps, levels)
         self.ask(next_step)
 
     def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
@@ -99,8 +75,8 @@ class Refreshes:
             if moments.step >= self.due.setdefault(name, moments.step + turn):
                 self.gradients.setdefault(name, None)
 
-    def hold(self, gradients: Mapping[str, Tensor], continued: Container[str]) -> None:
-        """Store requested gradients in bfloat16. For names in ``continued``, add an earlier backward's gradient."""
+    def hold(self, gradients: Mapping[str, Tensor], moments: Mapping[str, AdamMoments]) -> None:
+        """Store requested gradients in bfloat16. In a continued step, add the gradient to that of earlier backwards."""
         asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
         if not asked:
             return
@@ -109,7 +85,7 @@ class Refreshes:
         torch._foreach_copy_(narrow, list(asked.values()))
         for name, each in zip(asked, narrow):
             earlier = self.gradients[name]
-            self.gradients[name] = earlier.add_(each) if earlier is not None and name in continued else each
+            self.gradients[name] = each if earlier is None or not moments[name].continues_step else earlier.add_(each)
 
     def on_finite(self, finite: Tensor) -> None:
         """Make stored gradients non-finite if the step was not finite, so that all ranks skip the update."""
@@ -137,46 +113,38 @@ class Refreshes:
 def _average(
     gradients: Mapping[str, Tensor],
     next_step: Mapping[str, AdamMoments],
-    states: Mapping[str, AdamState],
+    second_steps: dict[str, int],
     levels: FlatTopology,
 ) -> None:
     """Average the gradients in one message, and update the second moments if the means are finite."""
-    seconds = {name: next_step[name].second for name in gradients}
-    numels = [each.numel() for each in seconds.values()]
+    seconds = [next_step[name].second for name in gradients]
+    numels = [each.numel() for each in seconds]
     flat = levels.mean_gradients(gradients, numels)
     is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
-    _limit(flat.split(numels), seconds, [1 - next_step[name].beta2 ** states[name].second_step for name in seconds])
-    flat = torch.where(is_finite, flat, 0).to(next(iter(seconds.values())).dtype)
-    alike: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
-    for name, mean in zip(seconds, flat.split(numels)):
-        alike[states[name].second_step, next_step[name].step - 1, next_step[name].beta2][name] = mean
-    for (known, step, beta2), some in alike.items():
-        _update_moments([seconds[name] for name in some], list(some.values()), is_finite, beta2, known, step)
-        for name in some:
-            states[name].second_step = step
+    rows = []
+    for name in gradients:
+        beta2, known, step = next_step[name].beta2, second_steps[name], next_step[name].step - 1
+        # torch stores second moments without bias correction, so the stored values depend on the number of steps.
+        old, new = 1 - beta2**known, 1 - beta2**step
+        share = max(_MIN_KEPT, beta2 ** (step - known))
+        rows.append((old, share * new / old, new / old, (1 - share) * new))
+        second_steps[name] = step
+    weights, factors, factors_without_mean, factors_of_mean = zip(*rows)
+    _limit(flat.split(numels), seconds, weights)
+    means = torch.where(is_finite, flat, 0).to(seconds[0].dtype).split(numels)
+    # If the means are not finite, only the bias changes.
+    either = torch.tensor([factors, factors_without_mean], dtype=widened(seconds[0].dtype))
+    finite, non_finite = either.to(flat.device, non_blocking=True)
+    torch._foreach_mul_(seconds, torch.where(is_finite, finite, non_finite).unbind())
+    torch._foreach_addcmul_(seconds, means, means, factors_of_mean)
 
 
-def _limit(means: Sequence[Tensor], seconds: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+def _limit(means: Sequence[Tensor], seconds: list[Tensor], weights: Sequence[float]) -> None:
     """Limit the norms of means, in place, so that a spike of the gradient does not end the training of a parameter."""
-    expected = torch.stack(torch._foreach_div(torch._foreach_norm(list(seconds.values()), 1, torch.float32), weights))
+    expected = torch.stack(torch._foreach_div(torch._foreach_norm(seconds, 1, torch.float32), weights))
     squares = torch.stack(torch._foreach_norm(list(means), 2, torch.float32)).square_()
     factors = (_MAX_GROWTH * expected / squares).sqrt_().clamp_(max=1.0)
     torch._foreach_mul_(list(means), torch.where(expected > 0, factors, 1.0).to(means[0].dtype).unbind())
-
-
-def _update_moments(
-    seconds: list[Tensor], means: list[Tensor], is_finite: Tensor, beta2: float, known: int, step: int
-) -> None:
-    """Update second moments from step ``known`` to ``step``. If means are not finite, only the bias changes."""
-    share = max(_MIN_KEPT, beta2 ** (step - known))
-    # torch stores second moments without bias correction, so the stored values depend on the number of steps.
-    old, new = 1 - beta2**known, 1 - beta2**step
-    factor, factor_without_mean = (
-        torch.full((), each, dtype=widened(means[0].dtype), device=is_finite.device)
-        for each in (share * new / old, new / old)
-    )
-    torch._foreach_mul_(seconds, torch.where(is_finite, factor, factor_without_mean))
-    torch._foreach_addcmul_(seconds, means, means, value=(1 - share) * new)
 
 
 def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:

@@ -136,45 +136,42 @@ class AdamWarmUp:
 
 
 class MeanUpdates:
-    """The mean updates of an exchange. Adam's first moments hold the updates until the optimizer's step.
-
-    Attributes:
-        moments: Adam's state for the next step, of the parameters that are exchanged as updates.
-    """
+    """The mean updates of an exchange. Adam's first moments hold the updates until the optimizer's step."""
 
     def __init__(self, counts: StepCounts, memory: AdamMemory, warn: Callable[[], None]) -> None:
-        self.moments: dict[Parameter, AdamMoments] = {}
         self._counts = counts
         self._memory = memory
-        self._stored: dict[Parameter, tuple[Tensor, int]] = {}  # mean gradients with their versions, until the step
+        # mean gradients with their versions, and the first moments with the updates, until the step
+        self._stored: dict[Parameter, tuple[Tensor, int, Tensor]] = {}
         self._changed_steps = 0  # number of optimizer steps and groups in which other code had changed mean gradients
         self._warn: Optional[Callable[[], None]] = warn  # called once, if a change is no clipping
 
     def exchanged(self, parameters: Iterable[Parameter]) -> dict[Parameter, Tensor]:
         """Return the mean gradients of parameters that are exchanged as updates."""
-        names, states = self._counts.names, self._memory.states
-        return {
-            each: each.grad
-            for each in parameters
-            if each in self.moments and each.grad is not None and names[each] in states
-        }
+        names, moments = self._counts.names, self._memory.moments
+        return {each: each.grad for each in parameters if each.grad is not None and names.get(each) in moments}
 
     def store(self, loss_scale: Optional[Tensor]) -> None:
         """Convert mean gradients, multiplied by the loss scale ``[]`` if given, to updates after an exchange."""
-        gradients = self.exchanged(self.moments)
-        self._stored = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
-        self._convert(gradients, self.firsts(gradients), self._memory.scale_if_finite(loss_scale))
+        gradients = self.exchanged(self._counts.names)
+        firsts = self.firsts(gradients)
+        held = zip(gradients.items(), firsts)
+        self._stored = {each: (gradient, gradient._version, first) for (each, gradient), first in held}
+        self._convert(gradients, firsts, self._memory.scale_if_finite(loss_scale))
 
     def firsts(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Return the first moments of parameters, flat."""
-        return [self.moments[each].first for each in parameters]
+        return [self._moments_of(each).first for each in parameters]
+
+    def _moments_of(self, parameter: Parameter) -> AdamMoments:
+        return self._memory.moments[self._counts.names[parameter]]
 
     def _convert(
         self, gradients: Mapping[Parameter, Tensor], updates: Sequence[Tensor], scale: Optional[Tensor]
     ) -> None:
         flats = [flatten_as(local_tensor(gradient), local_tensor(each)) for each, gradient in gradients.items()]
-        scalars = [self._memory.states[self._counts.names[each]].scalars for each in gradients]
-        to_updates(flats, [self.moments[each].second for each in gradients], scalars, updates, scale)
+        scalars = self._memory.scalars(self._counts.names[each] for each in gradients)
+        to_updates(flats, [self._moments_of(each).second for each in gradients], scalars, updates, scale)
 
     def prepare(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> None:
         """Prepare updates for the optimizer's step, which follows.
@@ -187,7 +184,7 @@ class MeanUpdates:
         stored = {each: self._stored.pop(each) for each in gradients.keys() - late.keys()}
         changed = {
             each: gradients[each]
-            for each, (gradient, version) in stored.items()
+            for each, (gradient, version, _) in stored.items()
             if gradients[each] is not gradient or gradient._version != version
         }
         if not changed:
@@ -204,7 +201,7 @@ class MeanUpdates:
         """Return whether gradients are only clipped or unscaled: no element is longer, of another sign, or zeroed."""
         are_clipped = []
         for each, gradient in gradients.items():
-            before = self.moments[each].first
+            before = self._moments_of(each).first
             after = torch.empty_like(before)
             self._convert({each: gradient}, [after], scale)
             ratios = after / before
@@ -213,7 +210,7 @@ class MeanUpdates:
 
     def drop(self) -> None:
         """Set first moments with updates that no optimizer step has applied to zero."""
-        for first in self.firsts(self._stored):
+        for *_, first in self._stored.values():
             first.zero_()
         self._stored = {}
 
@@ -256,11 +253,11 @@ class AdamSteps:
         self.counts.drop_cache()
         for optimizer, _, members in self.counts.groups():
             for parameter, name, count in members:
-                second, state = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.states.get(name)
-                if not count or second is None or state is None or state.moments is None:
+                second, known = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.moments.get(name)
+                if not count or second is None or known is None:
                     continue  # also directly after a load, when no earlier tensor is recorded
-                if state.moments.second.data_ptr() != local_tensor(second).data_ptr():
-                    state.second_step = count
+                if known.second.data_ptr() != local_tensor(second).data_ptr():
+                    self._memory.second_steps[name] = count
                     self._memory.refreshes.drop(name)
 
     def next_step(
@@ -274,7 +271,6 @@ class AdamSteps:
             begun: parameters that had an exchange in this step.
         """
         self._updates.drop()
-        present: dict[Parameter, AdamMoments] = {}
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
         groups = list(self.counts.groups())
@@ -294,11 +290,10 @@ class AdamSteps:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
                 self._memory.dense_norms.undo_clipping(name, *tensors[:2])
-                moments = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), parameter in begun)
-                present[parameter] = moments
-                hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        self._updates.moments = present
-        if present:
+                is_begun, continues = parameter in begun, parameter in continued
+                moments = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), is_begun, continues)
+                hyperparameters[name] = Hyperparameters(rate, adam=moments)
+        if hyperparameters:
             self._memory.warm_up = warm_up
         return StepContext(None, hyperparameters, whole, self.warm_up.progress)
 

@@ -64,7 +64,6 @@ class Hyperparameters(NamedTuple):
     momentum: float = 0.0  # momentum that the memory applies in place of the optimizer
     nesterov: bool = False
     adam: Optional[Any] = None  # Adam's state, if Adam's updates are computed before selection
-    continues_step: bool = False  # whether ``p.grad`` contained the mean of an earlier backward of this step
 
 
 class Memory:
