@@ -18,9 +18,6 @@ from torch import Tensor
 
 Counts = tuple[int, ...]  # number of elements of each tensor
 
-# For at most _FEW elements, put_ adds in order and needs one call; index_add_ needs three. With about 30 000 elements,
-# put_ adds in several threads, in any order.
-_FEW = 1 << 12
 _FEW_ROWS = 16  # rows; up to 16 rows, one index_add_ per row is faster than one index_put_, which sorts
 _CPU_BATCH = 1 << 16  # elements; pieces of four tensors take 1 MiB, a core's share of the cache
 _DEVICE_BATCH = 1 << 26  # elements; temporaries take 256 MiB
@@ -132,8 +129,6 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
         tensor([1., 3., 6.])
     """
     if out.device.type == "cpu":
-        if indices.numel() <= _FEW:
-            return out.put_(indices, values, accumulate=True)
         return out.index_add_(0, indices.flatten(), values.flatten())
     if len(indices) > _FEW_ROWS:
         # index_put_ sorts by index, so all ranks add in the same order. index_add_ of all rows has no fixed order.
