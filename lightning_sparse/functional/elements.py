@@ -189,19 +189,12 @@ class IndexCodec(NamedTuple):
         return self.room * self.offset_dtype.itemsize + self._blocks * self.count_dtype.itemsize
 
     def encode(self, indices: Tensor) -> Tensor:
-        """Encode indices, int64 ``[room]``, as uint8 ``[nbytes]``."""
-        return self.encode_rows(indices.unsqueeze(0)).squeeze(0)
-
-    def encode_rows(self, indices: Tensor) -> Tensor:
-        """Encode several rows of indices, int64 ``[rows, room]``, as uint8 ``[rows, nbytes]``."""
-        rows, blocks = len(indices), self._blocks
-        starts = torch.arange(rows * blocks + 1, device=indices.device) << self.block_bits
-        laid = indices
-        if rows > 1:
-            laid = indices + starts[: rows * blocks : blocks].unsqueeze(1)
-        counts = torch.searchsorted(laid.flatten(), starts).diff().to(self.count_dtype).view(rows, blocks)
+        """Encode indices, int64 ``[..., room]``, as uint8 ``[..., nbytes]``."""
+        starts = torch.arange(self._blocks + 1, device=indices.device) << self.block_bits
+        edges = starts.expand(*indices.shape[:-1], -1).contiguous()
+        counts = torch.searchsorted(indices, edges).diff().to(self.count_dtype)
         offsets = ((indices & self._mask) + torch.iinfo(self.offset_dtype).min).to(self.offset_dtype)
-        return torch.cat([offsets.view(torch.uint8), counts.view(torch.uint8)], dim=1)
+        return torch.cat([offsets.view(torch.uint8), counts.view(torch.uint8)], dim=-1)
 
     def decode(self, wires: Tensor) -> Tensor:
         """Decode the indices of all ranks, uint8 ``[world_size, nbytes or more]``, to int64 ``[world_size, room]``."""

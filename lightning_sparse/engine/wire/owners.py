@@ -171,7 +171,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
     values = sent.new_zeros(none + 1).index_copy_(0, slot, sent[order])[:-1].view(world_size, room)
     places = torch.arange(shares.extent, shares.universe, device=owner.device).repeat(world_size + 1)[: none + 1]
     places = places.index_copy_(0, slot, place[order])[:-1].view(world_size, room)
-    return message_of([values.view(torch.uint8), index_codec(shares.universe, room).encode_rows(places)])
+    return message_of([values.view(torch.uint8), index_codec(shares.universe, room).encode(places)])
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
