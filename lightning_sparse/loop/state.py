@@ -193,7 +193,8 @@ class _Table:
             if not self._is_sharded and self._parts > 1:  # with two levels, a file has a slice of each residual
                 whole = torch.zeros(self._parameters[place[2]].numel(), dtype=tensor.dtype)
                 begin = -(-whole.numel() // self._parts) * part
-                whole[begin : begin + tensor.numel()] = tensor
+                room = whole[begin : begin + tensor.numel()]
+                room.copy_(tensor[: room.numel()])  # the last slices end in padding
                 tensor = whole
         self._forms[place] = tensor.shape, tensor.dtype
         if _is_number(place):

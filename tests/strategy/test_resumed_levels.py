@@ -3,6 +3,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.compressors import DGC
@@ -86,3 +87,20 @@ def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, settings
         source, before = path, stage
         expected = owed([each.kept["memory"] for each in answers], stage.shared_by)
         assert any(tensor.any() for tensor in expected.values())
+
+
+class Odd(Starting):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.network = nn.Sequential(nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 32))
+
+
+def test_parts_of_unequal_sizes_are_put_together(pools, tmp_path):
+    path, later = (str(tmp_path / name) for name in ("first.ckpt", "second.ckpt"))
+    limits = {"local_world_size": 2, "max_epochs": -1}
+    first = fits(pools[4], partial(Odd, None, path), TOPK, max_steps=7, **limits)
+    second = fits(pools[2], partial(Odd, None, later), TOPK, path, max_steps=14, **limits)
+    shares = [each.kept["memory"]["residual"]["network.0.bias"].double() for each in first]
+    mean = (torch.cat(shares[:2]) + torch.cat(shares[2:]))[:5] / 2
+    for each in second:
+        torch.testing.assert_close(each.notes["memory"]["residual"]["network.0.bias"].double(), mean)
