@@ -50,7 +50,7 @@ class CompressionMonitor(StepObserver):
 
     @override
     def _refuse(self, message: str) -> None:
-        rank_zero_warn(f"nothing is logged: {message}")  # no error, because runs with "ddp" may share callbacks
+        rank_zero_warn(f"nothing is logged: {message}")  # no error, because a run with "ddp" may use the same callbacks
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

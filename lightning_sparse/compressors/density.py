@@ -107,7 +107,7 @@ class Warmup(DensityRule):
 
 _SLACK = 0.7  # the density falls if the error is below this fraction of the budget
 _MAX_RAISE = 2.0  # largest factor by which one measurement raises a density
-_MAX_LOWERING = 1.25  # largest divisor of a density in one measurement; small, because the residual grows slowly
+_MAX_LOWERING = 1.25  # largest factor by which one measurement lowers a density; small, as residuals grow slowly
 _FALLING = 0.9  # an error below this fraction of the last error is falling, so the density is not raised further
 
 

@@ -129,9 +129,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a checksum, int64 ``[]``: the sum modulo ``2 ** 64`` of each element's bits, weighted by the index.
+    """Return a checksum, int64 ``[]``: the sum modulo ``2 ** 64`` of each element's bits times a weight.
 
-    Weights are odd, so one changed element always changes the sum. Several changes cancel with probability 2 ** -64.
+    The weights are odd, and depend on the index. One changed element always changes the sum. Several changes cancel
+    with probability 2 ** -64.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -138,7 +138,7 @@ class Watch(SharedOnCopy):
         self._act = act
 
     def __call__(self, module: Module, *arguments: Any) -> None:
-        """Call ``act``, unless ``module`` is a copy."""
+        """Call ``act`` for the original module, and not for copies of the module."""
         if module is self._module:
             self._act(*arguments)
 

@@ -77,7 +77,7 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
     """Register a custom compressor for ``compressor=`` and as a strategy name.
 
     Args:
-        name: new name. For ``"mine"`` the strategy name is ``"sparse_mine"``, also with the usual suffixes.
+        name: new name. For ``"mine"`` the strategy name is ``"sparse_mine"``, also with suffixes such as ``_spawn``.
         compressor: class that is built without arguments.
 
     Raises:

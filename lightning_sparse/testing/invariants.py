@@ -338,7 +338,7 @@ def assert_applied_and_kept(
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
     """Each of ``EDGE_GRADIENTS`` is applied or goes to the residual, in a separate model and in a joint model."""
     gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
-    if dtype is None:  # a model for each gradient, because thresholds and partitions may depend on the whole model
+    if dtype is None:  # a model for each gradient, because other gradients may change thresholds and partitions
         exchange = exchange_one_by_one
         few = ("one element", "fewer elements than ranks")
         gradients = gradients if pool.ranks == 2 else {edge: gradients[edge] for edge in few}

@@ -120,7 +120,7 @@ class AdamMemory(ResidualMemory):
         if name in self.moments:
             self._residuals[name].mul_(self._denominator(name))
         else:
-            del self._residuals[name]  # The conversion needs the second moment, which is missing after a load.
+            del self._residuals[name]  # After a load, the second moment that converts the residual is missing.
         del self.second_steps[name]
         self.refreshes.drop(name)
 

@@ -52,7 +52,7 @@ class Refreshes:
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
     def update(self, next_step: Mapping[str, AdamMoments], second_steps: dict[str, int], levels: FlatTopology) -> None:
-        """Update second moments of due parameters from mean gradients of the previous step, and request gradients.
+        """Update second moments of due parameters by the last step's mean gradients. Request this step's gradients.
 
         Gradients of the current step would be ready too late: backward would not hide the time of the average.
 

@@ -215,7 +215,7 @@ class MeanUpdates:
         self._stored = {}
 
     def remove_from(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Save first moments as zeros between an exchange and the optimizer's step."""
+        """Replace first moments in the state dictionary ``saved`` by zeros, between an exchange and the step."""
         for group, numbers in zip(optimizer.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], numbers["params"]):
                 if parameter in self._stored and (state := saved["state"].get(number)):

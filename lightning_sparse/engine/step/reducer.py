@@ -72,7 +72,7 @@ class ReducedGradients:
         self._handles: dict[Tensor, Any] = {}
 
     def watch(self, members: Sequence[ParamEntry]) -> None:
-        """Register tensor hooks that copy a mean before a backward adds to ``p.grad``, except on frozen parameters."""
+        """Register a hook on each trained parameter that copies the mean before a backward adds to ``p.grad``."""
         if len(self._handles) == len(members) or not (self._means or self._copies):
             return
         for parameter in (each.parameter for each in members):
@@ -99,13 +99,13 @@ class ReducedGradients:
 
     @property
     def continued(self) -> set[Tensor]:
-        """Parameters for which ``p.grad`` contains a mean of the current optimizer step."""
+        """Parameters for which ``p.grad`` contains the mean of an earlier exchange of this optimizer step."""
         held = {each for each in self._copies if each.grad is not None}
         held |= {each for each, mean in self._means.items() if each.grad is mean}
         return held & self.begun  # an unused parameter's gradient may contain an earlier step's mean
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
-        """Remove all means from ``p.grad``. Return means of ``parameters``, or ``None`` in a step's first exchange."""
+        """Remove earlier means from each ``p.grad``. Return means of ``parameters``; in a first exchange ``None``."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
         for parameter, mean in means.items():
@@ -147,7 +147,7 @@ class ReducedGradients:
 class SparseReducer(SharedOnCopy):
     """Collect gradients during backward and average them over ranks, in place of DDP's reducer.
 
-    All ranks exchange gradients in the order of rank 0's first backward. With a replicated model, the exchange is
+    All ranks exchange gradients in the same order. With a replicated model, the exchange is
     complete when backward ends. With a sharded model, a caller begins the exchange by :meth:`prepare_for_backward`, and
     ends the exchange by :meth:`finalize_backward`. While ``is_dense``, complete gradients are averaged as in DDP.
     """

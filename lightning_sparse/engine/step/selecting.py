@@ -1,4 +1,4 @@
-"""Densities of parameters, selection of a bucket's elements to send, and of a wire format for each parameter."""
+"""Select the density and the wire format of each parameter, and the elements that a bucket sends."""
 
 import math
 from collections import Counter, defaultdict
@@ -134,7 +134,7 @@ class Part(NamedTuple):
     wire: WireFormat
     members: Sequence[LocalGradient]  # gradients of the parameters
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
-    counts: Sequence[float]  # number of elements to send per parameter; if merged, shares of the total by size
+    counts: Sequence[float]  # elements to send per parameter; in a merged part, the total divided by size
     tensors: list[Tensor]  # gradient plus residual of each parameter
     laid: Sequence[Tensor] = ()  # the concatenated tensors, and a buffer for the mean; empty if not merged
 
@@ -265,7 +265,7 @@ class BucketSelector:
         for of, tensor, count, selection in zip(names, tensors, counts, selections):
             size = size_of(tensor.numel(), count) if self._compressor.wire_format == "gather" else None
             if rule := broken_rule(selection, tensor.numel(), size):
-                raise ValueError(f"{name}.select returned a selection of {of!r} ({tensor.numel()} elements) {rule}")
+                raise ValueError(f"{name}.select returned, for {of!r} of {tensor.numel()} elements, a selection {rule}")
 
     def _way_of_dense(self, numel: int, density: float) -> Optional[WireFormat]:
         if self._compressor.dense_wire_format is None:

@@ -34,7 +34,7 @@ from lightning_sparse.functional.elements import (
 MIN_OWNER_NUMEL = 32  # minimum selected elements per owner; with fewer elements, padding costs too many bytes
 _SIGMAS = 4.0  # extra space in a message to an owner, in standard deviations of the number of proposed elements
 _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # constants of a multiplicative hash; products fit in int64
-_PROPOSED = torch.bfloat16  # dtype of proposals; 16 bits are enough to find the largest sums
+_PROPOSED = torch.bfloat16  # dtype of values sent to owners; 16 bits are enough to find the largest sums
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Shares(NamedTuple):
     finals: tuple[int, ...]  # elements that an owner selects, for each tensor
     extent: int  # number of blocks in the bucket
     room: int  # number of elements in a message to an owner
-    universe: int  # ``extent + room``; places from ``extent`` on mark empty slots of a message
+    universe: int  # ``extent + room``; indices of at least ``extent`` mark empty slots of a message
     final: int  # number of elements that an owner selects
 
     def owned_blocks(self, rank: int) -> list[int]:
