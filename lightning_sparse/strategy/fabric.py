@@ -64,7 +64,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         refuse(missing_capabilities("in a plain loop or Fabric", self.settings))
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._handles: dict[Module, GradientSparsifier] = {}  # by result of setup_module
+        self._handles: dict[Module, GradientSparsifier] = {}  # by wrapped model
         self._given = given
         super().__init__(**given)
         self._backward_sync_control = self  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     @override
     def setup_module(self, module: Module) -> UnwrappedModule:  # type: ignore[override]
         model = self._bare_model(module)
-        model.register_forward_pre_hook(torch.compiler.disable(self._check_trained))
+        model.register_forward_pre_hook(torch.compiler.disable(_refuse_training))
         return model
 
     @override
@@ -81,18 +81,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
 
     @override
     def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        model = self.setup_module(module)
+        model = self._bare_model(module)
         options = RuntimeOptions(self._timeout, getattr(self.precision, "scaler", None))
         parts = (copy.deepcopy(self.settings), options, self.node_rank, self._total_steps, self._log)
         self._handles[model] = GradientSparsifier(model, optimizers, *parts)
         return model, optimizers, scheduler
-
-    def _check_trained(self, model: Any, inputs: Any) -> None:
-        if model not in self._handles and model.training and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{type(model.module).__name__} is trained, but was set up without an optimizer: use"
-                " fabric.setup(model, *optimizers). If the model is not trained, use model.eval() or torch.no_grad()"
-            )
 
     def no_backward_sync(self, module: UnwrappedModule, enabled: bool) -> AbstractContextManager[None]:
         """If ``enabled`` is true, return a context that disables the exchange of a model's gradients."""
@@ -163,9 +156,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         with self.shared_model():
             trainings = self._trained_in(state).items()
             states = {key: each.state(together=True) for key, each in trainings if each is not None}
-            self._checkpointer.save(
-                states, state, path, lambda content, path: write(path, content, storage_options, filter)
-            )
+            self._checkpointer.save(states, state, path, lambda saved, to: write(to, saved, storage_options, filter))
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, Optional[Training]]:
         """Return the trainings of the models in ``state``, by key, except models without an optimizer in ``state``."""
@@ -188,3 +179,11 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
             for key, training in trainings.items():
                 self._checkpointer.restore(key, training)
         return rest
+
+
+def _refuse_training(model: Any, inputs: Any) -> None:
+    if model.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{type(model.module).__name__} is trained, but was set up without an optimizer: use"
+            " fabric.setup(model, *optimizers). If the model is not trained, use model.eval() or torch.no_grad()"
+        )
