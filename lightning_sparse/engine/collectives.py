@@ -25,7 +25,7 @@ _BROADCAST_BYTES = 250 << 20  # approximate bytes of one broadcast; DDP uses the
 
 
 class SharedOnCopy:
-    """Base class of objects that exist once per process, for example threads. A deep copy is the same object."""
+    """Base class of objects that deep copies share, for example threads."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -76,15 +76,15 @@ def ddp_parameters(module: Module) -> dict[str, Parameter]:
 
 
 def broadcast_buffers(module: Module) -> None:
-    """Overwrite a module's buffers with rank 0's values. A backward of an earlier forward still works."""
+    """Overwrite a module's buffers with rank 0's values. ``.data`` hides the writes from autograd's version checks."""
     left_out = ddp_ignored_names(module)
-    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)  # hidden from autograd
+    buffers = (each.data for name, each in module.named_buffers() if name not in left_out)
     broadcast_tensors(buffers, default_group())
 
 
 @contextmanager
 def translate_backend_errors(subject: str, name: str, timeout: Optional[timedelta]) -> Iterator[None]:
-    """Raise :class:`ExchangeError` if a collective fails inside the context, except through this rank."""
+    """Convert errors of collectives to :class:`ExchangeError`, except errors of this rank's device."""
     try:
         yield
     except RuntimeError as error:
@@ -116,7 +116,7 @@ class Communicator(SharedOnCopy):
     Args:
         ranks: global ranks of the group.
         timeout: timeout of each collective; by default the timeout of the job's process group.
-        parts: ranks of each group that all ranks create together, for example one group per node; by default ``ranks``.
+        parts: ranks of each group to create, for example of one group per node; by default only the group of ``ranks``.
         recorder: recorder of bytes and seconds; by default a new recorder.
         is_inside_node: whether the recorder counts the bytes as bytes that stay inside a node.
     """
@@ -294,8 +294,8 @@ class ExchangeWorker:
         self._thread.join(patience)
         has_ended = not self._thread.is_alive()
         if has_ended:
-            # After an interrupted backward, no other code waits for the worker's kernels. The caller may next read the
-            # residuals, or reuse the memory of gradients.
+            # After an interrupted backward, the worker's kernels may still run. The caller may next
+            # read residuals that the kernels write, or reuse the memory of gradients.
             self._sync_caller_stream()
         return has_ended
 
@@ -321,4 +321,4 @@ class ExchangeWorker:
                 result = task()
         except BaseException as error:  # raise_error() raises this error on the caller's thread
             self.error = self.error or error
-        submitted.set_result(result)  # also after an error, which wait() raises
+        submitted.set_result(result)  # After an error, the result is None, and wait() raises the error.

@@ -37,7 +37,7 @@ class Engine(SharedOnCopy):
         timeout: timeout of each collective; by default the timeout of the job.
         log: function that writes a line to the log.
         local_world_size: ranks per node if nodes average gradients first, or ranks per sharded replica; otherwise 1.
-        begin: called before a backward's first gradient, with true if ``prepare_for_backward`` announced the backward.
+        begin: called before a backward's first gradient; the argument is whether ``prepare_for_backward`` was called.
         end: function called when all gradients are means.
         trained: parameters to exchange, by name; by default all parameters that require a gradient.
 
@@ -150,7 +150,7 @@ class Engine(SharedOnCopy):
     def send_dense(self, is_dense: bool) -> None:
         """Set whether the next steps send dense gradients, as DDP does, or compressed gradients."""
         self.reducer.is_dense = is_dense
-        if is_dense:  # Dense steps change Adam's second moments, so updates in the residual become gradients again.
+        if is_dense:  # Dense steps change Adam's moments, so convert updates in the residual to gradients first.
             self.reducer.reduced.clear()
             self.worker.run(self.memory.restore_gradients)
 
@@ -175,7 +175,7 @@ class Engine(SharedOnCopy):
         self.densities.begin_step(context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:
-        """Begin a backward that sends dense gradients. In Adam's warm-up, a bfloat16 wire sends bfloat16."""
+        """Begin a backward that sends dense gradients. Only in Adam's warm-up, a bfloat16 wire rounds the gradients."""
         self.recorder.add_dense_step(*self.reducer.send_dense(is_warm_up))
 
     def end_step(self, optimizer: int = 0) -> None:
@@ -233,7 +233,7 @@ def _levels_between(
     device: torch.device, is_sharded: bool, local_world_size: int, timeout: Optional[timedelta]
 ) -> FlatTopology:
     world_size = dist.get_world_size()
-    # With FSDP, dense gradients are sent only between replicas, so that the recorder counts each replica as one rank.
+    # With FSDP, each rank exchanges with one rank per replica, so the recorder counts each replica as one rank.
     sizes = (world_size // local_world_size, 1) if is_sharded else (world_size, local_world_size)
     recorder = Recorder(device, *sizes)
     world = Communicator(list(range(world_size)), device, timeout, recorder=recorder)

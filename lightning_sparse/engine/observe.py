@@ -58,7 +58,7 @@ class Clock:
 class Span(NamedTuple):
     """The time of one stage of a step: ``"backward"``, ``"select"``, ``"encode"``, ``"exchange"``, ``"commit"``.
 
-    ``"exposed"`` is time in which training waited: from the last gradient to the last written mean, and in later waits.
+    ``"exposed"`` is time in which training waits for means: after the last gradient, or in an exchange of parameters.
     """
 
     stage: str
@@ -107,7 +107,7 @@ class StepRecord:
 
     @classmethod
     def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return the record of a dense ring all-reduce of ``numel`` elements. One rank per node sends to another."""
+        """Return a record of a dense ring all-reduce of ``numel`` elements. One rank per node sends to other nodes."""
         wire_bytes = sent_bytes("all_reduce", nbytes, world_size)
         node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
         return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
@@ -231,11 +231,11 @@ class Totals:
     """Sums of bytes over all steps of a training, and the seconds of the last steps."""
 
     steps: int = 0  # optimizer steps, including steps with DDP's dense gradients
-    begun: int = 0  # optimizer steps that began an exchange of compressed gradients; a skipped step has no end
+    begun: int = 0  # optimizer steps that began an exchange of compressed gradients, including skipped steps
     wire_bytes: float = 0.0
     node_bytes: float = 0.0
     dense_bytes: float = 0.0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_RECORDS))  # excludes DDP's steps
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_RECORDS))  # durations of compressed steps
     border: float = field(default_factory=lambda: perf_counter())  # host time when the current step began
 
 
@@ -280,7 +280,7 @@ class Recorder:
             self._bucket, self.subject = None, _ALL
 
     def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
-        """Count the sent elements of a bucket. ``counts`` are the numbers that the parameters' densities ask for."""
+        """Count the sent elements of a bucket. ``counts`` are the numbers of elements that densities ask for."""
         if isinstance(selection, FlatSelection):
             numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
         else:
@@ -298,7 +298,7 @@ class Recorder:
 
     @contextmanager
     def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
-        """Count bytes sent inside the context as bytes of the last exchange. Without ``is_counted`` ignore bytes."""
+        """If ``is_counted``, add bytes sent inside the context to the last exchange. Errors name ``subject``."""
         current, self.current, self.subject = self.current, StepRecord(), subject
         try:
             yield
@@ -310,7 +310,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, is_exchange: bool = False) -> Iterator[None]:
-        """Count the time inside the context as exposed time of the last exchange."""
+        """Add the time inside the context to the last exchange, as exposed and, if ``is_exchange``, exchange time."""
         start = self.clock.mark()
         yield
         end = self.clock.mark()
@@ -368,7 +368,7 @@ class Recorder:
             stats["total_inter_node_bytes"] = totals.wire_bytes - totals.node_bytes
         if totals.steps:
             stats["total_steps"] = float(totals.steps)
-            # The median excludes validations. The share may exceed 1, because the GPU may be behind the host.
+            # A median ignores the few steps with validations. GPU time divided by host time may exceed 1.
             exposed = mean_of(compressed(self.records), lambda each: each.seconds("exposed"))
             share = exposed / median(totals.seconds) if totals.seconds else math.nan
             stats["exposed_share"] = min(share, 1.0)  # NaN stays NaN in this order of arguments

@@ -13,7 +13,7 @@ from lightning_sparse.schedule import Merged, plan_buckets
 from lightning_sparse.schedule.costs import BucketCosts, BucketSample, BucketShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Plan, Stops, best_of, equal_plans
 
-_ROUNDS = 2  # times that each plan is tried, so that other processes on the machine affect all plans equally
+_ROUNDS = 2  # rounds in which each plan is tried once, so that a slow phase of the machine affects all plans
 _STEPS = 3  # number of timed steps per trial
 
 
@@ -57,7 +57,7 @@ class StepPlanner:
         self._overlaps = overlaps_backward
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
-        self._course: Course  # generator that times plans for _order; set with the first order
+        self._course: Course  # generator _run() for _order; set when the first order is recorded
         self.plan: Optional[Plan] = None
         schedule.reset()
 
@@ -173,7 +173,7 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord]) -> list[St
 
 
 def _times_of(record: StepRecord) -> tuple[list[float], list[float]]:
-    """Return two lists of this rank's seconds: until each recorded gradient; for buckets, exposed time and step."""
+    """Return seconds until each gradient was ready, and other seconds: two per bucket, exposed time, step time."""
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
     # Without a Trainer, a hook may not have recorded the start of backward.

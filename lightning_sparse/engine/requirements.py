@@ -154,7 +154,7 @@ def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterat
 def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error message for each missing capability that an argument in ``asked`` needs.
 
-    Both dictionaries have values by argument name. A message shows the value in ``given``, if ``given`` has the name.
+    Both dictionaries have values by argument name. Messages show a value in ``given`` or, without one, ``asked``.
     """
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]

@@ -202,7 +202,7 @@ class Settings:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The user's error feedback, ``asked``. If Adam is corrected, ``asked`` without momentum and decay."""
+        """The error feedback in use: ``asked``, or with Adam's correction only ``asked.rescale_on_lr_change``."""
         if self.adam is None:
             return self.asked
         return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change)
@@ -276,7 +276,7 @@ class Settings:
             return AdamMemory(levels, self.adam, feedback.rescale_on_lr_change)
         if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
             return Memory()
-        # The mean of independent gradients is shorter than each gradient by the root of the number of ranks.
+        # The norm of the mean of n independent gradients is about one gradient's norm divided by the root of n.
         ratio = math.sqrt(levels.inter.world_size)
         local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / ratio
         if feedback.momentum is None:

@@ -77,10 +77,10 @@ class SharedModel:
         return other
 
     def moved(self) -> dict[str, Tensor]:
-        """Return a flag for each parameter, bool ``[]``: whether this rank's trained tensor is not the shared value.
+        """Return a flag for each parameter, bool ``[]``: whether this rank's tensor differs from the shared value.
 
         An exchange omits a parameter that no rank has moved. Neither outer momentum nor an old residual then changes
-        the parameter. The ranks of a sharded replica hold shards of different parameters, and have equal flags.
+        the parameter. Every rank returns a flag for every parameter, and false for an empty shard.
         """
         held = {name: each for name, each in self.exchanged().items() if name in self.trained}
         moved = {name: each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held.items()}
@@ -210,8 +210,8 @@ class SharedModel:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state of :meth:`state`. The module must already have the values of the shared model."""
         if state["local"]:
-            # A buffer that changed its shape in the first forward was not exchanged. In a resumed process the buffer
-            # has the new shape from the start, and must be removed here.
+            # If the first forward of the saved process changed a buffer's shape, the buffer was not exchanged. In this
+            # process the buffer has the new shape from the start. Remove the buffer from the shared model.
             known = self.trained | state["local"].keys()
             self._shared = {name: each for name, each in self._shared.items() if name in known}
         unshared = self._unshared()
@@ -245,5 +245,5 @@ def _buckets(changes: Mapping[str, Tensor], schedule: Schedule) -> Iterator[list
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round values to the module's ``dtype``, and widen the result. A rounding error then counts as no change."""
+    """Round values to the module's ``dtype``, and convert the result back, so that rounding is not a change."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)

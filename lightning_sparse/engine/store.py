@@ -66,7 +66,7 @@ def raise_exchange_error(error: RuntimeError, subject: str, name: str, timeout: 
 
 def post_error(error: Optional[BaseException]) -> None:
     """Write this rank's error to the store, where waiting ranks find the error. ``None`` deletes an earlier error."""
-    if dist.is_initialized() and not isinstance(error, ExchangeError):  # An ExchangeError names another rank.
+    if dist.is_initialized() and not isinstance(error, ExchangeError):  # Another rank causes an ExchangeError.
         with suppress(Exception):  # A failing store must not hide the error itself.
             line = "" if error is None else shorten(f"{type(error).__name__}: {error}", _MAX_CHARACTERS)
             default_store().set(_ERROR_KEY.format(dist.get_rank()), line)
