@@ -22,7 +22,7 @@ _WORTH = 2.0  # minimum factor by which owners or dense gradients must reduce th
 
 
 class WireValues(NamedTuple):
-    """Dtype of sent values, and bits per value if the formats ``gather`` and ``reduce`` quantize values."""
+    """Dtype of sent values. With ``bits``, the formats ``gather`` and ``reduce`` send this number of bits per value."""
 
     dtype: torch.dtype
     bits: Optional[int] = None

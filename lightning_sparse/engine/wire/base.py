@@ -48,10 +48,10 @@ class WireFormat(ABC):
 
     @abstractmethod
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        """Exchange :func:`grouped` selections. Each ``yield`` passes input to a collective and receives the output.
+        """Exchange the selections of a bucket. Each ``yield`` passes input to a collective and receives the output.
 
         Args:
-            selection: the selection of each tensor.
+            selection: the selection of each tensor; a result of :func:`grouped`.
             accumulated: gradients plus residuals. Some formats also send elements that only other ranks selected.
             used: uint8 flags of the parameters that this rank used, in a step's last message; otherwise ``None``.
         """
@@ -62,7 +62,7 @@ class WireFormat(ABC):
 
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return the collectives and bytes of :meth:`exchange` for a bucket. Usage flags take ``flags`` more bytes."""
-        raise NotImplementedError(f"the bytes of {type(self).__name__} depend on values")
+        raise NotImplementedError(f"the bytes of {type(self).__name__} depend on values: sizes are not sufficient")
 
 
 class LocalFormat(WireFormat):

@@ -74,7 +74,7 @@ class OwnersFormat(WireFormat):
     Owners come from Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
     arXiv 2201.07598). Differences: The map of owners is fixed. An owner selects an exact number of elements per tensor.
     The sizes of messages follow from the number of selected elements. All ranks send their values of all elements that
-    owners selected. Otherwise, the more ranks there are, the more rejected proposals would stay in residuals.
+    owners selected. If only the proposing ranks sent values, residuals would grow with the number of ranks.
     """
 
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, keep: float) -> None:
@@ -146,7 +146,7 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int
     for numel, count in zip(numels, counts):
         average = count / world_size
         rooms.append(min(-(-numel // world_size), math.ceil(average + _SIGMAS * math.sqrt(average))))
-        # An owner selects at most as many elements as ranks propose on average, and at most all elements that it owns.
+        # Two limits apply: the average number of proposals to an owner, and the number of elements that an owner has.
         finals.append(max(1, min(numel // world_size, math.ceil(min(keep, world_size) * average))))
     extent, room = sum(blocks), sum(rooms)
     by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))
@@ -218,5 +218,5 @@ def _positions(places: Tensor, shares: _Shares) -> Tensor:
 
 
 def _skew(block: Tensor) -> Tensor:
-    """Return by how many ranks the owners of a block are rotated. ``block`` is the block's number in the tensor."""
+    """Return an offset for each block number in a tensor. The offset rotates the owners of the block's elements."""
     return block.bitwise_and(_MASK).mul_(_MULTIPLIER).bitwise_right_shift_(_SHIFT)

@@ -50,7 +50,7 @@ class ReduceFormat(WireFormat):
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
         self._multiple = 1 if bits is None else BLOCK
-        self._rows = torch.empty(0)  # reused, because on a CPU the pages of a new large block cost more than a copy
+        self._rows = torch.empty(0)  # reused buffer: on a CPU, page faults of a new buffer cost more than a copy
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
@@ -89,7 +89,7 @@ class ReduceFormat(WireFormat):
         Args:
             accumulated: flat tensors of the bucket.
             indices: int64 ``[sum(counts)]``, ascending, and equal on all ranks.
-            counts: number of indices in each tensor. If values are rounded, each tensor has separate shards.
+            counts: number of indices in each tensor. Rounded values are divided into shards tensor by tensor.
         """
         chosen = FlatSelection.at(accumulated, indices, counts)
         if not len(indices):
@@ -130,7 +130,7 @@ class ReduceFormat(WireFormat):
         return shard_numel(numel, self.world_size, self._multiple)
 
     def _padding(self, numels: Sequence[int]) -> int:
-        """Return the padding after a bucket's shards, in elements. With ``bits``, ``message_of`` pads the bytes."""
+        """Return the number of padding elements after a bucket's shards. With ``bits``, ``message_of`` pads instead."""
         if self._bits is not None:
             return 0
         nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
