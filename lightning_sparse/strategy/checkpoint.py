@@ -81,9 +81,9 @@ class Checkpointer:
                 _remove(f"{_folder_of(path)}/{each}")
 
     def remove(self, filepath: PathLike) -> None:
-        """Remove the folder of a file that rank 0 has removed. All other nodes remove folders at the next save.
+        """On rank 0, remove the folder of a removed file. All other nodes remove their folders at the next save.
 
-        Only rank 0 decides, because ranks with different metrics would remove different checkpoints.
+        Calls on other ranks do nothing, because ranks with different metrics would remove different checkpoints.
         """
         if self._strategy.is_global_zero:
             self._written.pop(str(filepath), None)

@@ -31,7 +31,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
     ``fabric.save`` also writes the compression state of all ranks, and ``fabric.load`` restores this state.
 
     Args:
-        compressor: like in :class:`~lightning_sparse.SparseDDPStrategy`, except compressors with diverging replicas.
+        compressor: like in :class:`~lightning_sparse.SparseDDPStrategy`, except ``a2sgd``.
         density: like in ``SparseDDPStrategy``.
         resume_compression: whether ``fabric.load`` restores the compression state.
         total_steps: optimizer steps of the whole training, which Adam's warm-up depends on; ``None`` if unknown.

@@ -1,4 +1,4 @@
-"""A callback that swaps in the shared model before users' callbacks of a validation run."""
+"""A callback that sets the model to the shared model before users' callbacks for validation."""
 
 from contextlib import ExitStack
 
@@ -41,7 +41,7 @@ class FirstCallback(Callback):
 
 
 def check_ranks_apart(trainer: Trainer) -> None:
-    """Raise an error for a validation after a time, and for callbacks that change the weights of local models."""
+    """Raise an error if ``val_check_interval`` is a time or a callback changes weights. Call this if models diverge."""
     # If the interval is a time, Lightning does not set the attribute to a number.
     if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):
         raise ValueError(

@@ -61,7 +61,7 @@ def systems() -> list[System]:
 def register_names() -> None:
     """Register all strategy names with Lightning, for the Trainer and for Fabric."""
     _register(systems())
-    # Lightning starts sharded strategies only by running the script on each rank, so the name has no suffixes.
+    # Lightning does not start sharded strategies by spawn or fork, so the name has no suffixes.
     name, description, arguments = SHARDED
     StrategyRegistry.register(name, SparseModelParallelStrategy, description, override=True, **arguments)
     gone = partial(refuse_removed, f"strategy={name!r} of Fabric", "SparseFabricModelParallelStrategy")

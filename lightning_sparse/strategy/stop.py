@@ -54,7 +54,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        if (step := trainer.global_step) < self._next_step:  # also true while gradients accumulate
+        if (step := trainer.global_step) < self._next_step:  # global_step is constant while gradients accumulate
             return
         seconds = (perf_counter() - self._began) / (step - self._step)
         ends, requeues, seconds = self._compare(trainer, seconds)

@@ -84,7 +84,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.engine is None:  # during a fit, the next training step detects new optimizers
+        if self.engine is None:  # During a fit, the next training step handles new optimizers.
             self._replaced.close()
             self._has_failed = False
             post_error(None)
@@ -112,7 +112,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.engine is not None:
-            # Not earlier, because total_steps_of() loads the data, which on_fit_start may create.
+            # total_steps_of() loads the data, which on_fit_start may create. So this hook runs after on_fit_start.
             self._expect_steps(total_steps_of(self._module.trainer))
 
     @override
@@ -122,7 +122,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         training.begin_batch(self.optimizers)
         self._bare.begin_forward()
         if not self._module.automatic_optimization:
-            self._bare.require_forward_param_sync = False  # only the first step broadcasts, as in Lightning's DDP
+            self._bare.require_forward_param_sync = False  # only the first step broadcasts buffers, as with ddp
             training.set_inside(True)
         try:
             return super().training_step(*args, **kwargs)
@@ -140,7 +140,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if (training := self.training) is not None:
             training.begin()
-            if closure_loss.grad_fn is not None:  # LightningModule.backward may run several backward passes
+            if closure_loss.grad_fn is not None:  # called in each backward, if LightningModule.backward runs several
                 closure_loss.register_hook(training.engine.reducer.on_backward_start)
         super().pre_backward(closure_loss)
 
@@ -150,7 +150,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         if (training := self.training) is not None:
             training.end_backward()
             if not self._module.automatic_optimization:
-                training.engine.reducer.on_backward_start()  # needed if the next backward is a plain loss.backward()
+                training.engine.reducer.on_backward_start()  # prepares for a backward without manual_backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def teardown(self) -> None:
         rounds = None if self.engine is None else self.engine.rounds
         if rounds is not None and not (rounds.is_shared or self._has_failed):
-            rounds.synchronize()  # needed after a resumed fit without further steps, which has no on_train_end
+            rounds.synchronize()  # If a resumed fit has no steps left, Lightning does not call on_train_end.
         self._replaced.close()
         self._end_training(self._has_failed, keeps_state=True)
         super().teardown()
