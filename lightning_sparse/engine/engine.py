@@ -194,7 +194,7 @@ class Engine(SharedOnCopy):
         return stats if recorder.last.is_dense else {**stats, **self.replicas.statistics(recorder.last.covered_steps)}
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return the state, without copies. With ``together`` ranks communicate, so all ranks must call this."""
+        """Return the state, without copies. With ``together``, ranks compare tensors, so all ranks must call this."""
         compressor = self.pipeline.compressor
         state: dict[str, Any] = {"memory": self.memory.state_dict(), "compressor": compressor.state_dict()}
         if warm_up := self.densities.state_dict():
