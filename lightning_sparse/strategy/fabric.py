@@ -104,8 +104,8 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         found = [each for each in handles if model is None or each.module in given]
         if len(found) != 1 and handles:
             raise ValueError(
-                f"model={type(model).__name__} fits {len(found)} of {len(handles)} trained models: give a model that"
-                " fabric.setup received together with an optimizer"
+                f"model={type(model).__name__} matches {len(found)} of {len(handles)} trained models, not one: pass a"
+                " model that fabric.setup received together with an optimizer"
             )
         return found[0] if found else None
 

@@ -191,8 +191,8 @@ def test_mistakes_are_refused_with_their_cure(pair):
         expected = (
             "was set up without an optimizer: use fabric.setup(model, *optimizers)",
             "SGD has no model: use fabric.setup(model, *optimizers)",
-            "model=Edges fits 0 of 1 trained models",
-            "model=NoneType fits 2 of 2 trained models",
+            "model=Edges matches 0 of 1 trained models",
+            "model=NoneType matches 2 of 2 trained models, not one",
             "AdamW needs gradients instead",
         )
         for part, message in zip(expected, said, strict=True):
