@@ -29,7 +29,7 @@ class A2SGD(Compressor):
 
     The abstract of the paper does not define some cases. Here zeros belong to neither sign and stay zero, so that
     unused rows of an embedding do not move. A sign without elements has mean 0. The means of all ranks have equal
-    weight. The quantization error is added again in the same step, so there is no residual.
+    weight. The applied gradient contains the quantization error, so there is no residual.
 
     Args:
         param_sync_every: steps between averages of parameters over ranks, at least 1; ``None`` for averages only at
@@ -68,7 +68,7 @@ class A2SGD(Compressor):
     ) -> Sequence[Selection]:
         local = self._local_means()
         received = all_gather(local)
-        # Shifts are relative to the rounded means that this rank sent. Equal gradients on all ranks give zero shifts.
+        # ``local`` is rounded like the received means, so that equal gradients on all ranks give zero shifts.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
         # ``means`` contains the local gradient. No other code reads this gradient, so the gradient is shifted in place.

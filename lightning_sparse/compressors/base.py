@@ -126,8 +126,8 @@ class Compressor(ABC):
         has_density_by_parameter: whether :meth:`select` selects exactly ``counts`` elements, so that density rules can
             raise the counts.
         wire_format: wire format of the selections, see :mod:`lightning_sparse.engine.wire`.
-        dense_wire_format: wire format of selections without indices, and of parameters of density 1, which skip
-            :meth:`select`. Must be equal on all ranks. ``None`` to call :meth:`select` at density 1 too.
+        dense_wire_format: wire format of selections without indices. Parameters of density 1 use this format without
+            a call of :meth:`select`. ``None`` to call :meth:`select` at density 1, too.
         selects_across_bucket: whether :meth:`select` gets the parameters of a bucket as a single tensor.
         fills_selection: whether a selection always has as many elements as the message can hold.
         wire: value that replaces a user's ``wire=`` of 16 or more bits; ``None`` if the user's value applies.
@@ -174,7 +174,7 @@ class Compressor(ABC):
         return density
 
     def begin_step(self, density: float) -> None:
-        """Set the density of the model for the next steps, also during warm-up. May run before :meth:`begin`."""
+        """Set the density of the next step, which a warm-up may raise. May run before :meth:`begin`."""
         return
 
     @abstractmethod

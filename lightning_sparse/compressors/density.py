@@ -101,7 +101,7 @@ class Warmup(DensityRule):
         if context.step >= self.length:
             return {}
         exponent = (context.step + 1) / (self.length + 1)
-        # Rounding hides differences of math libraries: all ranks must send equal counts.
+        # All ranks must send equal counts, so rounding hides small differences between math libraries.
         return {name: round(asked**exponent, 9) for name, asked in context.asked.items()}
 
 

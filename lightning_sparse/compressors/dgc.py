@@ -11,7 +11,7 @@ from lightning_sparse.compressors.topk import TopK
 
 
 class DGC(TopK):
-    """Send the largest velocities of every parameter: momentum is accumulated before selection.
+    """Send the largest elements of every parameter's velocity: momentum is accumulated before selection.
 
     Selection is exact. The paper estimates a threshold from a sample of each layer, which is no faster here (see
     :mod:`lightning_sparse.functional.topk`). As published, the method has momentum correction, optional momentum

@@ -22,13 +22,13 @@ from lightning_sparse.functional.topk import indices_reaching_each, top_k_indice
 _SMALLEST = 2.0**-126  # smallest normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
 _GAIN = 0.05  # gain of the control loop; density settles in about 25 steps, and oscillates with three times this gain
-_MIN_GAIN = _GAIN / 100  # minimum gain; small enough for nearly constant gradients, which settle in hundreds of steps
-_CALMING = 0.5  # factor that multiplies the gain after a step in which the density swings
+_MIN_GAIN = _GAIN / 100  # minimum gain; with nearly constant gradients, density then settles in hundreds of steps
+_CALMING = 0.5  # factor that multiplies the gain after a step in which the error changes sign
 _RECOVERY = 1.05  # factor that multiplies the gain after any other step
-_CHANCE = 2.0  # standard deviations; a smaller change of the density is treated as chance, not as a swing
+_CHANCE = 2.0  # standard deviations; if the old or the new error is smaller, a change of sign may be chance
 _LARGEST_STEP = 0.1  # largest change of ln(threshold) in a step
-_FAR_OFF = 2.0  # if a selection is this many times too large or small, a new histogram replaces small steps
-_SIGMAS = 4.0  # standard deviations; smaller deviations of the count may be chance, and cause no new histogram
+_FAR_OFF = 2.0  # ratio of selected to wanted elements, or the inverse, above which a new histogram is computed
+_SIGMAS = 4.0  # standard deviations of the count; smaller errors may be chance, and cause no new histogram
 _BLOCKS = 1024  # number of blocks, as published: enough to balance partitions, few enough to store a load per block
 _MIN_BLOCK = 32  # elements per block, as published; fewer only if the model has fewer elements per rank
 _LOAD_MEMORY = 0.95  # decay of a block's load per step; a single step selects too few elements to compare blocks
@@ -45,7 +45,7 @@ class ExDyna(Compressor):
     block is a moving average of the number of elements selected in the block. All ranks compute the same loads and the
     same partitions, without communication.
 
-    The first step has no threshold, and a step after a count that is wrong by a factor of 2 may have none. Without a
+    The first step has no threshold. A count that is wrong by a factor of 2 may reset the threshold. Without a
     threshold, each rank selects the largest magnitudes of a partition, and builds a histogram. The sum of the
     histograms (8 KiB per rank) gives the next threshold. The density applies to the whole model, with at least an
     element per rank. ``docs/papers.md`` lists the differences from the paper.
@@ -104,7 +104,7 @@ class ExDyna(Compressor):
         return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
 
     def _measure(self, piece: Tensor, start: int) -> Tensor:
-        """Select a piece's largest elements, in proportion to the piece's size, and add the piece to the histogram."""
+        """Select the largest elements of a piece. Add the magnitudes of all elements of the piece to the histogram."""
         numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
         # The counts are differences of a running total, so the counts of all pieces of the model add up to `wanted`.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
@@ -191,10 +191,10 @@ class ThresholdState(NamedTuple):
         """Return the state for the next step. ``selected`` and ``wanted`` are counts of the last step's elements."""
         assert self.threshold is not None
         error = math.log(max(selected, 0.5) / wanted)
-        # After a lower threshold, residuals just below the old threshold are sent all at once. The high count raises
-        # the threshold, delayed elements make the next count low, and so on. A large gain repeats this cycle forever.
-        swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
-        gain = max(_MIN_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
+        # When the threshold falls, all residuals just below the old threshold are sent at once. The high count raises
+        # the threshold, so the next count is low, and so on. With a large gain this cycle never ends.
+        overshoots = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
+        gain = max(_MIN_GAIN, self.gain * _CALMING) if overshoots else min(_GAIN, self.gain * _RECOVERY)
         is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
         # A step that computes a histogram sets ``self.error`` to 0, and sends all large elements. A small count in the
         # next step is then normal.

@@ -24,8 +24,8 @@ class LAGS(TopK):
 
     Args:
         densities: density by parameter name; all other parameters have the strategy's density.
-        error_feedback: ``"gradient"`` applies a gradient of the residual with the learning rate of the step that sends
-            the gradient, ``"update"`` with the rate of the step that computed the gradient (exact for plain SGD).
+        error_feedback: learning rate for gradients in the residual: ``"gradient"`` for the rate of the step that sends
+            the gradient, ``"update"`` for the rate of the step that computed the gradient (exact for plain SGD).
         adaptive_density: whether to raise a layer's density, at most to 1, if backward hides the longer exchange. The
             density of the strategy or of the warm-up is the minimum (the inverse of ``c_u`` in the paper). Densities
             depend on times measured in the first steps, so two runs are not bitwise identical. Off by default.

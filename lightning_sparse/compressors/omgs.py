@@ -17,9 +17,9 @@ class OMGS(TopK):
 
     * Residuals are stored per parameter, so that a change of buckets loses no residual.
     * Values and indices of a bucket are a single message instead of two.
-    * A layer that a rank did not use in a step does not compete on this rank, except on two levels.
+    * The residual of a layer that a rank did not use in a step competes only with ``levels=2``.
 
-    The method uses 8 bytes per element more than layer-wise top-k, to flatten a bucket and to add up the means.
+    The method needs more memory than layer-wise top-k: 8 bytes per element of a bucket, for the gradients and means.
 
     Example::
 

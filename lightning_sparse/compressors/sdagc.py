@@ -20,7 +20,7 @@ from lightning_sparse.compressors.selection import FlatSelection, Selection, Sel
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.functional.elements import copied_to
 
-_GAIN = 0.05  # change of ln(alpha) per ln(sent / wanted), the numbers of elements
+_GAIN = 0.05  # change of ln(alpha) per ln(sent elements / wanted elements)
 _LARGEST_STEP = 0.1  # largest change of ln(alpha); without the limit, or with thrice the gain, the loop oscillates
 _ALPHA_RANGE = (0.5, 50.0)
 _MIN_DENSITY = 1e-6
@@ -75,7 +75,7 @@ class SDAGC(DGC):
         self.feedback = self.feedback._replace(rescale_on_lr_change=revises_learning_rate)
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
-        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and new alphas for a finite step
+        self._proposals: list[tuple[Tensor, Tensor]] = []  # per bucket: positions of parameters, next alphas
 
     @override
     def begin(self, layout: ModelLayout) -> None:
@@ -137,7 +137,7 @@ def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 
 def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
-    """Return a mask: the elements that reach the tensor's threshold, and the largest element. Zeros are excluded."""
+    """Mark the elements of each tensor that reach the tensor's threshold, and the largest. Zeros are not marked."""
     magnitudes = values.abs().float()
     floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
     # A NaN is not below any threshold, so that NaNs are sent to all ranks.

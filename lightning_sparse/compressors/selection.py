@@ -44,7 +44,7 @@ class Selection(NamedTuple):
         indices: int64 of the shape of ``values``, distinct and ascending in each row. ``None`` if all elements are
             selected, in order: ``values`` may then have any shape, and end in padding.
         numel: number of elements of the tensor.
-        filled: bool ``[count]``, false for elements that the message replaces by zero. ``None`` if all are true.
+        filled: bool ``[count]``, false for padding, which the message replaces by zero. ``None`` without padding.
     """
 
     values: Tensor
