@@ -1,9 +1,9 @@
 """Quantization to 2 or 4 bits per value, with one scale per block of values or with one mean per bin of values.
 
 SparseLoCo (Sarfi et al., arXiv 2508.15706) sorts the values that top-k selected into bins. The released code rounds to
-the nearest of four levels that are not symmetric about the mean. Here the range of six standard deviations about the
-mean is divided into equal bins. Equal bins have a smaller error for large values of both signs. A zero stays zero: if a
-tensor has zeros, the uppermost bin is for zeros only, and the largest values are in the second uppermost bin.
+the nearest of four levels that are not symmetric about the mean. Here the range of three standard deviations above
+and below the mean is divided into equal bins. Equal bins have a smaller error for large values of both signs. A zero
+stays zero: if a tensor has zeros, the uppermost bin has only zeros, and the largest values are in the bin below.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lightning_sparse.functional.elements import Counts, add_rows, copied_to, re
 BLOCK = 64  # elements that share a 16-bit scale: a quarter of a bit per element
 _SCALE = torch.bfloat16  # dtype of scales, with the range of fp32; a value above the rounded scale becomes the scale
 _ZERO_BELOW = 0.75  # fraction of a block's mean magnitude; smaller values become 0. Almost optimal (arXiv 1605.04711)
-_RANGE = 6.0  # standard deviations covered by the bins; values beyond go to the outermost bins
+_RANGE = 6.0  # standard deviations covered by all bins together; values beyond go to the outermost bins
 BIN_MEANS = torch.bfloat16  # dtype of bin means; the sender adds the rounding error to the residual
 
 
@@ -48,10 +48,10 @@ def quantized_nbytes(numel: int, bits: int) -> int:
 
 
 def quantize(rows: Tensor, bits: int) -> Tensor:
-    """Round values to ``2 ** bits - 1`` equidistant levels, from minus to plus the scale of a block.
+    """Round the values of each block to ``2 ** bits - 1`` equidistant levels from ``-scale`` to ``scale``.
 
-    With 4 bits the scale is the block's largest magnitude. With 2 bits, that scale would round nearly all values to 0.
-    The scale is then the mean magnitude of the larger values, and only small values round to 0. ``rows`` is floating
+    The 4-bit scale is the block's largest magnitude. With 2 bits, this scale would round nearly all values to 0, so the
+    2-bit scale is the mean magnitude of the larger values: only small values round to 0. ``rows`` is floating
     point ``[rows, numel]``, with ``numel`` a multiple of ``BLOCK``; ``bits`` is 2 or 4. Returns uint8 ``[rows,
     quantized_nbytes(numel, bits)]``, scales first. A non-finite value makes all values of the block non-finite.
 

@@ -109,7 +109,7 @@ def cut_into(rows: Tensor, tensors: Sequence[Tensor], multiple: int = 1) -> Tens
 def mean_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mean of rows in ``dtype``, added in order. If ``rows`` has this dtype, ``rows`` is overwritten."""
     # Each row is divided before the addition, so that a sum of large values stays finite.
-    if rows.dtype is dtype:  # one division for all rows, because with many ranks every call counts
+    if rows.dtype is dtype:  # a single division for all rows is faster with many ranks
         mean, *rest = rows.div_(len(rows)).unbind()
         for row in rest:
             mean += row
@@ -250,7 +250,7 @@ def in_batches(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[tu
 
     Args:
         tensors: flat tensors.
-        others: lists with one entry per tensor: a tensor of equal size, or an object for all pieces of the tensor.
+        others: lists with one entry per tensor. A tensor is cut like ``tensors``. Other objects repeat for each piece.
     """
     limit = _CPU_BATCH if tensors and tensors[0].device.type == "cpu" else _DEVICE_BATCH
     batch, numel = list[tuple[Any, ...]](), 0

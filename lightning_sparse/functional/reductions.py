@@ -54,7 +54,7 @@ def sign_totals(tensor: Tensor) -> Tensor:
 
 
 def _sums_by_sign(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``[4, pieces]``: rows with the sums of positive elements, negative elements, signs and positive signs."""
+    """Return sums over pieces, ``[4, pieces]``: of positive elements, negative elements, signs, and positive signs."""
     parts = tensor.split(_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE)
     room = torch.empty_like(parts[0])
     sums = torch.empty(4, len(parts), dtype=dtype, device=tensor.device)
@@ -109,7 +109,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """
     histogram = histogram.cpu()
     reaching = histogram.flip(0).cumsum(0).flip(0)
-    # The chosen bin is the highest bin for which this and all higher bins have `count` elements, so it is not empty.
+    # At least `count` elements are in the chosen bin or above, and fewer are above. So the chosen bin is not empty.
     chosen = int(torch.searchsorted(-reaching, -count, right=True)) - 1
     if chosen <= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Schedules, which end a bucket of gradients during backward, by names and sizes, and never by values."""
+"""Schedules divide gradients into buckets during backward. Buckets depend on names and sizes, never on values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ class Schedule(ABC):
     """Divide gradients into buckets, in the order of backward.
 
     All ranks must form the same buckets, so :meth:`closes_bucket` must return the same value on all ranks. If the
-    exchange starts after backward, all gradients form a single bucket, and the schedule is not called, except with
-    ``selects_across_bucket`` of the compressor.
+    exchange starts after backward, all gradients form a single bucket without a call of the schedule. A compressor with
+    ``selects_across_bucket`` uses the schedule's buckets in any case.
     """
 
     @abstractmethod
@@ -98,9 +98,9 @@ class Merged(Schedule):
 class Auto(Merged):
     """Compress gradients and exchange like :class:`Merged`, or use plain DDP if compression saves too little time.
 
-    Steps with compression and steps of DDP are timed in turn. Compression must save a minimum share of DDP's step,
-    because compression delays gradients. DDP is used unless the saved time is larger than this minimum plus the
-    measurement error. The comparison repeats after 5000 steps. Timings decide, so two runs are not bitwise identical.
+    Steps with compression and steps of DDP are timed in turn. Compression is used only if the saved time is larger than
+    the measurement error plus a share of DDP's step. The share makes up for the delay of gradients by compression. The
+    comparison repeats after 5000 steps. Timings decide, so two runs are not bitwise identical.
     """
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate, combinations, groupby
 from statistics import median
 from typing import NamedTuple, Optional
 
-DIRECT_BYTES = 2 << 20  # largest tensor sent without a ring on gloo; a ring is as fast for larger tensors (1 Gbit/s)
+DIRECT_BYTES = 2 << 20  # limit for direct messages on gloo; for larger tensors, a ring of ranks is as fast (1 Gbit/s)
 _SAFE = 0.8  # used fraction of the time before the next bucket is ready; with 1.0, any delay would expose the exchange
 _APART = 1.5  # minimum ratio of the largest to the smallest size; closer sizes give no reliable slope
 

@@ -191,7 +191,7 @@ def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> None:
 
 
 def is_exact(compressor: Compressor) -> bool:
-    """Return whether a compressor can equal DDP: at density 1, or because all elements are sent in the user's wire."""
+    """Return whether a compressor can equal DDP: at density 1, or as a lossless compressor in the user's wire."""
     return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
 
 
@@ -228,7 +228,7 @@ def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> 
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
     subject = subject_of(compressor)
     if subject.selects_across_bucket:
-        schedules *= 2  # selections depend on buckets, so the first four runs are compared with equal second runs
+        schedules *= 2  # selections depend on buckets, so a second run of each schedule is the reference
     settings = settings_of(compressor, wire=wire)
     outcomes = outcomes_of(pool, settings, schedules, one_model=not subject.replicas_diverge)
     for outcome, expected in zip(outcomes, outcomes[4:] or outcomes[:1] * len(outcomes)):
@@ -336,7 +336,7 @@ def assert_applied_and_kept(
 
 @_invariant([{"wire": wire, "dtype": dtype} for wire, dtype in product(WIRES, _DTYPES)] + _WIRES)
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
-    """Each of ``EDGE_GRADIENTS`` is applied or goes to the residual, in a separate model and in a joint model."""
+    """Each of ``EDGE_GRADIENTS`` is applied or goes to the residual, alone in a model (no ``dtype``) or jointly."""
     gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
     if dtype is None:  # a model for each gradient, because other gradients may change thresholds and partitions
         exchange = exchange_one_by_one

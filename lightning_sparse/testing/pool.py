@@ -98,7 +98,7 @@ class Pool:
 
 
 def _send(connection: Connection, content: Any) -> None:
-    written = io.BytesIO()  # `Connection.send` opens a shared file per tensor: half the time of a short fit
+    written = io.BytesIO()  # `Connection.send` opens shared files, which takes half the time of a short fit
     torch.save(content, written, pickle_protocol=4)  # older pickle protocols cannot store a `torch.memory_format`
     connection.send_bytes(written.getbuffer())
 

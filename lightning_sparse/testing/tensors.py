@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _KIND = os.environ.get("LIGHTNING_SPARSE_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # `parameter.device` has an index
+DEVICE = torch.device(_KIND, 0) if _KIND == "cuda" else torch.device(_KIND)  # index 0, as in `parameter.device`
 
 
 def moved(value: Any, device: "torch.device | str") -> Any:
