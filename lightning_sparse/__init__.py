@@ -27,7 +27,7 @@ __version__ = version("lightning-sparse")
 
 
 def __getattr__(name: str) -> NoReturn:
-    refuse_removed(f"{__name__}.{name}", name, ImportError)  # `from` imports hide an AttributeError's text
+    refuse_removed(f"{__name__}.{name}", name, ImportError)  # a `from` import would hide the text of an AttributeError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -22,16 +22,16 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
-_CHANGE = 1.25  # ratio of a density to the last logged density, from which the density is logged again
+_CHANGE = 1.25  # densities are logged again when a density has changed by this factor
 
 
 class AdaptiveDensity(StepObserver):
     """Set the density of each parameter by rules.
 
-    A parameter gets the largest of the rules' densities and the user's density. The strategy's warm-up and plan may
-    raise this density. Checkpoints have the state of the rules. When a density has changed by a quarter, loggers get
-    ``sparse_parameters/density/<parameter name>``, unless ``CompressionMonitor(by_parameter=True)`` logs the same.
-    Rank 0 logs a line when the set of rules that raise densities changes.
+    A parameter gets the largest of the rules' densities and the user's density. The strategy's warm-up and
+    ``LAGS(adaptive_density=True)`` may raise this density. Checkpoints store the state of the rules. When a density has
+    changed by a quarter, all densities are logged as ``sparse_parameters/density/<parameter name>``, unless
+    ``CompressionMonitor(by_parameter=True)`` logs densities. Rank 0 logs a line when other rules raise densities.
 
     Args:
         rules: a list of :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`

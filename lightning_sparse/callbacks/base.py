@@ -1,4 +1,4 @@
-"""The base class of callbacks, which chooses observed steps and runs checks, and reductions over ranks."""
+"""The base class of this package's callbacks, and reductions over ranks."""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -119,17 +119,17 @@ def log_scalars(trainer: Trainer, scalars: dict[str, float], step: int) -> None:
 
 
 _Key = TypeVar("_Key", bound=Hashable)
-_MAXIMA = {"exposed_seconds", "exposed_share"}  # all ranks wait for the slowest rank
+_MAXIMA = {"exposed_seconds", "exposed_share"}  # reduced by the maximum, because all ranks wait for the slowest rank
 
 
 def over_ranks(engine: Engine, mine: Mapping[_Key, float]) -> dict[_Key, float]:
-    """Reduce each value over ranks. With local steps, return this rank's values, because ranks do not synchronize."""
+    """Return the mean (for ``_MAXIMA``: the maximum) of each value over ranks. With local steps, return ``mine``."""
     rows = all_gather_object(list(mine.values())) if engine.rounds is None else [list(mine.values())]
     return {name: (max if name in _MAXIMA else fmean)(column) for name, column in zip(mine, zip(*rows))}
 
 
 def facts_over_ranks(engine: Engine, samples: ParameterSamples) -> dict[str, ParameterFacts]:
-    """Return sizes and norms of each parameter. Norms are root mean squares over ranks (with two levels: nodes)."""
+    """Return sizes and norms of each parameter. Norms are root mean squares over ranks (``levels=2``: over nodes)."""
     facts, shares = samples.facts(), engine.pipeline.levels.local_world_size if engine.rounds is None else 1
     rows = {
         (name, place): fact if place < 2 else shares * fact**2

@@ -109,11 +109,11 @@ class CompressionMonitor(StepObserver):
             record.is_logged = True
         if samples is None:
             return stats
-        # With the Adam correction, residuals hold updates. Only parameters of the last exchange have update norms.
+        # With the Adam correction, residuals hold updates, so the norm of an update replaces the norm of a gradient.
         facts, name = samples.facts(), "residual_to_gradient"
         if samples.update_norms:
             facts, name = {each: facts[each] for each in samples.update_norms}, "update_error"
-        moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # excludes frozen parameters
+        moving = [fact[3:] for fact in facts.values() if fact.added_norm > 0]  # frozen parameters add nothing
         residual, added = (math.hypot(*column) for column in zip(*[(0, 0), *moving]))
         return {**stats, name: _ratio(residual, added)}
 

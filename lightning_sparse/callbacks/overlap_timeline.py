@@ -26,7 +26,7 @@ class OverlapTimeline(StepObserver):
     wait for the exchange. On a GPU, spans show when the CPU queues kernels, not when the GPU runs the kernels.
 
     Args:
-        steps: steps to profile, counted from 0 as in loggers. The first steps of ``schedule="merged"`` are trials.
+        steps: steps to profile, counted from 0 as in loggers. The first steps of ``schedule="merged"`` try buckets.
         path: file of the trace; ``None`` for ``overlap.json`` in the log directory.
 
     Example::
@@ -53,7 +53,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # one profiler only
+        if trainer.is_global_zero and not isinstance(vars(trainer)["profiler"], PyTorchProfiler):  # torch allows one
             self._profile = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             self._profile.start()
 
@@ -85,5 +85,5 @@ class OverlapTimeline(StepObserver):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not self._has_recorded:
-            reasons = "no step ran on several processes, or PyTorchProfiler was active"
+            reasons = "none of these steps ran on several processes, or PyTorchProfiler was active"
             rank_zero_warn(f"OverlapTimeline has recorded nothing of steps={self.steps}: {reasons}")

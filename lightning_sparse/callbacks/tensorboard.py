@@ -32,7 +32,7 @@ _CHARTS = {
 
 
 def log_layout(trainer: Trainer, shown: Container[str]) -> None:
-    """Define charts for statistics in ``shown``. Tags end in ``$``, because TensorBoard reads regular expressions."""
+    """Define charts for statistics in ``shown``. TensorBoard reads tags as regular expressions, hence the ``$``."""
     some = {category: {name: charts[name] for name in charts if name in shown} for category, charts in _CHARTS.items()}
     layout = {key: {title: ["Multiline", [f"sparse/{name}$"]] for name, title in some[key].items()} for key in some}
     for logger in trainer.loggers:
