@@ -15,12 +15,12 @@ REASONS = {
     "sparse_lags": "the network is the bottleneck",
     "local steps": "even compressed gradients delay each step too much; see sparse_diloco and sparse_loco",
 }
-PASSES = {"adamw": 29.0, "sgd": 14.0}  # added reads or writes of 4 bytes per parameter, see docs/choose-a-strategy.md
+PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over parameters that compression adds, see docs/choose-a-strategy.md
 BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
-_SELECTIONS = 7  # a rank receives the bytes of at most 7 selections: with more ranks, exchange="auto" uses owners
-_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # steps of a round; number of local steps / number of DDP's steps, for an equal loss
+_SELECTIONS = 7  # owners send a rank the bytes of 7 selections; exchange="auto" uses owners from about 15 ranks on
+_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # local steps per round; local steps per step of DDP, for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
@@ -68,7 +68,7 @@ class Estimate(NamedTuple):
 
     @property
     def strategy(self) -> str:
-        """The fastest way to train, or ``sparse_auto`` if overlap decides between a dense exchange and LAGS-SGD.
+        """The fastest way to train; ``sparse_auto`` if LAGS-SGD is faster than a dense exchange only without overlap.
 
         >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1).strategy for r in (0.1, 0.9, 3, 300)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']

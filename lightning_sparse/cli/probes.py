@@ -83,7 +83,7 @@ def _parsed(args: Sequence[str]) -> argparse.Namespace:
 
 
 class _OddModel(LightningModule):
-    """A model with prime sizes, a tied embedding, and a bf16 layer. The last rank uses ``last``, others ``most``."""
+    """A model with prime sizes, a tied embedding, a bf16 layer, and two layers that not all ranks use."""
 
     def __init__(self, optimizer: Callable[..., Any] = _SGD, coarse: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _OddModel(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        seed = torch.Generator().manual_seed(ranks * index + rank)  # not `batch`, which a resume restarts at 0
+        seed = torch.Generator().manual_seed(ranks * index + rank)  # `batch` restarts at 0 after a resume
         words = torch.randint(211, (8, 8), generator=seed).to(self.device)
         hidden = self.coarse(self.embedding(words).to(self.coarse.weight.dtype)).float().tanh()
         hidden = hidden + (self.last if rank == ranks - 1 else self.most)(hidden)
@@ -120,11 +120,11 @@ class Probes:
         self._rank, self._device = dist.get_rank(), strategy.root_device
         os.environ["LIGHTNING_SPARSE_TEST_DEVICE"] = str(self._device)
         names = all_gather_object(f"rank {self._rank} ({socket.gethostname()})")
-        self._lines = {"network": Line()}  # seconds by sent bytes; of "copy", by bytes; of "selection", by elements
+        self._lines = {"network": Line()}  # seconds by size: sent bytes; for "copy" bytes; for "selection" elements
         self.rows = Rows(self._rank, names, options.time, options.output)
 
     def table(self) -> dict[str, Row]:
-        """Return for each row of the report, by name, a function or the reason why the row is not applicable."""
+        """Return the rows of the report by name. A row is a check, or the reason why the check is not applicable."""
         accumulated = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_steps": _STEPS // 2}
         two_levels = partial(self._replicas, levels=2)
         of_two: dict[str, Row] = {
@@ -191,7 +191,7 @@ class Probes:
         self._agree(weights)
         density = strategy.compression_stats()["density"]
         if not 0.005 <= density <= 0.06 or weights["head.weight"].equal(_OddModel().head.weight):
-            raise ValueError(f"{density:.3%} of the elements are sent, not 1 %, or no parameter has changed")
+            raise ValueError(f"either {density:.3%} of elements are sent instead of 1 %, or no parameter has changed")
         return f"replicas are bitwise identical {when}, {density:.2%} of elements sent"
 
     def _conserves(self) -> str:
@@ -220,9 +220,9 @@ class Probes:
         ring = range(0, self._ranks, self._local)
         links = [(ring[at], ring[(at + by) % len(ring)]) for at, by in product(range(len(ring)), (1, -1))]
         rates = all_gather_object(max(self._rate(*link) for link in links))[:: self._local]
-        words = f"{min(rates) / 1e9:.3g} Gbit/s on the slowest, {self.rows.names[ring[rates.index(min(rates))]]}"
+        words = f"{min(rates) / 1e9:.3g} Gbit/s from the slowest host, {self.rows.names[ring[rates.index(min(rates))]]}"
         if min(rates) < _SLOW * max(rates):
-            raise ValueError(f"{words}, and up to {max(rates) / 1e9:.3g} on others")
+            raise ValueError(f"{words}, and up to {max(rates) / 1e9:.3g} Gbit/s from other hosts")
         return words
 
     def _rate(self, sender: int, receiver: int) -> float:

@@ -17,14 +17,14 @@ from torch.distributed.elastic.utils.store import synchronize
 
 from lightning_sparse.engine.store import ExchangeError, default_store
 
-_STATES = ("passed", "not applicable", "waits", "failed", "died")  # a row has its ranks' last state in this order
+_STATES = ("passed", "not applicable", "waits", "failed", "died")  # a row's state is the rightmost state of all ranks
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0  # time for a rank's answer when the command ends; a rank without an answer has died
 _GRACE_SECONDS = 10.0  # time limit for all other ranks to finish a check, after one rank has finished
 _WAITS = ("/torch/", "/threading.py", "/lightning_sparse/engine/")  # code that waits for other ranks
 _DEAD, _WAITING = b'["died", "died"]', b'["waits", ""]'
 
-Row = Union[str, Callable[[], str]]  # a reason why a check is not applicable, or a check, which returns a detail
+Row = Union[str, Callable[[], str]]  # the reason why a check is not applicable, or a function that returns a detail
 
 
 class Rows:
@@ -32,7 +32,7 @@ class Rows:
 
     Attributes:
         names: name of each rank, with the host.
-        environment: further entries of the report in the file ``output``.
+        environment: entries of the file ``output`` beside the rows.
     """
 
     def __init__(self, rank: int, names: list[str], limit: float, output: Optional[Path]) -> None:
@@ -52,7 +52,7 @@ class Rows:
         with suppress(KeyboardInterrupt, RuntimeError):  # RuntimeError: the process with the store has died
             while worker.is_alive() and monotonic() < self._end and not self._watched.check(["check/end"]):
                 worker.join(_POLL_SECONDS)
-        worker.join(_POLL_SECONDS)  # rank 0 may have ended, and with it the store
+        worker.join(_POLL_SECONDS)  # rank 0 may end, and close the store, before this worker ends
         if len(self._rows) < len(table):
             self._end_early(sys._current_frames().get(worker.ident or 0))
         if self._reports:
@@ -70,7 +70,7 @@ class Rows:
 
     def _end_early(self, frame: Any) -> None:
         keys = [f"check/end/{rank}" for rank in range(len(self.names))]
-        results = [_DEAD, *[_WAITING for _ in keys[1:]]]  # rank 0 may have had the store
+        results = [_DEAD, *[_WAITING for _ in keys[1:]]]  # if the store is gone, rank 0 has died
         with suppress(RuntimeError):
             self._watched.set("check/end", "")
             self._watched.set(keys[self._rank], self._result or _place(frame))

@@ -127,7 +127,7 @@ def test_rows_pass_and_are_reported(interpreter, tmp_path):
         ),
         ("nothing", ["replicas at density 0.01"], "no parameter has changed"),
         ("rounds", ["mass"], "AssertionError"),
-        ("slow", ["links"], r"Gbit/s on the slowest, rank 1 "),
+        ("slow", ["links"], r"Gbit/s from the slowest host, rank 1 "),
         ("dies", ["replicas at density 0.01"], r"^rank 1 \([^;]*\): died$"),
         ("hangs", ["replicas at density 0.01"], r"^rank 1 \(.*\): at wrapper.py:\d+, had not ended the check"),
         ("raises", ["replicas at density 0.01"], r"^rank 1 \(.*\): IndexError"),
