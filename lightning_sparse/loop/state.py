@@ -1,10 +1,11 @@
 """Compression state between two steps: a folder with one file per rank, in the same format for every entry point.
 
 If the numbers of ranks, nodes and replicas are unchanged, each rank resumes bitwise identically from the rank's file.
-Otherwise each floating-point tensor is the mean over saved ranks, nodes or replicas. A rank reads all other entries
-from one file. With two levels, or with shards, each file holds only a part of every residual.
+Otherwise each floating-point tensor is the mean over saved ranks, nodes or replicas. All other entries are from one
+file. With two levels, or with shards, each file holds only a part of every residual.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,9 +17,8 @@ import torch.distributed as dist
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job, translate_backend_errors
@@ -31,8 +31,7 @@ HINT = (
     "To continue without the state, set resume_compression=False (Trainer, Fabric, Hugging Face), or do not call"
     " load_state. Weights and optimizers load as usual."
 )
-_AT_ONCE = 1 << 20  # elements per all-reduce (8 MiB in float64)
-Place = tuple[Any, ...]  # keys and indices that lead to a tensor in nested dictionaries and lists
+Place = tuple[Any, ...]  # keys of pytree that lead to a tensor
 Result = TypeVar("Result")
 
 
@@ -65,7 +64,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
         CheckpointError: if a file is missing, damaged, of another format, or from another save than other files, or if
             the model was saved in another number of shards.
     """
-    number, state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
+    state = act_together(partial(_read_own, folder, dist.get_rank()), f"{folder} was not read")
     before, now = state["header"], _header_of(engine)
     if len(set(all_gather_object(before["save"]))) > 1:
         raise CheckpointError(f"the files in {folder} are of several saves: copy all files of one save. {HINT}")
@@ -77,9 +76,7 @@ def load_state(folder: str, engine: Engine) -> dict[str, Any]:
         )
     if all(before[key] == now[key] for key in ("world_size", "local_world_size")):
         return state
-    table = _Table(folder, number, state, engine)
-    act_together(table.read, f"{folder} was not read")
-    return engine.worker.run(table.mean)
+    return _mean_state(folder, before, engine)
 
 
 def act_together(action: Callable[[], Result], outcome: str) -> Result:
@@ -148,97 +145,60 @@ def check_version(version: Any, source: str) -> None:
         )
 
 
-def _read_own(folder: str, rank: int) -> tuple[int, dict[str, Any]]:
+def _read_own(folder: str, rank: int) -> dict[str, Any]:
+    if exists(own := _path_of(folder, rank)):
+        return _read(own)
     # More ranks may resume than have saved. A rank without a file reads rank 0's file.
-    if exists(_path_of(folder, rank)):
-        return rank, _read(_path_of(folder, rank))
-    state = _read(_path_of(folder, 0))
-    return (rank, _read(_path_of(folder, rank))) if rank < state["header"]["world_size"] else (0, state)
+    first = _read(_path_of(folder, 0))
+    return _read(own) if rank < first["header"]["world_size"] else first
 
 
-class _Table:
-    """Mean of saved states, for a training with another number of ranks than the saved training.
+def _mean_state(folder: str, header: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """Return the mean of saved states. Ranks with the same part of the model sum different files, and add up the sums.
 
-    Each saved rank, node or replica is a row, with one file per part of the residuals. Ranks that hold the same part
-    each read some of the rows, and all-reduce the sums. ``state`` is the content of file ``number``.
+    A sum has a row for each slice of a residual: with two levels, each rank of a node has saved a slice.
     """
+    levels, numbers, slices = engine.pipeline.levels, range(header["world_size"]), header["local_world_size"]
+    if header["is_sharded"]:
+        numbers, slices = numbers[dist.get_rank() % slices :: slices], 1
+    own = numbers[levels.same_shard.rank :: levels.same_shard.world_size]
+    state, sums = act_together(partial(_read_sums, folder, numbers[0], own, slices), f"{folder} was not read")
 
-    def __init__(self, folder: str, number: int, state: dict[str, Any], engine: Engine) -> None:
-        self._folder, self._engine, self._replicas = folder, engine, engine.pipeline.levels.same_shard
-        self._number, self._state, header = number, state, state["header"]
-        self._parameters = dict(engine.module.named_parameters())
-        self._is_sharded, self._parts = header["is_sharded"], header["local_world_size"]
-        self._rows = header["world_size"] // self._parts
-        self._sums: dict[Place, Tensor] = {}
-        self._forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
+    def mean_of(place: Place, tensor: Any) -> Any:
+        if place not in sums:
+            return tensor
+        total = levels.same_shard.all_reduce(sums.pop(place).to(levels.same_shard.device)).cpu()
+        mean = total.div_(len(numbers) / len(total)).flatten().to(tensor.dtype)
+        if not _is_residual(place):
+            return mean.view(tensor.shape)
+        shape, _ = state["layouts"][place[2].key]
+        return levels.local_share(mean[: math.prod(shape)])
 
-    def read(self) -> None:
-        """Read some files, and sum the tensors. Ranks with the same part of the residuals read different files."""
-        parts = [dist.get_rank() % self._parts] if self._is_sharded else range(self._parts)
-        first = self._file(self._replicas.rank % self._rows, parts[0])
-        for row in range(self._replicas.rank, self._rows, self._replicas.world_size):
-            for part in parts:
-                for place, tensor in _floats(self._file(row, part)):
-                    self._add(place, tensor, part)
-        self._state = first
-
-    def _file(self, row: int, part: int) -> dict[str, Any]:
-        number = row * self._parts + part
-        return self._state if number == self._number else _read(_path_of(self._folder, number))
-
-    def _add(self, place: Place, tensor: Tensor, part: int) -> None:
-        if place[0] == "memory" and place[1] not in NUMBERS:
-            if place[2] not in self._parameters:
-                return
-            if not self._is_sharded and self._parts > 1:  # with two levels, a file has a slice of each residual
-                whole = torch.zeros(self._parameters[place[2]].numel(), dtype=tensor.dtype)
-                begin = -(-whole.numel() // self._parts) * part
-                room = whole[begin : begin + tensor.numel()]
-                room.copy_(tensor[: room.numel()])  # the last slices end in padding
-                tensor = whole
-        self._forms[place] = tensor.shape, tensor.dtype
-        if _is_number(place):
-            tensor = functional.pad(tensor.reshape(-1), (0, 1), value=1.0)  # the sum of these 1s counts the files
-        self._sums[place] = self._sums[place].double().add_(tensor) if place in self._sums else tensor
-
-    def mean(self) -> dict[str, Any]:
-        """Return the mean state. With two levels, a residual covers the whole parameter, not only this rank's part."""
-        forms: dict[Place, tuple[torch.Size, torch.dtype]] = {}
-        for others in all_gather_object(self._forms, self._replicas.group):
-            if any(forms.setdefault(place, form) != form for place, form in others.items()):
-                raise CheckpointError(f"the files in {self._folder} hold tensors of different shapes. {HINT}")
-        for place, (shape, dtype) in sorted(forms.items(), key=str):
-            total = self._sums.pop(place, torch.zeros(shape.numel() + _is_number(place))).double().reshape(-1)
-            for piece in total.split(_AT_ONCE) if len(total) else ():
-                piece.copy_(self._replicas.all_reduce(piece.to(self._replicas.device, copy=True)))
-            _put(self._state, place, self._mean_of(place, total).to(dtype).view(shape))
-        return {**self._state, "is_whole": True}
-
-    def _mean_of(self, place: Place, total: Tensor) -> Tensor:
-        if not _is_number(place):
-            is_in_parts = place[0] == "memory" or self._is_sharded
-            return total.div_(self._rows if is_in_parts else self._rows * self._parts)
-        return total[:-1].div_(total[-1])
+    return {**engine.worker.run(lambda: tree_map_with_path(mean_of, state)), "is_mean": True}
 
 
-def _is_number(place: Place) -> bool:
-    return place[0] == "memory" and place[1] in NUMBERS
+def _read_sums(folder: str, first: int, own: Sequence[int], slices: int) -> tuple[dict[str, Any], dict[Place, Tensor]]:
+    """Return the content of the file ``first``, and the sums of the floating-point tensors of the files ``own``."""
+    state = _read(_path_of(folder, first))
+    sums = {
+        place: torch.zeros(slices if _is_residual(place) else 1, each.numel(), dtype=torch.float64)
+        for place, each in _floats(state)
+    }
+    for number in own:
+        for place, each in _floats(_read(_path_of(folder, number))):
+            if place in sums:
+                sums[place][number % len(sums[place])] += each.flatten()
+    return state, sums
 
 
-def _floats(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
-    """Yield all floating-point tensors in nested dictionaries and lists, each with the keys that lead to the tensor."""
-    if isinstance(part, (dict, list)):
-        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
-            yield from _floats(value, *place, key)
-    elif isinstance(part, Tensor) and part.is_floating_point():
-        yield place, part
+def _floats(state: Mapping[str, Any]) -> Iterator[tuple[Place, Tensor]]:
+    for place, each in tree_flatten_with_path(state)[0]:
+        if isinstance(each, Tensor) and each.is_floating_point():
+            yield place, each
 
 
-def _put(part: Any, place: Place, tensor: Tensor) -> None:
-    *containers, last = place
-    for key in containers:
-        part = part.setdefault(key, {}) if isinstance(part, dict) else part[key]
-    part[last] = tensor
+def _is_residual(place: Place) -> bool:
+    return place[0].key == "memory" and place[1].key not in NUMBERS
 
 
 def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[str]]:
@@ -272,31 +232,25 @@ def match_state(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
 
 def _matched_memory(state: Mapping[str, Any], engine: Engine) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Convert saved residuals to the parameters' dtype and device. Also return names that the model lacks."""
-    parameters, layouts, is_whole = local_tensors(engine.module), _layouts_of(engine.module), "is_whole" in state
-    matched: dict[str, dict[str, Tensor]] = {kind: {} for kind in state["memory"]}
-    gone = set()
-    for kind, name, tensor in ((kind, *item) for kind, each in state["memory"].items() for item in each.items()):
-        if name not in parameters:
-            gone.add(name)
-            continue
-        parameter = parameters[name]
-        numel = parameter.numel() if is_whole else engine.pipeline.levels.share_numel(parameter.numel())
-        if tensor.numel() != NUMBERS.get(kind, numel):
+    parameters, layouts = local_tensors(engine.module), _layouts_of(engine.module)
+    names = set().union(*state["memory"].values())
+    for name in names & parameters.keys():
+        if (before := state["layouts"][name]) != (now := layouts[name]):
             raise ValueError(
-                f"the state has a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
-                f" {parameter.numel()}: resume with a model of the same shapes"
+                f"the parameter {name!r} was saved with the shape and strides {before}, and now has {now}: resume"
+                " with a model of the same shapes and the same memory_format"
             )
-        if kind not in NUMBERS:
-            if (before := state["layouts"][name]) != (now := layouts[name]):
-                raise ValueError(
-                    f"the parameter {name!r} was saved with the shape and strides {before}, and now has {now}: resume"
-                    " with the same memory_format"
-                )
-            tensor = engine.pipeline.levels.local_share(tensor) if is_whole else tensor
-        matched[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
+    matched = {
+        kind: {
+            name: each.to(parameters[name].device, widened(parameters[name].dtype))
+            for name, each in tensors.items()
+            if name in parameters
+        }
+        for kind, tensors in state["memory"].items()
+    }
     if not engine.pipeline.compressor.feedback.rescale_on_lr_change:
         matched.pop(RATES, None)
-    return matched, sorted(gone)
+    return matched, sorted(names - parameters.keys())
 
 
 def _layouts_of(module: nn.Module) -> dict[str, list[list[int]]]:

@@ -407,7 +407,7 @@ class Training:
 def load_folder(training: Training, folder: str, source: str) -> list[str]:
     """Load a folder of compression states, and return descriptions of unused parts. All ranks must call."""
     state = load_state(folder, training.engine)
-    if "is_whole" in state:
+    if "is_mean" in state:
         before, now = state["header"]["world_size"], training.engine.pipeline.levels.world.world_size
         training.log(f"{before} ranks saved {source}, {now} ranks continue, each from the mean residual.")
     return act_together(partial(training.load, state), f"{source} does not fit this training. {HINT}")

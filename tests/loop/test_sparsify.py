@@ -471,7 +471,6 @@ def refused_states(rank, folder):
             "format 4": {"header": {**state["header"], "version": 4}},
             "files in .* are of several saves": {"header": {**state["header"], "save": str(rank)}},
             "'matrix' was saved with the shape": {"layouts": layouts},
-            "4 elements for the parameter 'matrix'": {"memory": {"residual": {"matrix": torch.ones(4)}}},
             "unused parts .the state of gone": {"memory": {"residual": {"gone": torch.ones(4)}}},
         }
         for number, (words, change) in enumerate(changes.items()):

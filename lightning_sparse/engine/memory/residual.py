@@ -19,14 +19,8 @@ from lightning_sparse.compressors.selection import Selection, overwrite, scatter
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"
-# The number of entries per parameter, for each kind of state that has only a few numbers per parameter.
-NUMBERS = {
-    RATES: 2,
-    "refresh_due": 1,
-    "second_moment_step": 1,
-    "squared_norms": 2,
-    "warm_up": 2,
-}
+# Kinds of state with only a few numbers per parameter, which are equal on all ranks.
+NUMBERS = frozenset({RATES, "refresh_due", "second_moment_step", "squared_norms", "warm_up"})
 _REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
 _RATE_RANGE = 10.0  # largest factor that rescales a residual; a larger residual would stay in the optimizer's momentum
 
@@ -49,7 +43,7 @@ def rename_in(holder: object, names: Renaming) -> None:
 
 def waiting_kinds(kinds: Iterable[str]) -> set[str]:
     """Return the kinds of state that hold unsent values (residual, momentum). Other kinds only make a resume exact."""
-    return set(kinds) - NUMBERS.keys() - {_REFRESH}
+    return set(kinds) - NUMBERS - {_REFRESH}
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Parameter]:
