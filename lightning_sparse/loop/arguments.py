@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Optional, TypeVar, Union
 
@@ -112,29 +112,16 @@ def pop_settings(
             raise ValueError(f"{name}={value!r} cannot be given to {entry.__name__}: {REFUSED[name]}")
         if not any(name in _names(base) for base in bases):
             refuse_removed(f"{name}={value!r} of {entry.__name__}", name)
-            raise TypeError(_unknown(entry, name, value, settings.compressor, bases))
+            hint = _hint(name, settings.compressor, [each for kind in (entry, *bases) for each in _names(kind)])
+            raise TypeError(f"{name}={value!r} is no argument of {entry.__name__}: {hint}")
     return settings
 
 
-def _unknown(
-    entry: Callable[..., Any], name: str, value: Any, compressor: Compressor, bases: Sequence[Callable[..., Any]]
-) -> str:
-    own = sorted(_names(entry))
-    hint = _hint(name, compressor, [*own, *(each for base in bases for each in _names(base))])
-    others = f", and the arguments of {' and '.join(base.__name__ for base in bases)}" if bases else ""
-    return (
-        f"{name}={value!r} is no argument of {entry.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
-        f" Arguments are {', '.join(own)}{others}"
-    )
-
-
-def _hint(name: str, compressor: Compressor, known: Iterable[str]) -> str:
-    kind = type(compressor)
-    if name in _names(kind):
-        return f"{kind.__name__} has this argument: use compressor={kind.__name__}({name}=...)"
-    if name in _names(LocalSteps):
-        return f"LocalSteps has this argument: use local_steps=LocalSteps(5, {name}=...)"
-    near = difflib.get_close_matches(name, [*known], n=1)
+def _hint(name: str, compressor: Compressor, known: Sequence[str]) -> str:
+    for kind in (type(compressor), LocalSteps):
+        if name in _names(kind):
+            return f"{kind.__name__} has this argument: use {kind.__name__}({name}=...)"
+    near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else "omit the argument"
 
 

@@ -175,7 +175,7 @@ KINDS = {"compressor": TopK, "schedule": 3, "timeout": 60}
 NAMES = {
     "densty": "density",
     "find_unused": "find_unused_parameters",
-    "outer_momentum": r"local_steps=LocalSteps\(5, outer_momentum=",
+    "outer_momentum": r"LocalSteps\(outer_momentum=",
     "xyz": "omit the argument",
 }
 ELSEWHERE = [("compressor", "LAGS", "lags"), ("compressor", "sparse_lags", "lags"), ("wire", "fp16", "float16")]
