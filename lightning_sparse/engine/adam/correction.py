@@ -16,16 +16,16 @@ class AdamCorrection:
     """Divide gradients by the root of Adam's second moment before selection, so that updates are sent, not gradients.
 
     With sparse gradients, Adam receives one large value in place of a hundred small gradients, and estimates a wrong
-    second moment. With the correction, all ranks have the same second moment. Every rank adds a part of the rank's
-    squared gradient, which limits outliers, and divides the rank's gradient by the root of the sum. Ranks send the
-    largest of these updates, and the residual stores all other updates.
+    second moment. With the correction, dense mean gradients update the second moment, which is equal on all ranks. A
+    rank divides each gradient by the root of the second moment plus a part of this rank's squared gradient. The added
+    part limits outliers. Ranks send the largest of these updates, and the residual stores all other updates.
 
-    A dense warm-up estimates the second moment. Later steps update the estimate from mean gradients in 16 bits. During
-    backward, each step averages a few parameters' gradients of the previous step. The first moment is moved into the
-    residual: both average gradients over steps, and two averages would delay updates too much.
+    A dense warm-up estimates the second moment. In each later step, ranks average the previous step's gradients of a
+    few parameters in 16 bits, during backward, to update the second moments of these parameters. The first moment and
+    the residual would together delay updates too much, so the first moment is moved into the residual.
 
-    1-bit Adam and 0/1 Adam (arXiv 2102.02888, 2202.06009) also have a common second moment, updated at growing
-    intervals. These methods send the signs of the first moment, and divide after the exchange.
+    1-bit Adam and 0/1 Adam (arXiv 2102.02888, 2202.06009) also have a common second moment: constant after a warm-up,
+    or updated at growing intervals. Both optimizers send signs of the first moment, and divide after the exchange.
 
     Args:
         warmup_steps: number of dense steps with an unchanged optimizer, from a parameter's first step on; at least 2.

@@ -28,15 +28,15 @@ from lightning_sparse.functional.reductions import norms_of
 
 
 class DenseNorms:
-    """Norms of dense mean gradients, after an exchange and before the optimizer's step, by parameter name.
+    """Norms of dense mean gradients before and after the user clips gradients, by parameter name.
 
-    Dense steps clip gradients, and corrected steps do not. Without a conversion of the moments, the first corrected
-    updates would be too long.
+    Clipping in dense steps reduces Adam's moments. Corrected steps ignore clipping, so :meth:`undo_clipping` converts
+    the moments. Otherwise, the divisor of the first corrected updates would be too small.
     """
 
     def __init__(self) -> None:
         self.names: dict[Parameter, str] = {}  # parameters whose gradients are exchanged dense in this step
-        # ``[2]`` each: sums over steps of squared norms before and after clipping, weighted as second moments
+        # ``[2]`` each: squared norms before and after clipping, summed over steps with Adam's decay ``beta2``
         self.squares: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}  # norms after the exchange
 
@@ -45,7 +45,7 @@ class DenseNorms:
         self._norms = self._measured(self.names, loss_scale)
 
     def compare(self, group: Mapping[str, Any], scale: Optional[Tensor]) -> None:
-        """Add the squared norms after the exchange and now, before the step of an optimizer's param group."""
+        """Before the step of a param group, add the squared norms from before and after clipping to ``squares``."""
         after = self._measured([each for each in group["params"] if each in self.names], scale)
         if names := [name for name in after if name in self._norms]:
             pairs = torch.stack([torch.stack((self._norms.pop(name), after[name])) for name in names]).square_()
@@ -86,12 +86,12 @@ class AdamMemory(ResidualMemory):
         self.correction = correction
         self._levels = levels
         self.moments: dict[str, AdamMoments] = {}  # Adam's state for the next step; empty after a load
-        # step number of each second moment's last update; only parameters whose residual holds updates
+        # step number of each second moment's last update; an entry exists while the parameter's residual holds updates
         self.second_steps: dict[str, int] = {}
         self._update_norms: dict[str, Tensor] = {}  # norms of updates, if ``is_watched``
         self.refreshes = Refreshes(correction.second_moment_interval)
         self.dense_norms = DenseNorms()
-        # 1 if the last exchange was finite, else 0; memory of the caller's stream, which reads the flag
+        # 1 if the last exchange was finite, else 0; allocated on the caller's stream, which reads the flag
         self._finite = torch.ones((), device=levels.inter.device)
 
     @override
@@ -106,7 +106,7 @@ class AdamMemory(ResidualMemory):
 
     def _turn_to_updates(self, name: str) -> None:
         self.second_steps[name] = self.moments[name].step - 1
-        # ``owed`` is the sum of the updates that the first moment alone would cause later. All ranks have the same sum.
+        # ``owed``: sum of the updates that the first moment would cause without new gradients, equal on all ranks.
         beta1, first = self.moments[name].beta1, self.moments[name].first
         owed = in_widened([self._levels.local_share(first)])[0] * (
             beta1 / ((1 - beta1) * (1 - beta1 ** self.second_steps[name]))
@@ -120,7 +120,7 @@ class AdamMemory(ResidualMemory):
         if name in self.moments:
             self._residuals[name].mul_(self._denominator(name))
         else:
-            del self._residuals[name]  # After a load, the second moment that converts the residual is missing.
+            del self._residuals[name]  # Without the second moment, as after a load, updates cannot be converted.
         del self.second_steps[name]
         self.refreshes.drop(name)
 
@@ -150,7 +150,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def reset(self, names: Iterable[str]) -> None:
-        for name in self._residuals.keys() & names:  # second moments are in the optimizer and do not change
+        for name in self._residuals.keys() & names:  # second moments, which the optimizer stores, do not change
             self._residuals[name].zero_()
             self.refreshes.gradients.pop(name, None)
 
@@ -196,7 +196,7 @@ class AdamMemory(ResidualMemory):
         self.refreshes.on_finite(finite)
 
     def scale_if_finite(self, loss_scale: Optional[Tensor]) -> Optional[Tensor]:
-        """Return the loss scale; 0 if the last exchange was not finite, so that no quotient is finite."""
+        """Return the loss scale, or 0 after a non-finite exchange, so that a division makes all updates non-finite."""
         finite = self._finite
         if finite.device.type == "cpu" and finite:
             return loss_scale

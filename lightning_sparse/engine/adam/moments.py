@@ -26,7 +26,7 @@ class AdamMoments(NamedTuple):
     """Adam's state and settings of a parameter for the next step. Tensors are flat views with the gradient's layout."""
 
     step: int  # number of the next step, from 1
-    first: Tensor  # first moment; during correction zero, or the mean update that the optimizer's next step applies
+    first: Tensor  # first moment; in corrected steps zero, and between exchange and optimizer step the mean update
     second: Tensor  # second moment of the mean gradient, equal on all ranks
     parameter: Tensor
     beta1: float
@@ -34,11 +34,11 @@ class AdamMoments(NamedTuple):
     eps: float
     decay: float  # coupled weight decay; 0 if decoupled
     numel: int  # number of elements of the whole parameter, not of a shard
-    is_begun: bool  # whether the next step has already had a backward with an exchange; equal on all ranks
-    continues_step: bool  # whether ``p.grad`` contained the mean of an earlier backward of the next step
+    is_begun: bool  # whether an earlier backward of the same step exchanged gradients; equal on all ranks
+    continues_step: bool  # whether ``p.grad`` contained the mean of an earlier backward of the same step
 
     def scalars(self, second_step: int) -> AdamScalars:
-        """Return Adam's constants. The second moment was last updated in step ``second_step``, and has its bias."""
+        """Return Adam's constants, with the bias of a second moment that was last updated in step ``second_step``."""
         return AdamScalars(self.beta2, 1 - self.beta2**second_step, max(self.eps, _MIN_EPS))
 
 
@@ -52,9 +52,9 @@ class Refreshes:
     gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
     def update(self, next_step: Mapping[str, AdamMoments], second_steps: dict[str, int], levels: FlatTopology) -> None:
-        """Update second moments of due parameters by the last step's mean gradients. Request this step's gradients.
+        """Average the previous step's requested gradients, and update second moments. Then request new gradients.
 
-        Gradients of the current step would be ready too late: backward would not hide the time of the average.
+        The average overlaps backward. Gradients of the current step are complete only after backward.
 
         Args:
             next_step: Adam's state for the next step, by parameter name.
@@ -95,7 +95,7 @@ class Refreshes:
             torch._foreach_mul_(held, flag.reciprocal())  # The factor is 1 or infinity. Zero times infinity is NaN.
 
     def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
-        """Remove and return gradients of completed steps, in the order of ``next_step``. Schedule the next updates."""
+        """Remove and return gradients of ended steps, in the order of ``next_step``. Schedule the next updates."""
         taken = {}
         for name, moments in next_step.items():
             if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
@@ -132,7 +132,7 @@ def _average(
     weights, factors, factors_without_mean, factors_of_mean = zip(*rows)
     _limit(flat.split(numels), seconds, weights)
     means = torch.where(is_finite, flat, 0).to(seconds[0].dtype).split(numels)
-    # If the means are not finite, only the bias changes.
+    # If the means are not finite, second moments change only by the ratio of the new bias to the old bias.
     either = torch.tensor([factors, factors_without_mean], dtype=widened(seconds[0].dtype))
     finite, non_finite = either.to(flat.device, non_blocking=True)
     torch._foreach_mul_(seconds, torch.where(is_finite, finite, non_finite).unbind())
@@ -140,7 +140,7 @@ def _average(
 
 
 def _limit(means: Sequence[Tensor], seconds: list[Tensor], weights: Sequence[float]) -> None:
-    """Limit the norms of means, in place, so that a spike of the gradient does not end the training of a parameter."""
+    """Limit the norms of means in place. A spike would otherwise enlarge a second moment, and updates would vanish."""
     expected = torch.stack(torch._foreach_div(torch._foreach_norm(seconds, 1, torch.float32), weights))
     squares = torch.stack(torch._foreach_norm(list(means), 2, torch.float32)).square_()
     factors = (_MAX_GROWTH * expected / squares).sqrt_().clamp_(max=1.0)

@@ -23,8 +23,8 @@ from lightning_sparse.functional.elements import flatten_as, local_tensor
 
 _KINDS = ("exp_avg", "exp_avg_sq")
 _UNSUPPORTED = ("amsgrad", "differentiable", "maximize")
-_CHECKED = 1000  # interval, in changed steps, between two checks whether a change is only clipping
-_ROUNDED = 1.02  # largest ratio of two equal updates, because first moments may be stored in bfloat16
+_CHECKED = 1000  # steps with changed gradients per check whether the changes are only clipping
+_ROUNDED = 1.02  # largest growth of an update that counts as a rounding error of first moments in bfloat16
 
 
 class _Flat(NamedTuple):
@@ -44,7 +44,7 @@ def is_correctable(optimizer: Optimizer) -> bool:
 
 @dataclass
 class StepCounts:
-    """Read parameters' step counts from optimizers. Parameters without a name or with a density of 1 do not count."""
+    """Read step counts from optimizers, except for parameters outside of the model, or with a density of 1."""
 
     optimizers: Sequence[Optimizer]
     names: Mapping[Parameter, str]
@@ -86,7 +86,7 @@ class StepCounts:
             self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
     def _of(self, optimizer: Optimizer, among: Container[Parameter]) -> dict[Parameter, int]:
-        """Return step counts from a cache. Only a counter that other code has changed is read from a device."""
+        """Return step counts. Read a counter from its device only if the counter is new, or changed by other code."""
         known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
         held = ((each, state.get("step")) for each, state in states if each in among)
         counters = {each: counter for each, counter in held if counter is not None}
@@ -113,7 +113,7 @@ class AdamWarmUp:
 
     @property
     def length(self) -> WarmUp:
-        """Lengths of the warm-up. With a default ``warmup_steps``, the lengths do not change after the dense steps."""
+        """Lengths of the warm-up. Default lengths do not change after a parameter has ended the dense steps."""
         correction, ended = self.memory.correction, self.memory.warm_up
         return correction.warm_up(self.total_steps) if ended is None or correction.warmup_steps else ended
 
@@ -141,9 +141,9 @@ class MeanUpdates:
     def __init__(self, counts: StepCounts, memory: AdamMemory, warn: Callable[[], None]) -> None:
         self._counts = counts
         self._memory = memory
-        # mean gradients with their versions, and the first moments with the updates, until the step
+        # mean gradient, version of the gradient, and first moment with the update, from exchange to optimizer step
         self._stored: dict[Parameter, tuple[Tensor, int, Tensor]] = {}
-        self._changed_steps = 0  # number of optimizer steps and groups in which other code had changed mean gradients
+        self._changed_steps = 0  # number of param groups' steps before which other code had changed mean gradients
         self._warn: Optional[Callable[[], None]] = warn  # called once, if a change is no clipping
 
     def exchanged(self, parameters: Iterable[Parameter]) -> dict[Parameter, Tensor]:
@@ -152,7 +152,7 @@ class MeanUpdates:
         return {each: each.grad for each in parameters if each.grad is not None and names.get(each) in moments}
 
     def store(self, loss_scale: Optional[Tensor]) -> None:
-        """Convert mean gradients, multiplied by the loss scale ``[]`` if given, to updates after an exchange."""
+        """After an exchange, convert mean gradients to updates, and divide by the loss scale ``[]`` if given."""
         gradients = self.exchanged(self._counts.names)
         firsts = self.firsts(gradients)
         held = zip(gradients.items(), firsts)
@@ -176,8 +176,8 @@ class MeanUpdates:
     def prepare(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> None:
         """Prepare updates for the optimizer's step, which follows.
 
-        Gradients that other code has set after the exchange are converted now. Non-finite updates of gradients that
-        other code has changed become zero. Changes other than clipping cause a warning.
+        Gradients without a stored update are converted now. Changes of other gradients since the exchange have no
+        effect, except that non-finite updates become zero. Changes other than clipping cause a warning.
         """
         if late := {each: gradient for each, gradient in gradients.items() if each not in self._stored}:
             self._convert(late, self.firsts(late), scale)
@@ -198,24 +198,24 @@ class MeanUpdates:
             first.nan_to_num_(0.0, 0.0, 0.0)
 
     def _are_clipped(self, gradients: Mapping[Parameter, Tensor], scale: Optional[Tensor]) -> bool:
-        """Return whether gradients are only clipped or unscaled: no element is longer, of another sign, or zeroed."""
+        """Return whether gradients are only clipped or unscaled: no element has grown, changed sign, or become zero."""
         are_clipped = []
         for each, gradient in gradients.items():
             before = self._moments_of(each).first
             after = torch.empty_like(before)
             self._convert({each: gradient}, [after], scale)
             ratios = after / before
-            are_clipped.append((((ratios > 0) & (ratios < _ROUNDED)) | ratios.isnan()).all())  # 0 / 0 is NaN
+            are_clipped.append((((ratios > 0) & (ratios < _ROUNDED)) | ratios.isnan()).all())  # NaN from 0 / 0
         return bool(torch.stack(are_clipped).all())
 
     def drop(self) -> None:
-        """Set first moments with updates that no optimizer step has applied to zero."""
+        """Drop all updates that no optimizer step has applied: set the first moments to zero."""
         for *_, first in self._stored.values():
             first.zero_()
         self._stored = {}
 
     def remove_from(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Replace first moments in the state dictionary ``saved`` by zeros, between an exchange and the step."""
+        """Write zeros to the state dictionary ``saved`` in place of first moments that hold updates."""
         for group, numbers in zip(optimizer.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], numbers["params"]):
                 if parameter in self._stored and (state := saved["state"].get(number)):
@@ -255,7 +255,7 @@ class AdamSteps:
             for parameter, name, count in members:
                 second, known = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.moments.get(name)
                 if not count or second is None or known is None:
-                    continue  # also directly after a load, when no earlier tensor is recorded
+                    continue  # no tensor to compare, as before the first step or after a load
                 if known.second.data_ptr() != local_tensor(second).data_ptr():
                     self._memory.second_steps[name] = count
                     self._memory.refreshes.drop(name)
@@ -274,7 +274,7 @@ class AdamSteps:
         hyperparameters: dict[str, Hyperparameters] = {}
         warm_up = self.warm_up.length
         groups = list(self.counts.groups())
-        # If several optimizers have a parameter, each needs estimated moments, because any optimizer may step.
+        # A parameter in several optimizers is dense until each optimizer has made the warm-up steps: any may step next.
         whole = {
             name
             for *_, members in groups
