@@ -89,7 +89,7 @@ class MomentumMemory(ResidualMemory):
 
 
 def _add_momentum(rows: Sequence[Sequence[Any]], is_nesterov: bool) -> None:
-    """Write new momenta to the rows' velocities, and the sums of gradients, momenta and residuals to the gradients."""
+    """Write ``u`` of :class:`MomentumMemory` to the velocities, and ``v`` to the gradients."""
     for momenta, velocities, gradients, residuals, factors in in_batches(*zip(*rows)):
         torch._foreach_copy_(velocities, momenta)
         if is_nesterov:
@@ -107,6 +107,6 @@ def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> None:
     """Set the momentum of sent elements to zero, in place."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return
-    # A selected value is completely unsent if the message had no space for the value, or if the value was rounded to 0.
+    # Momentum stays if a selected value was not sent, because the message was full or the value was rounded to 0.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)

@@ -22,7 +22,7 @@ RATES = "learning_rate"
 # Kinds of state with only a few numbers per parameter, which are equal on all ranks.
 NUMBERS = frozenset({RATES, "refresh_due", "second_moment_step", "squared_norms", "warm_up"})
 _REFRESH = "refresh_gradient"  # kind of state: gradients that update Adam's second moment
-_RATE_RANGE = 10.0  # largest factor that rescales a residual; a larger residual would stay in the optimizer's momentum
+_RATE_RANGE = 10.0  # maximum factor of a rescaled residual, because momentum would repeat a huge gradient
 
 
 Renaming = Mapping[str, Optional[str]]  # new name by old parameter name; ``None`` for a removed parameter
@@ -135,8 +135,8 @@ class ResidualMemory(Memory):
 
     The residual takes 4 bytes per element, from a parameter's first gradient on. ``local_clip_norm`` limits the norm of
     this rank's gradient of the whole model. With ``rescale_on_lr_change`` the residual is multiplied by the last
-    learning rate divided by the current rate. Older gradients then act with their original rate. Each rate is first
-    raised to at least a tenth of the largest rate so far. A step with a rate of zero does not change the residual.
+    learning rate divided by the current rate. Older gradients then act with their original rate. In this division, a
+    rate counts as at least a tenth of the largest rate so far. A step with a rate of zero does not change the residual.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ResidualMemory(Memory):
         overwrite_accepted(residuals, accumulated, accepted)
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
-        """Store accepted learning rates. Return ``accepted``, but with false for parameters with a rate of zero."""
+        """Store learning rates of accepted parameters. Return ``accepted``, but false for a learning rate of zero."""
         if not self._new_rates:
             return accepted
         present = torch.stack([self._new_rates[name] for name in names])
@@ -232,7 +232,7 @@ def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
 
 
 def _unit_rates(rates: Tensor) -> Tensor:
-    """Return the larger of the last rate and a tenth of the largest rate. Columns of ``rates``: last, largest."""
+    """Return ``max(last, largest / 10)`` for each row ``[last, largest]`` of ``rates``."""
     return torch.maximum(rates[:, 0], rates[:, 1] / _RATE_RANGE)
 
 

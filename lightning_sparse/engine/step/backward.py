@@ -83,7 +83,7 @@ class ReducerContext(NamedTuple):
     among: Communicator  # ranks that average dense gradients and agree on the order
     overlaps_backward: bool  # whether buckets are sent during backward
     is_sharded: bool  # whether FSDP shards the model
-    begin: Callable[[bool], None]  # called before the first gradient, with true after prepare_for_backward()
+    begin: Callable[[bool], None]  # called before the first gradient; the argument is true after prepare_for_backward()
     end: Callable[[], None]  # called when all gradients are means
     packages: dict[tuple[str, ...], Package]  # buffers of the previous backward, by parameter names
     warm_up_dtype: Optional[torch.dtype]  # ``dense_dtype`` in Adam's warm-up
@@ -194,7 +194,7 @@ class Backward(ABC):
 
     @abstractmethod
     def _commit(self) -> Optional[Tensor]:
-        """Finish after all buckets, on the worker. Return usage flags by any rank, in the order of exchange."""
+        """Finish after all buckets, on the worker. Return whether any rank used each parameter, in order."""
 
     def _is_used(self, member: ParamEntry) -> bool:
         return member in self._used and member.parameter.grad is not None
@@ -269,8 +269,8 @@ class SparseBackward(Backward):
 
     @override
     def _closes(self, member: ParamEntry) -> bool:
-        # Without overlap, all gradients form one bucket. A selection across a bucket (OMGS) depends on the buckets, so
-        # the schedule ends these buckets without overlap, too.
+        # Without overlap, all gradients form one bucket. Exception: if a compressor selects across each bucket (OMGS),
+        # the selection depends on the buckets. The schedule then forms the same buckets with and without overlap.
         context, pipeline = self._context, self._context.pipeline
         overlaps = context.overlaps_backward and not pipeline.memory.clips_gradients
         has_buckets = overlaps or pipeline.compressor.selects_across_bucket

@@ -102,10 +102,10 @@ class ReducedGradients:
         """Parameters for which ``p.grad`` contains the mean of an earlier exchange of this optimizer step."""
         held = {each for each in self._copies if each.grad is not None}
         held |= {each for each, mean in self._means.items() if each.grad is mean}
-        return held & self.begun  # an unused parameter's gradient may contain an earlier step's mean
+        return held & self.begun  # an unused parameter may still hold the mean of an earlier step
 
     def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
-        """Remove earlier means from each ``p.grad``. Return means of ``parameters``; in a first exchange ``None``."""
+        """Remove earlier means from each ``p.grad``. Return means of ``parameters``; ``None`` in a first exchange."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
         for parameter, mean in means.items():
@@ -170,7 +170,7 @@ class SparseReducer(SharedOnCopy):
 
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange the gradients of the parameters in ``trained`` (by name) from the next backward on."""
-        self.reduced.unwatch()  # The next means may belong to other parameters.
+        self.reduced.unwatch()  # watch() then registers hooks on the new parameters.
         self.reduced.forget(self._hooked.keys() - set(trained.values()))
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
@@ -188,7 +188,7 @@ class SparseReducer(SharedOnCopy):
         self._order = ParamOrder(members, self._context.among.device)
 
     def send_dense(self, is_warm_up: bool) -> tuple[int, int]:
-        """Set the dtype of later dense gradients. Return a dense step's number of elements and bytes."""
+        """Set the dtype of dense messages, possibly narrower in Adam's warm-up. Return a step's elements and bytes."""
         self._context = self._context._replace(dense_dtype=self._context.warm_up_dtype if is_warm_up else None)
         dtype_of, members = self._context.dense_dtype_of, self._order.members
         nbytes = sum(each.numel * dtype_of(each.parameter.dtype).itemsize for each in members)
@@ -200,7 +200,7 @@ class SparseReducer(SharedOnCopy):
         return self._backward is not None
 
     def holds_own(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether a gradient in ``parameters`` was not exchanged, although the reducer is not paused."""
+        """Return whether a gradient in ``parameters`` was not exchanged; false while paused, or during an exchange."""
         if self.is_paused or self.is_open or not self._used:
             return False
         used = {each.parameter for each in self._order.members if each in self._used}
@@ -274,7 +274,7 @@ class SparseReducer(SharedOnCopy):
 
     def _open(self, is_announced: bool) -> Backward:
         self._context.begin(is_announced)
-        used = set(self._order.members) if self._context.is_sharded else self._used  # FSDP has reduced all gradients
+        used = set(self._order.members) if self._context.is_sharded else self._used  # FSDP: only p.grad shows the use
         if self.is_dense:
             self._backward = DenseBackward(self._context, self._order, used)
         else:
@@ -304,7 +304,7 @@ class SparseReducer(SharedOnCopy):
                 self.reduced.add_means([each.parameter for each in self._order.members], unused)
         self._used, self._backward = set(), None
         self._context.end()
-        if not backward.is_announced:  # The next backward may also begin without an announcement.
+        if not backward.is_announced:  # The next backward may start without a call of _attend(), too.
             self._attend()
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:
@@ -313,7 +313,7 @@ class SparseReducer(SharedOnCopy):
         backwards = members[::-1]
         if self._context.is_sharded:  # FSDP reduces a module's gradients at once, in no order
             return backwards
-        places = {each: place for place, each in enumerate(backward.marks)}  # includes parameters without an optimizer
+        places = {each: place for place, each in enumerate(backward.marks)}  # also parameters that are not exchanged
         order = sorted(backwards, key=lambda each: places.get(each, len(places)))
         own = torch.tensor([each.position for each in order]).to(among.device)
         rows = self._context.worker.run(lambda: among.all_gather(own))
@@ -321,7 +321,7 @@ class SparseReducer(SharedOnCopy):
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward is running on this thread. True inside a forward that a checkpoint recomputes."""
+    """Return whether a backward runs on this thread. True in forwards that activation checkpointing repeats."""
     return graph_number() > -1
 
 

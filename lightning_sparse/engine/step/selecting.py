@@ -134,7 +134,7 @@ class Part(NamedTuple):
     wire: WireFormat
     members: Sequence[LocalGradient]  # gradients of the parameters
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
-    counts: Sequence[float]  # elements to send per parameter; in a merged part, the total divided by size
+    counts: Sequence[float]  # elements to send per parameter; in a merged part, the total in proportion to size
     tensors: list[Tensor]  # gradient plus residual of each parameter
     laid: Sequence[Tensor] = ()  # the concatenated tensors, and a buffer for the mean; empty if not merged
 
@@ -198,7 +198,7 @@ class BucketSelector:
         densities: Sequence[float],
         dense: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
-        """Select the elements to send of flat gradients plus residuals. Dense parts come last.
+        """Select the elements of ``accumulated`` to send. Dense parts come last.
 
         Args:
             bucket: gradients. With ``selects_across_bucket``, no element of an unused parameter is sent.
@@ -231,7 +231,7 @@ class BucketSelector:
             self._used.add(wire)
             tensors = [accumulated[each] for each in positions]
             selection = chosen
-            if positions != few:  # if equal, the compressor's list is used without a copy
+            if positions != few:  # otherwise, ``chosen`` has exactly these selections
                 of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
                 selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
             members = [bucket[each] for each in positions]

@@ -12,9 +12,9 @@ At a density below 1, a rank exchanges a parameter's gradient ``g``, with the re
 
 **State between steps**: residuals, velocities and compressor states change only in commit. Adam's second moments change
 before the first bucket, and are equal on all ranks, as are a compressor's thresholds. Residuals and velocities differ
-between ranks. If any rank receives a non-finite value, commit changes no state, and the mean of this parameter is
-non-finite, as with DDP. With a loss scale, all means are then non-finite, so the scaler skips the step. If no rank used
-a parameter, neither its residual nor gradient changes.
+between ranks. If any value of a step is not finite, commit changes no state. The mean of a parameter with a non-finite
+value is non-finite, as with DDP. With a loss scale, all means are then non-finite, so the scaler skips the step. If no
+rank used a parameter, the residual and the gradient of the parameter do not change.
 
 **Dense parameters**: at density 1, or if a selection would need far more bytes, all elements of ``v`` are sent in a
 separate message. This requires a compressor with a ``dense_wire_format``.
@@ -25,10 +25,10 @@ separate message. This requires a compressor with a ``dense_wire_format``.
 
 - The first steps are dense, and the optimizer runs unchanged, until the second moment is estimated.
 - In all later steps, stage 1 replaces ``g`` by Adam's update
-  (:func:`~lightning_sparse.functional.adam.accumulate_updates`), and the residual accumulates updates. In the first of
-  these steps, the density falls. The first corrected step moves the first moment into the residual, also if the step is
-  not finite. Later, the first moment is zero, except that the first moment holds the mean update between an exchange
-  and the optimizer's step.
+  (:func:`~lightning_sparse.functional.adam.accumulate_updates`), and the residual accumulates updates. The density
+  falls over several steps from 1 to the target.
+- The first corrected step moves the first moment into the residual, even if the step is not finite. Later, the first
+  moment holds the mean update from an exchange to the optimizer's step, and otherwise zero.
 - At the start of every step, ranks average a few parameters' gradients of the previous step, in 16 bits. The means
   update the second moments of these parameters. The messages are sent during backward.
 - Stage 4 converts the mean update to an equivalent gradient, for code that reads gradients before the optimizer step.
@@ -102,7 +102,7 @@ class Pipeline:
         self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
-        self._shares: dict[str, LocalGradient] = {}  # this rank's parts of gradients, if measure_norm() ran
+        self._shares: dict[str, LocalGradient] = {}  # shares of gradients between measure_norm() and exchange()
         self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # whether refresh() has run in this step
 
@@ -179,7 +179,7 @@ class Pipeline:
         finite = torch.stack(checked).all()
         finite = self.levels.all_of(finite)  # Other ranks of the node checked other parts of gradients.
         self.memory.on_finite(finite)
-        # If any value is not finite, an infinite scale makes all gradients non-finite. No part is then applied.
+        # After a non-finite value, an infinite scale makes all gradients non-finite, so the scaler skips the step.
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)

@@ -60,7 +60,7 @@ class UnwrappedModule(Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_forward(self) -> None:
-        """Broadcast buffers from rank 0, as DDP does, except after a forward in ``no_sync`` or ``no_grad``."""
+        """Broadcast buffers from rank 0 as DDP does: not if the previous forward ran in ``no_sync`` or ``no_grad``."""
         if self.require_forward_param_sync and self.broadcast_buffers:
             broadcast_buffers(self.module)
         self.require_forward_param_sync = self.require_backward_grad_sync and torch.is_grad_enabled()
@@ -274,7 +274,7 @@ class HierarchicalTopology(DividedRanks):
         rows = gradients[0].new_empty(self.local_world_size, sum(numels) + padding, dtype=dtype)
         parts = yield Payload("all_to_all", cut_into(rows, [each.to(dtype) for each in gradients]))
         shares = mean_of_rows(parts, widened(dtype))
-        if shares.dtype is dtype:  # a view, which would hold all of ``parts``
+        if shares.dtype is dtype:  # a view of ``parts``, which would hold all rows in memory
             shares = shares.clone()
         self._averaged.append((gradients, shares, dtype))
         return list(shares[: sum(numels)].split(numels))
