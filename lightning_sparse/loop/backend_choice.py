@@ -16,10 +16,10 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import SharedOnCopy
 
 _MIN_GAIN = 0.02  # fraction of DDP's step time that compression has to save, because compression delays gradients
-_GAIN_OF_A_TENTH = 0.05  # added to the fraction for each factor of ten from the density to 1
-_TO_ERROR = 2 * 1.2533 * 1.4826  # ratio of a median's two standard errors to MAD / sqrt(n), for a normal distribution
+_GAIN_OF_A_TENTH = 0.05  # added to this fraction for each power of ten by which the density is below 1
+_TO_ERROR = 2 * 1.2533 * 1.4826  # two standard errors of a median, divided by MAD / sqrt(n), for a normal distribution
 _SETTLING_STEPS = 2  # untimed steps after a switch of backend
-_TIMED_STEPS = 6  # number of timed steps per backend in a turn, which times both
+_TIMED_STEPS = 6  # timed steps per backend in each turn; a turn times both backends
 _TURNS = 4  # turns of a comparison; with several turns, other load on the machine affects both backends
 _RECHECK_STEPS = 5000  # optimizer steps between two comparisons
 

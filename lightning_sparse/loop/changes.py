@@ -73,7 +73,7 @@ class TrainedParameters:
         present = list(map(id, optimizer_parameters))
         if present != self._handled:
             if self.has_others():
-                # torch.func.functional_call replaces parameters by plain tensors for a forward.
+                # Plain tensors do not count: torch.func.functional_call replaces parameters during a forward.
                 return all(isinstance(each, Parameter) for each in self._module.parameters())
             self._set_held(optimizer_parameters)
             if any(map(gt, self._are_exchanged, self._are_held)):
@@ -86,16 +86,16 @@ class TrainedParameters:
         return set(map(id, self._module.parameters())) != set(map(id, self.names))
 
     def known_in(self, present: "TrainedParameters") -> set[str]:
-        """Return names of tensors that are not new in ``present``: parameters in both, and all buffers of ``self``."""
+        """Return names in ``present`` of parameters that ``self`` has, too, and the names of buffers of ``self``."""
         return {present.names[each] for each in self.names if each in present.names} | self._buffers
 
     def lacks_any(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether a gradient in ``optimizer_parameters`` belongs to the model, but is not exchanged."""
+        """Return whether one of ``optimizer_parameters`` is in the model and has a gradient, but is not exchanged."""
         others = set(self._module.parameters()).difference(self.parameters.values())
         return any(each in others and each.requires_grad and each.grad is not None for each in optimizer_parameters)
 
     def renaming_to(self, present: "TrainedParameters") -> Renaming:
-        """Return, by earlier name, the name of each parameter in ``present``, or ``None`` for a removed parameter."""
+        """Map each name in ``self`` to the parameter's name in ``present``, or to ``None`` for a removed parameter."""
         return {name: present.names.get(each) for each, name in self.names.items()}
 
     def changes_to(self, present: "TrainedParameters") -> str:

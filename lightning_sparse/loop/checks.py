@@ -115,7 +115,7 @@ def check_bare(model: Module) -> None:
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
     if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
         raise ValueError(
-            f"{given} holds shards of {listed(cut)}, and plain loops and Fabric exchange dense models only: use"
+            f"{given} holds shards of {listed(cut)}, but plain loops and Fabric support no sharded models: use"
             " Trainer(strategy='sparse_hsdp'), or a model that is complete on each rank"
         )
     if any(map(is_lazy, named.values())):
@@ -181,10 +181,10 @@ def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
     name, given = type(optimizer).__name__, f"momentum={feedback.momentum!r}"
     if not isinstance(optimizer, SGD):
         raise ValueError(
-            f"{given} adds momentum before compression, so .grad holds SGD's velocities, and {name} needs gradients"
-            " instead: choose torch.optim.SGD; or torch.optim.AdamW for the whole model, with"
-            " optimizer_correction='auto'; or no momentum before compression: no MomentumCorrection callback, and"
-            " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
+            f"{given} adds momentum before compression. Then .grad holds SGD's velocities, but {name} needs gradients"
+            " instead: choose torch.optim.SGD, or torch.optim.AdamW for the whole model with"
+            " optimizer_correction='auto'. For no momentum before compression, omit the MomentumCorrection callback,"
+            " and set compressor=DGC(momentum=None) or SDAGC(momentum=None)"
         )
     for group in optimizer.param_groups:
         if group["dampening"]:

@@ -169,10 +169,10 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
             save_state(self.training.state(together=True), str(folder))
 
     def load_state(self, folder: Union[str, Path]) -> None:
-        """Load a folder of :meth:`save_state`. All ranks must call. With local steps, load model and optimizers before.
+        """Load a folder of :meth:`save_state`. All ranks must call. With local steps, load model and optimizers first.
 
-        The same number of ranks resumes bitwise identically. With another number of ranks (on two levels, also of ranks
-        per node), each rank resumes from the mean residual.
+        The same number of ranks resumes bitwise identically. If the number of ranks has changed, or with two levels the
+        number of ranks per node, each rank resumes from the mean residual.
 
         Raises:
             CheckpointError: for files that are missing, damaged, of another format, or of another model.
@@ -224,7 +224,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         if has_grad and is_training and not is_in_backward():  # a forward inside backward recomputes activations
             training.begin_batch()
             if isinstance(self._model, UnwrappedModule) and self._called is not self._model:
-                self._model.begin_forward()  # a wrapper that the user calls does this itself
+                self._model.begin_forward()  # otherwise, the wrapper's forward() does this
         elif not (has_grad or is_training):  # evaluation needs the shared model
             self._check_shared()
 
@@ -239,7 +239,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad and (is_training or reducer.allow_implicit_backward):
                 each.register_hook(on_backward_start)
-                # Until the first training-mode forward, users may train in evaluation mode, or call submodules only.
+                # Until the first forward in training mode, a backward needs no hook: users may call submodules only.
                 reducer.allow_implicit_backward &= not is_training
 
     def _check_shared(self, *save: Any) -> None:

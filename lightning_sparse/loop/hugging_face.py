@@ -23,7 +23,7 @@ class SparsifyCallback(TrainerCallback):
 
     Args:
         trainer: the Trainer that receives the callback.
-        resume_from: checkpoint folder from which ``train`` resumes. ``None`` for the folder in ``output_dir``.
+        resume_from: checkpoint folder from which ``train`` resumes. ``None`` for ``output_dir/checkpoint-<step>``.
         resume_compression: whether to load the compression state. ``False`` starts with empty residuals.
         **settings: arguments of :func:`~lightning_sparse.sparsify_gradients`.
 
@@ -68,7 +68,7 @@ class SparsifyCallback(TrainerCallback):
             folder = self._resume_from or self._folder(state)
             self._handle.load_state(Path(folder) / _NAME)
             if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
-                self._handle.synchronize()  # in the earlier run, the evaluation after this step ended a round
+                self._handle.synchronize()  # the earlier run evaluated after this step, which ended a round
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -34,7 +34,7 @@ def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], No
 
 
 def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
-    """Return the number of ranks per node if nodes average gradients first, else 1. ``nodes`` has each rank's node."""
+    """Return the number of ranks per node for two levels, or 1 for one level. ``nodes`` has the node of each rank."""
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     reason = None
     if len(set(nodes)) == 1:

@@ -40,8 +40,8 @@ class OptimizerView:
     """Read hyperparameters. If momentum is applied before compression, disable momentum in optimizer steps.
 
     Momentum amplifies weight decay by ``1 / (1 - momentum)``, so an update without momentum uses ``weight_decay /
-    (1 - momentum)``. Momentum and weight decay change only during the update, after the closure. Hooks and closures
-    read the user's values. If Adam is corrected, ``adam`` applies updates in place of the optimizers.
+    (1 - momentum)``. Param groups hold these values only during the update, so hooks and closures read the user's
+    values. If Adam is corrected, ``adam`` applies updates in place of the optimizers.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class OptimizerView:
     ) -> StepContext:
         """Return the :class:`StepContext` of the next exchange.
 
-        Parameters in ``begun`` were exchanged earlier in this step. ``.grad`` of parameters in ``continued`` still
-        holds the mean of this exchange.
+        Parameters in ``begun`` were exchanged earlier in this step. For parameters in ``continued``, ``.grad`` still
+        holds the mean of the earlier exchange.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
         return next_step._replace(hyperparameters={**self._hyperparameters(continued), **next_step.hyperparameters})
@@ -282,7 +282,7 @@ def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether torch's sharded checkpoints make this step. The step only creates optimizer states."""
+    """Return whether this step changes no weights. Sharded checkpoints of torch make such a step to create states."""
     if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
         return False
     gradients = (each.grad for each in optimizer_parameters(optimizer) if each.grad is not None)

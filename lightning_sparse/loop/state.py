@@ -40,7 +40,7 @@ class CheckpointError(RuntimeError):
 
 
 def collect_state(engine: Engine, together: bool = False) -> dict[str, Any]:
-    """Return the engine's state as tensors and numbers, without copies. If ``together``, all ranks must call this."""
+    """Return the engine's state, without copies. With ``together`` ranks communicate, so all ranks must call this."""
     return {"header": _header_of(engine), "layouts": _layouts_of(engine.module), **engine.state_dict(together)}
 
 

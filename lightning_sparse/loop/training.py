@@ -288,12 +288,12 @@ class Training:
         """Prepare for a backward that Lightning announces."""
         self.backwards += 1
         reducer = self.engine.reducer
-        # With accumulation, backwards of users' hooks exchange gradients only in the last batch of a step.
+        # Backwards in users' hooks, such as on_after_backward, exchange gradients only in the last batch of a step.
         reducer.allow_implicit_backward = self._is_implicit or bool(self.engine.wrapper.require_backward_grad_sync)
         reducer.prepare_for_backward()
 
     def set_inside(self, is_inside: bool) -> None:
-        """Set whether a backward that Lightning does not announce (manual optimization) may exchange gradients."""
+        """Set whether a backward without a call of :meth:`begin` may exchange gradients (manual optimization)."""
         self._is_implicit = self.engine.reducer.allow_implicit_backward = is_inside
 
     def _open(self, is_explicit: bool) -> None:
@@ -367,7 +367,7 @@ class Training:
         self.engine.end_step(self.optimizers.index(optimizer))
 
     def state(self, together: bool = False) -> dict[str, Any]:
-        """Return this rank's state, between two steps, without a copy. If ``together``, all ranks must call this."""
+        """Return this rank's state between two steps, without copies. With ``together``, all ranks must call this."""
         if together:
             self.engine.worker.drain()
         state = collect_state(self.engine, together)
@@ -380,7 +380,7 @@ class Training:
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load a state, and return descriptions of the parts that this training cannot use."""
         usable, unused = match_state(state, self.engine)
-        if self.engine.rounds is not None:  # a user may load inside ``with shared_model()``
+        if self.engine.rounds is not None:  # the user may load inside ``with shared_model()``, which this call ends
             self.engine.rounds.leave()
         stored = [usable["rounds"]["local"]] if "rounds" in usable else usable.get("memory", {}).values()
         exchanged = set(chain.from_iterable(stored))
