@@ -15,28 +15,26 @@ from typing import Any, Optional, Union
 from uuid import uuid4
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.engine.collectives import all_gather_object
 from lightning_sparse.loop.state import VERSION, act_together, check_version, exists, save_state
-from lightning_sparse.loop.training import Training, load_folder
-from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricDDPStrategy, ParallelStrategy
+from lightning_sparse.loop.training import Log, Training, load_folder
+from lightning_sparse.strategy.lightning import AsyncCheckpointIO
 
 PathLike = Union[str, Path]
 KEY = "lightning_sparse"
-_UNKNOWN = (ValueError, ImportError)  # errors of fsspec for protocols that only a custom CheckpointIO supports
 
 
 class Checkpointer:
     """Write, read and remove the folders of a strategy's checkpoints."""
 
-    def __init__(self, strategy: Union[ParallelStrategy, FabricDDPStrategy], resumes: bool) -> None:
+    def __init__(self, strategy: Any, resumes: bool, log: Log) -> None:
         # Path and entry ``KEY`` of the checkpoint that was read. The entry is None if restore() must not load states.
         self.loaded: Optional[tuple[str, Optional[Mapping[str, Any]]]] = None
-        self._strategy = strategy
-        self._resumes = resumes
-        self._written: dict[str, str] = {}  # id of the last save, by path of Lightning's file
-        self._removed: list[str] = []  # paths of removed files; at the next save, all nodes remove the files' folders
+        self._strategy, self._resumes, self._log = strategy, resumes, log
+        self._removed: list[str] = []  # folders of removed files; at the next save, all nodes remove these folders
+        self._outdated: set[str] = set()  # folders to remove when an asynchronous write has finished
 
     def save(
         self,
@@ -59,26 +57,20 @@ class Checkpointer:
             return
         # As with DDP, all ranks use rank 0's path, because a user's path may contain a rank number or the time.
         save, filepath, removed = self._strategy.broadcast((uuid4().hex, filepath, self._removed))
-        self._removed, path, is_first = [], str(filepath), self._strategy.local_rank == 0
-        for each in set(removed) - {path} if is_first else ():
-            _remove(_folder_of(each))
+        self._removed, folder = [], _folder_of(filepath)
         is_async = isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
         if is_async:  # the previous asynchronous write has to finish first
             act_together(self._strategy.checkpoint_io.teardown, "the last checkpoint was not written")
         header = {"version": VERSION, "save": save, "models": list(states)}
-        try:
-            for number, state in enumerate(states.values()):
-                save_state(state, f"{_folder_of(path)}/{save}/{number}")
-            act_together(partial(write_file, {**checkpoint, KEY: header}, filepath), f"{path} was not written")
-        except Exception:
-            if is_first and not is_async:  # an asynchronous write may still complete the file that names this folder
-                _remove(f"{_folder_of(path)}/{save}")
-            raise
-        last = self._written.get(path)
-        self._written[path] = save
-        if is_first and (last or not is_async):
-            for each in set(_saves_of(path)) - {save, last if is_async else save}:
-                _remove(f"{_folder_of(path)}/{each}")
+        for number, state in enumerate(states.values()):
+            save_state(state, f"{folder}/{save}/{number}")
+        act_together(partial(write_file, {**checkpoint, KEY: header}, filepath), f"{filepath} was not written")
+        if self._strategy.local_rank == 0:
+            earlier = {f"{folder}/{each}" for each in _saves_in(folder) if each != save}
+            # Until an asynchronous write has finished, the file names an earlier folder.
+            outdated, self._outdated = (self._outdated, earlier) if is_async else (earlier, set())
+            for each in {*removed, *outdated} - {folder}:
+                _remove(each)
 
     def remove(self, filepath: PathLike) -> None:
         """On rank 0, remove the folder of a removed file. All other nodes remove their folders at the next save.
@@ -86,8 +78,7 @@ class Checkpointer:
         Calls on other ranks do nothing, because ranks with different metrics would remove different checkpoints.
         """
         if self._strategy.is_global_zero:
-            self._written.pop(str(filepath), None)
-            self._removed.append(str(filepath))
+            self._removed.append(_folder_of(filepath))
             _remove(_folder_of(filepath))
 
     def note(self, checkpoint: Mapping[str, Any], filepath: PathLike) -> None:
@@ -127,14 +118,6 @@ class Checkpointer:
         if unused := load_folder(training, folder, path):
             self._log(f"unused parts of {path}: {'; '.join(unused)}.")
 
-    def _log(self, line: str) -> None:
-        rank_zero_info(f"{type(self._strategy).__name__}: {line}")
-
-    def close(self) -> None:
-        """Drop the records of files that were written or read."""
-        self._written.clear()
-        self.loaded = None
-
 
 def _folder_of(path: PathLike) -> str:
     folder, name = os.path.split(str(path))
@@ -142,8 +125,8 @@ def _folder_of(path: PathLike) -> str:
     return os.path.join(folder, name.replace("hpc_ckpt_", "hpc-ckpt-") + ".sparse")
 
 
-def _saves_of(path: PathLike) -> list[str]:
-    files, place = url_to_fs(_folder_of(path))
+def _saves_in(folder: str) -> list[str]:
+    files, place = url_to_fs(folder)
     with suppress(OSError):
         return [os.path.basename(str(each).rstrip("/")) for each in files.ls(place, detail=False)]
     return []
@@ -151,7 +134,8 @@ def _saves_of(path: PathLike) -> list[str]:
 
 def _remove(folder: str) -> None:
     try:
-        with suppress(FileNotFoundError, *_UNKNOWN):  # on a shared disk another rank may have removed the folder
+        # FileNotFoundError: another rank has removed the folder on a shared disk. Others: fsspec lacks the protocol.
+        with suppress(FileNotFoundError, ValueError, ImportError):
             files, place = url_to_fs(folder)
             files.rm(place, recursive=True)
     except OSError as error:  # a warning, because an error on one rank would block all other ranks

@@ -63,7 +63,7 @@ class SparseFabricStrategy(SparseBase, FabricDDPStrategy):
         self.settings = pop_settings(SparseFabricStrategy, compressor, density, given, *bases)
         refuse(missing_capabilities("in a plain loop or Fabric", self.settings))
         self._total_steps = total_steps
-        self._checkpointer = Checkpointer(self, resume_compression)
+        self._checkpointer = Checkpointer(self, resume_compression, self._log)
         self._handles: dict[Module, GradientSparsifier] = {}  # by wrapped model
         self._given = given
         super().__init__(**given)

@@ -1,11 +1,9 @@
 """A callback that sets the model to the shared model before users' callbacks for validation."""
 
-from contextlib import ExitStack
+from typing import Any
 
 from typing_extensions import override
 
-from lightning_sparse.engine.step.topology import UnwrappedModule, reshard
-from lightning_sparse.loop.training import Training
 from lightning_sparse.strategy.lightning import (
     Callback,
     LightningModule,
@@ -16,28 +14,18 @@ from lightning_sparse.strategy.lightning import (
 
 
 class FirstCallback(Callback):
-    """End the round of local steps at the start of validation and at the end of training, before users' callbacks."""
+    """Call the strategy at the start of a validation and at the end of training, before users' callbacks."""
 
-    def __init__(self, training: Training, bare: UnwrappedModule) -> None:
-        self._training, self._bare = training, bare
-        self._shown = ExitStack()
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        engine = self._training.engine
-        if not trainer.sanity_checking and engine.rounds is not None:
-            engine.rounds.synchronize()
-        self._bare.begin_forward()  # broadcasts buffers, as DDP does in the first forward
-        self._shown.enter_context(engine.replicas.shared_model())
-
-    def end_validation(self, module: LightningModule) -> None:
-        """Restore this rank's local model. Runs when all callbacks have handled the end of a validation."""
-        reshard(module)
-        self._shown.close()
+        self._strategy.begin_validation(trainer.sanity_checking)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._training.engine.replicas.synchronize()
+        self._strategy.replicas.synchronize()
 
 
 def check_ranks_apart(trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ from lightning_sparse.strategy.lightning import Callback, LightningModule, SIGTE
 class GracefulStop(Callback):
     """End or requeue all ranks after the same step, when one rank receives a signal.
 
-    Strategies add this callback for a fit, in place of Lightning's handlers. Lightning's handlers save and communicate
+    Strategies add this callback, in place of Lightning's handlers. Lightning's handlers save and communicate
     in the middle of a step. Since Lightning 2.6, all ranks also synchronize in every batch (Lightning's issue 21487).
     Here, the signal handler only sets a flag. The ranks compare flags every few seconds, after a step. To save and
     requeue, all ranks then call Lightning's handler.
@@ -23,34 +23,27 @@ class GracefulStop(Callback):
 
     SECONDS = 5.0  # approximate seconds between two comparisons of flags
 
-    def __init__(self) -> None:
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._received: set[int] = set()
-        self._replaced: dict[int, Any] = {}
         self._before: Any = signal.getsignal(signal.SIGTERM)  # the user's handler; Lightning sets handlers later
-        self._requeue_signal = 0  # number of SLURM's signal, or 0 to never requeue
 
-    def _register(self, trainer: Trainer) -> None:
-        environment = getattr(trainer.strategy, "cluster_environment", None)
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            self._requeue_signal = environment.requeue_signal or 0
-        if not self._replaced and threading.current_thread() is threading.main_thread():
-            for number in {signal.SIGTERM, self._requeue_signal or signal.SIGTERM}:
-                self._replaced[number] = signal.signal(number, self._receive)
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self._requeue_signal: Any = environment.requeue_signal if requeues else None  # SLURM's signal, or None
+        if threading.current_thread() is threading.main_thread():  # Lightning restores all handlers after the fit
+            signal.signal(signal.SIGTERM, self._receive)
+            if self._requeue_signal is not None:
+                self._requeue: Any = signal.signal(self._requeue_signal, self._receive)
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        self._step, self._next_step, self._began = trainer.global_step, trainer.global_step + 1, perf_counter()
 
     def _receive(self, number: int, frame: Optional[FrameType]) -> None:
         self._received.add(number)
         if number == signal.SIGTERM and callable(self._before):
             self._before(number, frame)
-
-    @override
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._register(trainer)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._register(trainer)
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        self._step, self._next_step, self._began = trainer.global_step, trainer.global_step + 1, perf_counter()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
@@ -61,7 +54,7 @@ class GracefulStop(Callback):
         self._step, self._next_step, self._began = step, step + max(1, round(self.SECONDS / seconds)), perf_counter()
         if requeues:
             self._received.discard(self._requeue_signal)
-            self._replaced[self._requeue_signal](self._requeue_signal, None)
+            self._requeue(self._requeue_signal, None)
         if ends:
             raise SIGTERMException
 
@@ -76,15 +69,3 @@ class GracefulStop(Callback):
         strategy: Any = trainer.strategy
         most = strategy.reduce(torch.tensor([*own, seconds], device=strategy.root_device), reduce_op="max")
         return list(most.tolist())
-
-    def close(self, trainer: Any) -> None:
-        """Restore the replaced signal handlers, also after an error."""
-        for number, handler in self._replaced.items():
-            signal.signal(number, handler)
-        trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        remove_callback(trainer, self)
-
-
-def remove_callback(trainer: Any, callback: Callback) -> None:
-    """Remove a callback from the Trainer's current list, which users or hyperparameter searches may have replaced."""
-    trainer.callbacks = [each for each in trainer.callbacks if each is not callback]

@@ -16,7 +16,7 @@ from typing_extensions import Unpack, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.replicas import sync_module_states
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.topology import UnwrappedModule
+from lightning_sparse.engine.step.topology import UnwrappedModule, reshard
 from lightning_sparse.engine.store import post_error
 from lightning_sparse.loop.arguments import DDPArguments, pop_settings, with_settings_signature
 from lightning_sparse.loop.checks import check_bare, check_model
@@ -27,13 +27,14 @@ from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
 from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
     HINT,
+    Callback,
     DDPStrategy,
     LightningModule,
     MisconfigurationException,
     ParallelStrategy,
     Trainer,
 )
-from lightning_sparse.strategy.stop import GracefulStop, remove_callback
+from lightning_sparse.strategy.stop import GracefulStop
 
 _MODEL = "model"  # name of the only model in a checkpoint
 
@@ -68,13 +69,12 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     _timeout: Optional[timedelta]
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
     _has_failed = False
-    _first: FirstCallback  # callback of the current training
-    _replaced: ExitStack  # restores the changed attributes and callbacks of the Trainer when closed
+    _shown: ExitStack  # swaps in the shared model during a validation
 
     def _set_up(self, settings: Settings, resumes: bool) -> None:
         self.settings = settings
-        self._checkpointer = Checkpointer(self, resumes)
-        self._replaced = ExitStack()
+        self._checkpointer = Checkpointer(self, resumes, self._log)
+        self._first, self._stop = FirstCallback(self), GracefulStop()
 
     @property
     def _module(self) -> LightningModule:
@@ -85,14 +85,13 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.engine is None:  # During a fit, the next training step handles new optimizers.
-            self._replaced.close()
             self._has_failed = False
+            self._shown = ExitStack()
             post_error(None)
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            users = [each for each in callbacks if each not in (self._first, self._stop)]
+            callbacks[:] = [self._first, *users, self._stop]
             self._start(trainer)
-            if self.world_size > 1:
-                stop = GracefulStop()
-                trainer.callbacks.append(stop)  # type: ignore[attr-defined]
-                self._replaced.callback(stop.close, trainer)
 
     def _start(self, trainer: Trainer) -> None:
         if self.settings.replicas_diverge:
@@ -101,12 +100,8 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         given = RuntimeOptions(self._timeout, scaler, self._node_ranks)
         # A single process compresses only if a compressed training resumes, because residuals would be lost otherwise.
         self._begin_training(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
-        if (training := self.training) is None:
-            return
-        training.set_inside(False)
-        self._first = FirstCallback(training, self._bare)
-        trainer.callbacks.insert(0, self._first)  # type: ignore[attr-defined]
-        self._replaced.callback(remove_callback, trainer, self._first)
+        if self.training is not None:
+            self.training.set_inside(False)
 
     @override
     def on_train_start(self) -> None:
@@ -162,11 +157,21 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         with training.steps.step_of(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
+    def begin_validation(self, is_sanity_check: bool) -> None:
+        """End the round of local steps, and swap in the shared model, before users' callbacks."""
+        if (engine := self.engine) is None:
+            return
+        if engine.rounds is not None and not is_sanity_check:
+            engine.rounds.synchronize()
+        self._bare.begin_forward()  # broadcasts buffers, as DDP does in the first forward
+        self._shown.enter_context(engine.replicas.shared_model())
+
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        if self.training is not None:
-            self._first.end_validation(self._module)
+        if self.training is not None:  # users' callbacks have handled the end of the validation
+            reshard(self._module)
+            self._shown.close()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -218,10 +223,9 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         rounds = None if self.engine is None else self.engine.rounds
         if rounds is not None and not (rounds.is_shared or self._has_failed):
             rounds.synchronize()  # If a resumed fit has no steps left, Lightning does not call on_train_end.
-        self._replaced.close()
         self._end_training(self._has_failed, keeps_state=True)
         super().teardown()
-        self._checkpointer.close()
+        self._checkpointer.loaded = None
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):

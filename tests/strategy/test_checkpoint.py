@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
@@ -96,7 +95,7 @@ def test_a_new_save_takes_the_place_of_the_old_one(pair, tmp_path, plugin):
     actions = {batch: partial(save, path) for batch in (2, 5, 8)}
     saved = fits(pair, partial(Saves, actions), DGC, plugins=[plugin()] if plugin else [])
     assert sorted(set(files_in(tmp_path))) == with_ranks("same.ckpt")
-    # An asynchronous plugin removes the second last file at the next save.
+    # After an asynchronous save, the file may name the last folder or the one before.
     assert len(list((tmp_path / "same.ckpt.sparse").iterdir())) == (1 if plugin in (None, Noting) else 2)
     assert_went_on(pair, path, saved, 9)
 
@@ -157,23 +156,20 @@ def fill_disk(rank, path, part):
                 save(path, model)
             except CheckpointError as error:
                 raised.append(f"{type(error).__name__}: {error}")
-        dist.barrier()
-        raised.append(files_in(Path(path).parent))
 
     batches = act(rank, {4: partial(save, path), 8: fail})
-    return raised[0], batches, raised[1]
+    return raised[0], batches
 
 
 @pytest.mark.parametrize(("part", "failing"), [("folder", 1), ("file", 0)])
 def test_a_full_disk_is_an_error_on_every_rank_and_spares_the_old_checkpoint(pair, tmp_path, part, failing):
     path = str(tmp_path / "full.ckpt")
     answers = pair.run(fill_disk, path, part)
-    for message, _, files in answers:
-        assert files == with_ranks("full.ckpt")
+    for message, _ in answers:
         assert message.startswith("CheckpointError")
         assert f"was not written: rank {failing} has failed with OSError" in message
         assert "No space left" in message
-    for resumed, (_, expected, _) in zip(fits(pair, Numbered, DGC, path), answers):
+    for resumed, (_, expected) in zip(fits(pair, Numbered, DGC, path), answers):
         assert_same(resumed.batches, expected[4:])
 
 

@@ -60,8 +60,6 @@ def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None
         else:
             fit()
     is_restored = [signal.getsignal(each) for each in numbers] == before
-    is_restored &= not any(isinstance(each, GracefulStop) for each in trainer.callbacks)
-    is_restored &= "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
     signal.signal(signal.SIGTERM, first)
     return ends, trainer.global_step, len(seen), is_restored
 
