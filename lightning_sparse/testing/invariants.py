@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Optional
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.requirements import takes_wire
-from lightning_sparse.engine.step.selecting import BucketSelector
 from lightning_sparse.engine.wire import WIRES
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.pool import Pool
@@ -120,23 +118,17 @@ def _invariant(cases: _Cases, is_promised: _Promise = lambda compressor: True) -
     return enter
 
 
-@_invariant([{}])
-def selections_are_valid(pool: Pool, compressor: Subject) -> None:
-    """Selected indices are distinct, ascending, inside the tensor, and as many as ``selection_size()`` announces."""
-    pool.run(balance, settings_of(compressor), 2)  # the run fails if `BucketSelector` receives invalid indices
-
-
-def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
-    """Train for ``steps`` steps. Return the result of :func:`booked_step` on this rank for each step."""
+def balance(rank: int, settings: dict[str, Any], steps: int, momentum: float = 0.0) -> list[dict[str, Tensors]]:
+    """Train for ``steps`` steps. For each, return the result of :func:`booked_step`, and the parameters afterwards."""
     torch.manual_seed(0)
     book = []
-    checked = mock.patch.object(BucketSelector, "checks_on_device", True)
-    with checked, sparse_ddp(Edges(), **settings) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=momentum)
         gradients = watch_gradients(ddp.module)
         for step in range(steps):
-            book.append(booked_step(ddp, engine, gradients, ddp(batch(rank, step))))
+            entry = booked_step(ddp, engine, gradients, ddp(batch(rank, step)))
             optimizer.step()
+            book.append({**entry, "parameters": parameters_of(ddp)})
     return book
 
 
@@ -209,19 +201,6 @@ def density_1_equals_ddp(pool: Pool, compressor: Subject, schedule: str, micro_b
     pool.run(train_both, settings, micro_batches)
 
 
-def train(rank: int, settings: dict[str, Any], steps: int) -> list[Tensors]:
-    """Train for ``steps`` steps. Return the parameters after every step."""
-    torch.manual_seed(0)
-    history = []
-    with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-        for step in range(steps):
-            backpropagate(ddp, engine, ddp(batch(rank, step)))
-            optimizer.step()
-            history.append(parameters_of(ddp))
-    return history
-
-
 @_invariant(_WIRES)
 def replicas_and_schedules_agree(pool: Pool, compressor: Subject, wire: str) -> None:
     """Replicas are bitwise identical after every step, and no schedule changes the parameters."""
@@ -239,7 +218,8 @@ def outcomes_of(
     pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
 ) -> list[list[list[Tensors]]]:
     """Return parameters by schedule, rank and step. With ``one_model``, assert equal parameters on all ranks."""
-    outcomes = [pool.run(train, {**settings, "schedule": each}, steps) for each in schedules]
+    books = [pool.run(balance, {**settings, "schedule": each}, steps, 0.9) for each in schedules]
+    outcomes = [[[entry["parameters"] for entry in book] for book in ranks] for ranks in books]
     for first, *others in outcomes if one_model else ():
         for history in others:
             assert_same(history, first)
@@ -300,19 +280,16 @@ def edges_of(dtype: torch.dtype) -> Tensors:
     return {edge: gradient.double().clamp(-limit, limit).to(dtype) for edge, gradient in EDGE_GRADIENTS.items()}
 
 
-def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange the same gradients on all ranks. Return each parameter's exchanged gradient and residual."""
-    gradients = moved(gradients, DEVICE)
-    with sparse_ddp(GivenGradients(gradients), **settings) as (ddp, engine):
-        backpropagate(ddp, engine, ddp(gradients))
-        residuals = residuals_like(engine, {f"weights.{name}": gradient for name, gradient in gradients.items()})
-        applied = {name: weight.grad.clone() for name, weight in ddp.module.weights.items()}
-        return {name: (applied[name], residuals[f"weights.{name}"]) for name in gradients}
-
-
-def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange each gradient in a separate model with a single parameter."""
-    return {name: exchange_given(rank, settings, {name: gradient})[name] for name, gradient in gradients.items()}
+def exchange_given(rank: int, settings: dict[str, Any], models: list[Tensors]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Exchange the same gradients of several models on all ranks. Return exchanged gradients and residuals by name."""
+    answers = dict[str, tuple[Tensor, Tensor]]()
+    for gradients in moved(models, DEVICE):
+        with sparse_ddp(GivenGradients(gradients), **settings) as (ddp, engine):
+            backpropagate(ddp, engine, ddp(gradients))
+            residuals = residuals_like(engine, dict(ddp.module.named_parameters()))
+            for name, weight in ddp.module.weights.items():
+                answers[name] = weight.grad.clone(), residuals[f"weights.{name}"]
+    return answers
 
 
 def assert_applied_and_kept(
@@ -337,14 +314,12 @@ def assert_applied_and_kept(
 @_invariant([{"wire": wire, "dtype": dtype} for wire, dtype in product(WIRES, _DTYPES)] + _WIRES)
 def edges_arrive(pool: Pool, compressor: Subject, wire: str, dtype: Optional[torch.dtype] = None) -> None:
     """Each of ``EDGE_GRADIENTS`` is applied or goes to the residual, alone in a model (no ``dtype``) or jointly."""
-    gradients, exchange, settings = edges_of(dtype or torch.float32), exchange_given, settings_of(compressor, wire=wire)
-    if dtype is None:  # a model for each gradient, because other gradients may change thresholds and partitions
-        exchange = exchange_one_by_one
-        few = ("one element", "fewer elements than ranks")
-        gradients = gradients if pool.ranks == 2 else {edge: gradients[edge] for edge in few}
-    else:  # a bucket for each gradient, because `selects_across_bucket` sends only a bucket's largest elements
-        settings["schedule"] = "layerwise"
-    assert_applied_and_kept(compressor, gradients, pool.run(exchange, settings, gradients))
+    gradients = edges_of(dtype or torch.float32)
+    # A model for each gradient, because other gradients may change thresholds and partitions.
+    models = [{edge: gradient} for edge, gradient in gradients.items()] if dtype is None else [gradients]
+    # A bucket for each gradient, because `selects_across_bucket` sends only a bucket's largest elements.
+    settings = settings_of(compressor, wire=wire, schedule="layerwise")
+    assert_applied_and_kept(compressor, gradients, pool.run(exchange_given, settings, models))
 
 
 @_invariant(_WIRES)
@@ -352,6 +327,6 @@ def zero_stays_zero(pool: Pool, compressor: Subject, wire: str) -> None:
     """An element that is zero on all ranks is zero after the exchange, and has no residual."""
     # Only 20 of 1000 elements are not zero, as in an embedding with few used rows. The density selects 50 elements.
     gradient = torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)])
-    for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), {"rows": gradient}):
+    for answer in pool.run(exchange_given, settings_of(compressor, wire=wire), [{"rows": gradient}]):
         for tensor in answer["rows"]:  # first the applied gradient, then the residual
             assert not tensor[gradient == 0].any(), f"a zero has become non-zero, {tensor}"

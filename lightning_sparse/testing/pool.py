@@ -107,12 +107,11 @@ def _receive(connection: Connection) -> Any:
     return torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
 
 
-def _answer(connection: Connection) -> tuple[Optional[str], Any]:
+def _answer(connection: Connection) -> Any:
     try:
-        answer: tuple[Optional[str], Any] = _receive(connection)
+        return _receive(connection)
     except EOFError:
         return "the process died", None
-    return answer
 
 
 def _serve(connection: Connection, rank: int, group: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional, Union
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.selecting import BucketSelector
 from lightning_sparse.testing.tensors import DEVICE
 
 Tensors = dict[str, Tensor]
@@ -44,7 +46,7 @@ def sparse_ddp(
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model in DDP with an engine, which exchanges the gradients until the context ends.
 
-    ``given`` has further settings of the engine.
+    ``given`` has further settings of the engine. Invalid selections raise an error, also on a GPU.
     """
     chosen = {"warmup_steps": 0, "optimizer_correction": None, **given}
     ddp = DistributedDataParallel(model.to(DEVICE))
@@ -52,7 +54,8 @@ def sparse_ddp(
         ddp, Settings.of(subject_of(compressor), density, **chosen), log=print, local_world_size=local_world_size
     )
     try:
-        yield ddp, engine
+        with mock.patch.object(BucketSelector, "checks_on_device", True):
+            yield ddp, engine
     finally:
         engine.close()
 
