@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_sparse.callbacks.base import (
@@ -15,29 +14,26 @@ from lightning_sparse.callbacks.base import (
     request_samples,
     step_of,
 )
-from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.compressors.base import checked_count, checked_density
 from lightning_sparse.compressors.density import DensityRule, Measurement, RuleContext
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 
 _KEY = "lightning_sparse_rules"
-_CHANGE = 1.25  # densities are logged again when a density has changed by this factor
 
 
 class AdaptiveDensity(StepObserver):
     """Set the density of each parameter by rules.
 
     A parameter gets the largest of the rules' densities and the user's density. The strategy's warm-up and
-    ``LAGS(adaptive_density=True)`` may raise this density. Checkpoints store the state of the rules. When a density has
-    changed by a quarter, all densities are logged as ``sparse_parameters/density/<parameter name>``, unless
-    ``CompressionMonitor(by_parameter=True)`` logs densities. Rank 0 logs a line when other rules raise densities.
+    ``LAGS(adaptive_density=True)`` may raise this density. Checkpoints store the state of the rules. Every
+    ``every_n_steps`` steps, all densities are logged as ``sparse_parameters/density/<parameter name>``.
 
     Args:
         rules: a list of :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`
             or your own :class:`~lightning_sparse.callbacks.DensityRule`.
         max_density: largest density that a rule or ``LAGS(adaptive_density=True)`` sets.
-        every_n_steps: optimizer steps between two measurements. A measurement reads all gradients and residuals.
+        every_n_steps: optimizer steps between two logs. If a rule measures, the step reads all gradients and residuals.
 
     Raises:
         ValueError: without a rule, or for an argument out of range. At the start of ``fit``, for a compressor
@@ -66,8 +62,6 @@ class AdaptiveDensity(StepObserver):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._targets, self._logged = dict[str, float](), dict[str, float]()
-            self._deciders: set[str] = set()
             for rule in self.rules:
                 rule.begin()
 
@@ -84,23 +78,24 @@ class AdaptiveDensity(StepObserver):
                 rule.load_state_dict(each["state"])
 
     @override
-    def observes(self, trainer: Trainer, step: int) -> bool:
-        return any(rule.measures for rule in self.rules) and super().observes(trainer, step)
-
-    @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        request_samples(engine)
+        if any(rule.measures for rule in self.rules):
+            request_samples(engine)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if (engine := engine_of(trainer)) is not None:
-            # Targets of frozen parameters remain, because a rule may return densities of frozen parameters.
-            self._targets = {**self._targets, **engine.target_densities()}
-            self._decide(trainer, engine)
+            context, minima = self._context(trainer, engine), dict[str, float]()
+            for rule in self.rules:
+                for name, density in rule.minimum_densities(context).items():
+                    minima[name] = max(minima.get(name, 0.0), density)
+            engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
 
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
+        densities = engine.present_densities().items()
+        log_scalars(trainer, {parameter_tag("density", name): density for name, density in densities}, step)
         if (samples := engine.recorder.last_samples) is None:
             return  # plain DDP exchanged the step, without measurements
         facts = facts_over_ranks(engine, samples)
@@ -112,27 +107,5 @@ class AdaptiveDensity(StepObserver):
                 rule.observe(Measurement(gradients, residuals, updates), self._context(trainer, engine))
 
     def _context(self, trainer: Trainer, engine: Engine) -> RuleContext:
-        present = engine.present_densities()
-        return RuleContext(step_of(trainer), trainer.current_epoch, self._targets, present, self.max_density)
-
-    def _decide(self, trainer: Trainer, engine: Engine) -> None:
-        context, minima, winners = self._context(trainer, engine), dict[str, float](), dict[str, str]()
-        for rule in self.rules:
-            for name, density in rule.minimum_densities(context).items():
-                bounded = min(density, self.max_density)
-                if bounded > max(minima.get(name, 0.0), self._targets[name]):
-                    minima[name], winners[name] = bounded, type(rule).__name__
-        engine.densities.ceiling, engine.densities.ruled = self.max_density, minima
-        present, logged = engine.present_densities(), {**self._targets, **self._logged}
-        if all(1 / _CHANGE < density / logged[name] < _CHANGE for name, density in present.items()):
-            return
-        self._logged = present
-        if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
-            scalars = {parameter_tag("density", name): density for name, density in present.items()}
-            log_scalars(trainer, scalars, context.step)
-        # If the strategy's warm-up or plan sets a larger density than the rules, no rule decides.
-        deciders = {winner for name, winner in winners.items() if minima[name] >= present.get(name, 2.0)}
-        if deciders != self._deciders:
-            self._deciders, names = deciders, " and ".join(sorted(deciders)) or "no rule"
-            densities = f"densities up to {max(present.values()):.2g}, set by {names}"
-            rank_zero_info(f"AdaptiveDensity: step {context.step}: {densities}")
+        asked, present = engine.target_densities(), engine.present_densities()
+        return RuleContext(step_of(trainer), trainer.current_epoch, asked, present, self.max_density)

@@ -1,17 +1,16 @@
-import re
 from functools import partial
 
 import pytest
 import torch
 from pytorch_lightning import Callback
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, DensityRule, ErrorBudget, Warmup
+from lightning_sparse.callbacks import AdaptiveDensity, DensityRule, ErrorBudget, Warmup
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine.observe import ParameterSamples
 from lightning_sparse.testing.tensors import differences
-from tests.helpers.loggers import events_of, rows_of
+from tests.helpers.loggers import rows_of
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import Adversaries, Small, WithAdam, make_trainer, run_fit, weights
 
@@ -132,41 +131,15 @@ def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair, max_d
     assert first.planned <= max_density
 
 
-def fit_logged(rank, directory, logger_class, monitored):
-    callbacks = [AdaptiveDensity([ByEpoch(0.5)])]
-    if monitored:
-        callbacks.append(CompressionMonitor(by_parameter=True))
-    arguments = {"logger": logger_class(directory, name="", version=""), "log_every_n_steps": 4}
-    run_fit(rank, SparseDDPStrategy(density=0.02), callbacks=callbacks, max_epochs=2, **arguments)
+def fit_logged(rank, directory):
+    callbacks, logger = [AdaptiveDensity([ByEpoch(0.5)])], CSVLogger(directory, name="", version="")
+    run_fit(rank, SparseDDPStrategy(density=0.02), callbacks=callbacks, max_epochs=2, logger=logger)
 
 
-def test_changes_are_logged_when_they_happen(pair, tmp_path):
-    pair.run(fit_logged, str(tmp_path), CSVLogger, False)
+def test_densities_are_logged_at_every_observed_step(pair, tmp_path):
+    pair.run(fit_logged, str(tmp_path))
     tag = f"sparse_parameters/density/{WEIGHT}"
-    assert {int(row["step"]): float(row[tag]) for row in rows_of(tmp_path, tag)} == {0: 0.5, 16: 0.02}
-
-
-def test_densities_are_logged_once_beside_the_monitor(pair, tmp_path):
-    pair.run(fit_logged, str(tmp_path), TensorBoardLogger, True)
-    events = events_of(tmp_path)
-    # The monitor logs the measured value under the same name, at its own steps.
-    steps = [event.step for event in events.Scalars(f"sparse_parameters/density/{WEIGHT}")]
-    assert steps == list(range(3, 32, 4))
-
-
-def lines_of(rank, rules):
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.callbacks.adaptive_density.rank_zero_info", lines.append)
-        strategy = SparseDDPStrategy(density=0.02, schedule="single")
-        run_fit(rank, strategy, callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=3)
-    return lines
-
-
-def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
-    (first, last), _ = pair.run(lines_of, [Warmup(30)])
-    assert first == "AdaptiveDensity: step 0: densities up to 0.88, set by Warmup"
-    assert re.fullmatch(r"AdaptiveDensity: step \d+: densities up to 0.02\d*, set by .*", last)
+    assert {int(row["step"]): float(row[tag]) for row in rows_of(tmp_path, tag)} == {9: 0.5, 19: 0.02, 29: 0.02}
 
 
 class Saving(Callback):

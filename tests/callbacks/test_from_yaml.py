@@ -1,3 +1,5 @@
+import re
+
 from tests.helpers.commands import COMMAND, MODEL, begin
 
 CONFIG = """
@@ -31,5 +33,5 @@ def test_rules_are_built_from_yaml(pair, tmp_path):
     config.write_text(CONFIG.format(root=tmp_path))
     said, _ = pair.run(begin, COMMAND, ("fit", MODEL, f"--config={config}"), str(tmp_path))
     assert "momentum before selection: optimizer" in said
-    for step, density in ((0, "0.2"), (2, "0.01")):  # first and last step of the rule
-        assert f"AdaptiveDensity: step {step}: densities up to {density}, set by " in said
+    # Without the rules, the ratio is larger, because the rules raise the density in the first two of four steps.
+    assert float(re.search(r"compression ratio ([\d.]+)", said)[1]) < 10
