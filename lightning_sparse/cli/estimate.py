@@ -19,7 +19,7 @@ PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over parameters that compression
 BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
-_SELECTIONS = 7  # owners send a rank the bytes of 7 selections; exchange="auto" uses owners from about 15 ranks on
+_OWNED, _OWNERS_FROM = 7, 15  # owners send a rank the bytes of 7 selections; "auto" uses owners from 15 ranks on
 _LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # local steps per round; local steps per step of DDP, for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -58,7 +58,8 @@ class Estimate(NamedTuple):
             hidden: share of the computation during which an exchange can run.
         """
         dense = dense_bytes(self.parameters, self.world_size)
-        received = min(self.world_size - 1, _SELECTIONS) * self.parameters
+        selections = self.world_size - 1 if self.world_size < _OWNERS_FROM else _OWNED
+        received = selections * self.parameters
         sent = {"ddp": dense, "bf16 hook": dense / 2, "sparse_lags": _SELECTED * received}
         exposed = {way: max(0.0, self.network(nbytes) - hidden * self.compute) for way, nbytes in sent.items()}
         steps = {way: self.compute + seconds for way, seconds in exposed.items()}
