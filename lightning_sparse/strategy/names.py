@@ -46,11 +46,7 @@ _OWN = (
         {"compressor": "topk", "density": 1 / 64, "wire": "2bit", "local_steps": LocalSteps(30, residual_decay=0.95)},
     ),
 )
-SHARDED = System(
-    "sparse_hsdp",
-    "Shard the model inside each node with FSDP2, and send the largest gradient elements between nodes.",
-    {"compressor": "lags"},
-)
+_SHARDED = "Shard the model inside each node with FSDP2, and send the largest gradient elements between nodes."
 
 
 def systems() -> list[System]:
@@ -62,10 +58,9 @@ def register_names() -> None:
     """Register all strategy names with Lightning, for the Trainer and for Fabric."""
     _register(systems())
     # Lightning does not start sharded strategies by spawn or fork, so the name has no suffixes.
-    name, description, arguments = SHARDED
-    StrategyRegistry.register(name, SparseModelParallelStrategy, description, override=True, **arguments)
-    gone = partial(refuse_removed, f"strategy={name!r} of Fabric", "SparseFabricModelParallelStrategy")
-    STRATEGY_REGISTRY.register(name, gone, override=True)
+    StrategyRegistry.register("sparse_hsdp", SparseModelParallelStrategy, _SHARDED, override=True)
+    gone = partial(refuse_removed, "strategy='sparse_hsdp' of Fabric", "SparseFabricModelParallelStrategy")
+    STRATEGY_REGISTRY.register("sparse_hsdp", gone, override=True)
     muloco = partial(refuse_removed, "strategy='sparse_muloco'", "sparse_muloco")
     for registry, whole in _REGISTRIES:
         # If a configuration gives only a class path, Lightning looks up the lower-case path as a strategy name.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Optional, Union
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
@@ -76,8 +76,15 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()
-        self._whole_mesh = _set_up_mesh(self, *self._sizes)
-        self._module._device_mesh = self._device_mesh
+        ModelParallelStrategy._setup_distributed(self)
+        replicas, shards = self._sizes
+        replicas = self.num_nodes if replicas == NODES else int(replicas)
+        shards = self.world_size // replicas if shards == AUTO else int(shards)
+        if replicas * shards != self.world_size:
+            sizes = f"replicas={replicas} times data_parallel_size={shards}"
+            raise ValueError(f"{sizes} must be the number of ranks, {self.world_size}")
+        self._whole_mesh = init_device_mesh(self.root_device.type, (replicas, shards, 1), mesh_dim_names=_MESH)
+        self._device_mesh = self._module._device_mesh = self._whole_mesh[_MESH[1:]]  # one replica
 
     @property
     @override
@@ -100,7 +107,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         self._bare = ShardedModel(module)
         replicas, self._node_ranks, _ = self._whole_mesh.shape
         if replicas == 1:
-            self._log(_ONE_REPLICA)
+            self._log("the model has one replica, so nothing is exchanged, as with ModelParallelStrategy.")
         else:
             super()._start(trainer)
 
@@ -108,22 +115,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def on_train_start(self) -> None:
         self._restore()
         super().on_train_start()
-
-
-_ONE_REPLICA = "the model has one replica, so nothing is exchanged: the training equals ModelParallelStrategy."
-
-
-def _set_up_mesh(strategy: Any, replicas: Union[str, int], shards: Union[str, int]) -> DeviceMesh:
-    """Start the process group, set the strategy's mesh to one replica, and return the mesh of all replicas."""
-    strategy._setup_distributed()
-    world = strategy.world_size
-    replicas = strategy.num_nodes if replicas == NODES else int(replicas)
-    shards = world // replicas if shards == AUTO else int(shards)
-    if replicas * shards != world:
-        raise ValueError(f"replicas={replicas} times data_parallel_size={shards} must be the number of ranks, {world}")
-    mesh = init_device_mesh(strategy.root_device.type, (replicas, shards, 1), mesh_dim_names=_MESH)
-    strategy._device_mesh = mesh[_MESH[1:]]
-    return mesh
 
 
 def _of_shards(settings: Settings, given: Mapping[str, Any], replicas: Any, shards: Any) -> Iterator[str]:
