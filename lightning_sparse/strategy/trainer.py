@@ -24,14 +24,16 @@ from lightning_sparse.loop.levels import agreed_ranks_of_node
 from lightning_sparse.loop.summary import describe
 from lightning_sparse.loop.training import RuntimeOptions, Session
 from lightning_sparse.strategy.checkpoint import Checkpointer, PathLike
-from lightning_sparse.strategy.first_callback import FirstCallback, check_ranks_apart
 from lightning_sparse.strategy.lightning import (
     HINT,
     Callback,
     DDPStrategy,
+    LambdaCallback,
     LightningModule,
     MisconfigurationException,
+    ModelPruning,
     ParallelStrategy,
+    StochasticWeightAveraging,
     Trainer,
 )
 from lightning_sparse.strategy.stop import GracefulStop
@@ -74,7 +76,9 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
     def _set_up(self, settings: Settings, resumes: bool) -> None:
         self.settings = settings
         self._checkpointer = Checkpointer(self, resumes, self._log)
-        self._first, self._stop = FirstCallback(self), GracefulStop()
+        # Lightning calls a strategy's own hooks of these events after users' callbacks.
+        self._first = LambdaCallback(on_validation_start=self._begin_validation, on_train_end=self._synchronize)
+        self._stop = GracefulStop()
 
     @property
     def _module(self) -> LightningModule:
@@ -95,7 +99,7 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
 
     def _start(self, trainer: Trainer) -> None:
         if self.settings.replicas_diverge:
-            check_ranks_apart(trainer)
+            _check_ranks_apart(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
         given = RuntimeOptions(self._timeout, scaler, self._node_ranks)
         # A single process compresses only if a compressed training resumes, because residuals would be lost otherwise.
@@ -157,11 +161,10 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
         with training.steps.step_of(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
-    def begin_validation(self, is_sanity_check: bool) -> None:
-        """End the round of local steps, and swap in the shared model, before users' callbacks."""
+    def _begin_validation(self, trainer: Trainer, module: LightningModule) -> None:
         if (engine := self.engine) is None:
             return
-        if engine.rounds is not None and not is_sanity_check:
+        if engine.rounds is not None and not trainer.sanity_checking:
             engine.rounds.synchronize()
         self._bare.begin_forward()  # broadcasts buffers, as DDP does in the first forward
         self._shown.enter_context(engine.replicas.shared_model())
@@ -180,6 +183,9 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
             if self.settings.local_steps is None:
                 return state
             return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
+
+    def _synchronize(self, trainer: Trainer, module: LightningModule) -> None:
+        self.replicas.synchronize()
 
     @override
     def on_train_end(self) -> None:
@@ -293,3 +299,20 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     except MisconfigurationException:  # ``accumulate_grad_batches`` changes during training
         return None
     return None if total == float("inf") or total < 0 else int(total)  # -1 if a data loader has no length
+
+
+def _check_ranks_apart(trainer: Trainer) -> None:
+    """Raise an error if ``val_check_interval`` is a time or a callback changes weights. Call this if models diverge."""
+    # If the interval is a time, Lightning does not set the attribute to a number.
+    if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):
+        raise ValueError(
+            "val_check_interval is a time, and clocks differ between ranks. A validation averages the replicas, so all"
+            " ranks must validate after the same step. Set a number of batches or a fraction of an epoch, such as"
+            " val_check_interval=0.5."
+        )
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(each, (ModelPruning, StochasticWeightAveraging)):
+            raise ValueError(
+                f"{type(each).__name__} changes weights of each rank's local model, and local models differ"
+                " between ranks. Exchange gradients in every step (strategy='sparse_lags')."
+            )
