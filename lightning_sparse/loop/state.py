@@ -26,7 +26,7 @@ from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kind
 from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.functional.elements import as_dtensor, local_tensor, local_tensors
 
-VERSION = 8  # format version of states and checkpoints
+VERSION = 9  # format version of states and checkpoints
 HINT = (
     "To continue without the state, set resume_compression=False (Trainer, Fabric, Hugging Face), or do not call"
     " load_state. Weights and optimizers load as usual."
