@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.memory.residual import ResidualMemory
+from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Clock
 
 _NAME = "parameter"
@@ -58,7 +58,7 @@ INPUTS: dict[str, Callable[[int, torch.device], Tensor]] = {"normal": normal, "e
 
 def repeat(gradient: Tensor, count: int) -> Iterator[Times]:
     """Measure step after step with the same gradient and the residual that builds up."""
-    memory, clock = ResidualMemory(), Clock(gradient.device)
+    memory, clock = Memory(), Clock(gradient.device)
     working = torch.empty_like(gradient)
     accepted = torch.ones(1, dtype=torch.bool, device=gradient.device)
     while True:

@@ -16,7 +16,7 @@ from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
-from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
+from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
 from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.step.topology import FlatTopology
@@ -267,20 +267,19 @@ class Settings:
         return build_wires(own.wire_format, dense_format, self.wire, rank, world_size, self.exchange, self.wire_bits)
 
     def memory_for(self, gradient_dtypes: set[torch.dtype], levels: FlatTopology) -> Memory:
-        """Build the memory of residuals, or a no-op memory if all gradients are sent exactly or without a residual."""
-        wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
+        """Build the memory of residuals, which stores nothing if gradients are sent exactly or without residuals."""
         feedback = self.feedback
-        if not feedback.keeps_residual:
-            return Memory()
         if self.adam is not None:
             return AdamMemory(levels, self.adam, feedback.rescale_on_lr_change)
-        if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
-            return Memory()
+        wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
+        is_exact = self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback()
+        if is_exact or not feedback.keeps_residual:
+            return Memory(decay=0.0)
         # The norm of the mean of n independent gradients is about one gradient's norm divided by the root of n.
         ratio = math.sqrt(levels.inter.world_size)
         local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / ratio
         if feedback.momentum is None:
-            return ResidualMemory(local_clip_norm, feedback.rescale_on_lr_change, feedback.decay)
+            return Memory(local_clip_norm, feedback.rescale_on_lr_change, feedback.decay)
         is_unknown = feedback.momentum == FROM_OPTIMIZER
         without_optimizer = Hyperparameters(0.0, 0.0 if is_unknown else float(feedback.momentum), feedback.nesterov)
         return MomentumMemory(

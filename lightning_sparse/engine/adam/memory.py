@@ -13,9 +13,9 @@ from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.moments import AdamMoments, Refreshes
 from lightning_sparse.engine.memory.residual import (
     Hyperparameters,
+    Memory,
     MemoryState,
     Renaming,
-    ResidualMemory,
     cloned,
     in_widened,
     rename_in,
@@ -69,7 +69,7 @@ class DenseNorms:
             second.mul_(ratio)
 
 
-class AdamMemory(ResidualMemory):
+class AdamMemory(Memory):
     """Accumulate updates of Adam for parameters with ``Hyperparameters.adam``, and gradients for all other parameters.
 
     Args:

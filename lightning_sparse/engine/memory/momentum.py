@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.memory.residual import (
     Hyperparameters,
+    Memory,
     MemoryState,
-    ResidualMemory,
     cloned,
     overwrite_accepted,
     state_like,
@@ -24,7 +24,7 @@ from lightning_sparse.engine.memory.residual import (
 from lightning_sparse.functional.elements import in_batches
 
 
-class MomentumMemory(ResidualMemory):
+class MomentumMemory(Memory):
     """Apply momentum ``m`` to each gradient ``g``, and add the momentum buffer ``u`` to the residual ``v``.
 
     Each step computes ``u = m u + g``, then ``v = v + u``. With Nesterov momentum, ``u = m (u + g)``, then

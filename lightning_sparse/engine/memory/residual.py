@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection, overwrite, scatter
 
@@ -61,17 +60,40 @@ class Hyperparameters(NamedTuple):
 
 
 class Memory:
-    """Add stored values to gradients before selection, and store unsent values. This base class stores nothing."""
+    """Error feedback: add the unsent residual, multiplied by ``decay`` (SparseLoCo), to the next gradient.
+
+    The residual takes 4 bytes per element, from a parameter's first gradient on. With a ``decay`` of 0, the memory
+    stores nothing. ``local_clip_norm`` limits the norm of this rank's gradient of the whole model. With
+    ``rescale_on_lr_change`` the residual is multiplied by the last learning rate divided by the current rate. Older
+    gradients then act with their original rate. In this division, a rate counts as at least a tenth of the largest rate
+    so far. A step with a rate of zero does not change the residual.
+    """
 
     corrects_adam: bool = False  # whether the residual holds updates of Adam or AdamW, not gradients
-    clips_gradients: bool = False  # whether the memory needs the norm of all gradients before the first bucket
     is_watched: bool = False  # whether to record :meth:`update_norms`; set this before a step
+
+    def __init__(
+        self, local_clip_norm: Optional[float] = None, rescale_on_lr_change: bool = False, decay: float = 1.0
+    ) -> None:
+        # whether the memory needs the norm of all gradients before the first bucket
+        self.clips_gradients = local_clip_norm is not None
+        self._local_clip_norm = local_clip_norm
+        self._clip_factor: Optional[Tensor] = None
+        self._rescales = rescale_on_lr_change
+        self._decay = decay
+        self._residuals: dict[str, Tensor] = {}
+        self._rates: dict[str, Tensor] = {}  # ``[2]``: last learning rate, and largest rate so far
+        self._new_rates: dict[str, Tensor] = {}
 
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
         """Return flat gradients plus residuals in fp32 or wider. Inputs in fp32 or wider are changed in place."""
-        return in_widened(gradients)
+        accumulated = in_widened(gradients)
+        if self._clip_factor is not None:
+            torch._foreach_mul_(accumulated, self._clip_factor)
+        self._accumulate(names, accumulated, hyperparameters)
+        return accumulated
 
     def update_residual(
         self, names: Sequence[str], accumulated: list[Tensor], kept: Sequence[Selection], accepted: Tensor
@@ -85,6 +107,11 @@ class Memory:
             accepted: a flag per parameter, bool ``[len(names)]``, or one flag for all, ``[]``. If the flag is false,
                 the state of the parameter does not change.
         """
+        if self._decay:
+            accepted = self._accept_rates(names, accepted)
+            residuals = state_like(self._residuals, names, accumulated)
+            overwrite(accumulated, kept)
+            overwrite_accepted(residuals, accumulated, accepted)
 
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
         """Overwrite flat gradients with means over ranks. Means of Adam's updates are converted to gradients."""
@@ -101,6 +128,9 @@ class Memory:
 
     def set_norm(self, norm: Tensor) -> None:
         """Receive the norm of all gradients of this rank, fp32 ``[]``, before the first bucket of a step."""
+        assert self._local_clip_norm is not None
+        # The factor is 0 for an infinite norm, and NaN for NaN. A non-finite element times either factor is NaN.
+        self._clip_factor = (self._local_clip_norm / norm).clamp(max=1.0)
 
     def restore_gradients(self) -> None:
         """Convert stored updates of Adam back to gradients, before steps of plain DDP."""
@@ -119,58 +149,18 @@ class Memory:
 
     def state_dict(self) -> MemoryState:
         """Return the state without copies. ``"residual"`` has unsent gradients, ``"update"`` unsent Adam updates."""
-        return {}
+        state = {"residual": dict(self._residuals)} if self._decay else {}
+        return {**state, RATES: dict(self._rates)} if self._rates else state
 
     def load_state_dict(self, state: MemoryState) -> None:
         """Replace the state by a copy of ``state``."""
-        if state:
-            raise ValueError(
-                f"the saved state has {' and '.join(state)}, but this exchange has no residual. Load the state with the"
-                " compressor and the wire that saved the state."
-            )
-
-
-class ResidualMemory(Memory):
-    """Error feedback: add the unsent residual, multiplied by ``decay`` (SparseLoCo), to the next gradient.
-
-    The residual takes 4 bytes per element, from a parameter's first gradient on. ``local_clip_norm`` limits the norm of
-    this rank's gradient of the whole model. With ``rescale_on_lr_change`` the residual is multiplied by the last
-    learning rate divided by the current rate. Older gradients then act with their original rate. In this division, a
-    rate counts as at least a tenth of the largest rate so far. A step with a rate of zero does not change the residual.
-    """
-
-    def __init__(
-        self, local_clip_norm: Optional[float] = None, rescale_on_lr_change: bool = False, decay: float = 1.0
-    ) -> None:
-        self.clips_gradients = local_clip_norm is not None
-        self._local_clip_norm = local_clip_norm
-        self._clip_factor: Optional[Tensor] = None
-        self._follows_learning_rate = rescale_on_lr_change
-        self._decay = decay
-        self._residuals: dict[str, Tensor] = {}
-        self._rates: dict[str, Tensor] = {}  # ``[2]``: last learning rate, and largest rate so far
-        self._new_rates: dict[str, Tensor] = {}
-
-    @override
-    def compensate(
-        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
-    ) -> list[Tensor]:
-        accumulated = in_widened(gradients)
-        if self._clip_factor is not None:
-            torch._foreach_mul_(accumulated, self._clip_factor)
-        self._accumulate(names, accumulated, hyperparameters)
-        return accumulated
-
-    @override
-    def set_norm(self, norm: Tensor) -> None:
-        assert self._local_clip_norm is not None
-        # The factor is 0 for an infinite norm, and NaN for NaN. A non-finite element times either factor is NaN.
-        self._clip_factor = (self._local_clip_norm / norm).clamp(max=1.0)
+        self._residuals = cloned(state.get("residual", {}))
+        self._rates = cloned(state.get(RATES, {}))
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        if names:
+        if names and self._decay:
             torch._foreach_add_(gradients, self._waiting(names, gradients, hyperparameters), alpha=self._decay)
 
     def _waiting(
@@ -178,7 +168,7 @@ class ResidualMemory(Memory):
     ) -> list[Tensor]:
         """Return the residuals, rescaled to the present learning rate."""
         residuals = state_like(self._residuals, names, gradients)
-        if not (self._follows_learning_rate and hyperparameters):
+        if not (self._rescales and hyperparameters):
             return residuals
         ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
         if ratios.device.type != "cpu":
@@ -193,15 +183,6 @@ class ResidualMemory(Memory):
         ratios = _unit_rates(last) / _unit_rates(new)
         return torch.where(torch.minimum(last[:, 0], present) > 0, ratios, 1.0)
 
-    @override
-    def update_residual(
-        self, names: Sequence[str], accumulated: list[Tensor], kept: Sequence[Selection], accepted: Tensor
-    ) -> None:
-        accepted = self._accept_rates(names, accepted)
-        residuals = state_like(self._residuals, names, accumulated)
-        overwrite(accumulated, kept)
-        overwrite_accepted(residuals, accumulated, accepted)
-
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> Tensor:
         """Store learning rates of accepted parameters. Return ``accepted``, but false for a learning rate of zero."""
         if not self._new_rates:
@@ -211,16 +192,6 @@ class ResidualMemory(Memory):
         accepted = accepted.to(present.device, non_blocking=True) & (present[:, 0] > 0)
         self._rates.update(zip(names, torch.where(accepted.unsqueeze(1), present, last).unbind()))
         return accepted
-
-    @override
-    def state_dict(self) -> MemoryState:
-        state = {"residual": dict(self._residuals)}
-        return {**state, RATES: dict(self._rates)} if self._rates else state
-
-    @override
-    def load_state_dict(self, state: MemoryState) -> None:
-        self._residuals = cloned(state.get("residual", {}))
-        self._rates = cloned(state.get(RATES, {}))
 
 
 def in_one(numbers: Sequence[Union[float, Tensor]], like: Tensor) -> Tensor:
