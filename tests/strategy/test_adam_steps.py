@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.engine.adam.moments import AdamMoments, Refreshes
+from lightning_sparse.engine.adam.moments import AdamMoments, first_updates
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
@@ -445,9 +445,8 @@ def test_what_waits_is_logged(pair):
 def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turns):
     tensors = 3 * [torch.empty(2, device="meta")]
     moments = AdamMoments(100, *tensors, 0.9, 0.999, 1e-8, 0.0, round(20_000 * million), False, False)
-    refreshes = Refreshes(10)
-    refreshes.ask(dict.fromkeys(map(str, range(50)), moments))
-    assert sorted(set(refreshes.due.values())) == list(range(100, 110, 10 // turns))
+    due = first_updates(dict.fromkeys(map(str, range(50)), moments), 10)
+    assert sorted(set(due.values())) == list(range(100, 110, 10 // turns))
 
 
 class InHalves(ByHand):

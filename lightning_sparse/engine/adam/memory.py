@@ -10,15 +10,13 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
-from lightning_sparse.engine.adam.moments import AdamMoments, Refreshes
+from lightning_sparse.engine.adam.moments import AdamMoments, first_updates, update_second_moments
 from lightning_sparse.engine.memory.residual import (
     Hyperparameters,
     Memory,
     MemoryState,
-    Renaming,
     cloned,
     in_widened,
-    rename_in,
     state_like,
 )
 from lightning_sparse.engine.step.topology import FlatTopology
@@ -26,47 +24,7 @@ from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, de
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import norms_of
 
-
-class DenseNorms:
-    """Norms of dense mean gradients before and after the user clips gradients, by parameter name.
-
-    Clipping in dense steps reduces Adam's moments. Corrected steps ignore clipping, so :meth:`undo_clipping` converts
-    the moments. Otherwise, the divisor of the first corrected updates would be too small.
-    """
-
-    def __init__(self) -> None:
-        self.names: dict[Parameter, str] = {}  # parameters whose gradients are exchanged dense in this step
-        # ``[2]`` each: squared norms before and after clipping, summed over steps with Adam's decay ``beta2``
-        self.squares: dict[str, Tensor] = {}
-        self._norms: dict[str, Tensor] = {}  # norms after the exchange
-
-    def record(self, loss_scale: Optional[Tensor]) -> None:
-        """Store the norms after an exchange."""
-        self._norms = self._measured(self.names, loss_scale)
-
-    def compare(self, group: Mapping[str, Any], scale: Optional[Tensor]) -> None:
-        """Before the step of a param group, add the squared norms from before and after clipping to ``squares``."""
-        after = self._measured([each for each in group["params"] if each in self.names], scale)
-        if names := [name for name in after if name in self._norms]:
-            pairs = torch.stack([torch.stack((self._norms.pop(name), after[name])) for name in names]).square_()
-            known = torch.stack([self.squares.get(name, pairs.new_zeros(2)) for name in names])
-            pairs = torch.where(pairs.isfinite().all(dim=1, keepdim=True), pairs, 0)
-            self.squares.update(zip(names, (known * float(group["betas"][1]) + pairs).unbind()))
-
-    def _measured(self, parameters: Iterable[Parameter], scale: Optional[Tensor]) -> dict[str, Tensor]:
-        gradients = {self.names[each]: local_tensor(each.grad) for each in parameters if each.grad is not None}
-        if not gradients:
-            return {}
-        norms = norms_of(list(gradients.values()))
-        return dict(zip(gradients, (norms if scale is None else norms / scale).unbind()))
-
-    def undo_clipping(self, name: str, first: Tensor, second: Tensor) -> None:
-        """Convert moments of clipped gradients to moments of gradients, in place, before corrected steps."""
-        if (squares := self.squares.pop(name, None)) is not None:
-            before, after = squares.unbind()
-            ratio = torch.where(after > 0, before / after, 1.0)
-            first.mul_(ratio.sqrt())
-            second.mul_(ratio)
+_GROWTH = 0.1  # interval between two updates / number of steps so far: after step 2000, the interval is 200 steps
 
 
 class AdamMemory(Memory):
@@ -89,8 +47,10 @@ class AdamMemory(Memory):
         # step number of each second moment's last update; an entry exists while the parameter's residual holds updates
         self.second_steps: dict[str, int] = {}
         self._update_norms: dict[str, Tensor] = {}  # norms of updates, if ``is_watched``
-        self.refreshes = Refreshes(correction.second_moment_interval)
-        self.dense_norms = DenseNorms()
+        self._due: dict[str, int] = {}  # step number of each second moment's next update
+        self._gradients: dict[str, Tensor] = {}  # gradients for the next updates of second moments, in bfloat16
+        # ``[2]`` each: squared norms before and after clipping, summed over steps with Adam's decay ``beta2``
+        self.squared_norms: dict[str, Tensor] = {}
         # 1 if the last exchange was finite, else 0; allocated on the caller's stream, which reads the flag
         self._finite = torch.ones((), device=levels.inter.device)
 
@@ -102,7 +62,16 @@ class AdamMemory(Memory):
         self.moments = moments
         for name in [name for name in moments if name not in self.second_steps]:
             self._turn_to_updates(name)
-        self.refreshes.update(moments, self.second_steps, self._levels)
+        self._update_second_moments()
+
+    def _update_second_moments(self) -> None:
+        least, gradients = self.correction.second_moment_interval, dict[str, Tensor]()
+        for name, moments in self.moments.items():
+            if name in self._gradients and not moments.is_begun:  # a gradient of a completed step
+                gradients[name], step = self._gradients.pop(name), moments.step - 1
+                self._due[name] = step + max(least, int(_GROWTH * step))
+        update_second_moments(gradients, self.moments, self.second_steps, self._levels)
+        self._due = {**first_updates(self.moments, least), **self._due}
 
     def _turn_to_updates(self, name: str) -> None:
         self.second_steps[name] = self.moments[name].step - 1
@@ -122,7 +91,7 @@ class AdamMemory(Memory):
         else:
             del self._residuals[name]  # Without the second moment, as after a load, updates cannot be converted.
         del self.second_steps[name]
-        self.refreshes.drop(name)
+        self._drop_update(name)
 
     @override
     def restore_gradients(self) -> None:
@@ -144,15 +113,19 @@ class AdamMemory(Memory):
         return accumulated
 
     @override
-    def rename(self, names: Renaming) -> None:
-        for part in (self, self.refreshes, self.dense_norms):
-            rename_in(part, names)
-
-    @override
     def reset(self, names: Iterable[str]) -> None:
         for name in self._residuals.keys() & names:  # second moments, which the optimizer stores, do not change
             self._residuals[name].zero_()
-            self.refreshes.gradients.pop(name, None)
+            self._gradients.pop(name, None)
+
+    def on_replaced_moments(self, name: str, step: int) -> None:
+        """Receive the step count of a parameter with another second moment, for example after a load."""
+        self.second_steps[name] = step
+        self._drop_update(name)
+
+    def _drop_update(self, name: str) -> None:
+        self._due.pop(name, None)
+        self._gradients.pop(name, None)
 
     def scalars(self, names: Iterable[str]) -> list[AdamScalars]:
         """Return Adam's constants of corrected parameters."""
@@ -172,12 +145,23 @@ class AdamMemory(Memory):
             moments = self.moments[name]
             if moments.decay and not moments.continues_step:
                 gradient.add_(self._levels.local_share(moments.parameter), alpha=moments.decay)
-        self.refreshes.hold(present, self.moments)
+        self._store_due({name: each for name, each in present.items() if self.moments[name].step >= self._due[name]})
         waiting = self._waiting(names, gradients, hyperparameters)
         world_size = self._levels.inter.world_size
         accumulate_updates(gradients, waiting, self._seconds(names), self.scalars(names), world_size)
         if self.is_watched:
             self._update_norms.update(zip(names, torch._foreach_norm(torch._foreach_sub(gradients, waiting))))
+
+    def _store_due(self, gradients: Mapping[str, Tensor]) -> None:
+        """Store gradients in bfloat16. In a continued step, add the gradient to that of earlier backwards."""
+        if not gradients:
+            return
+        numels = [each.numel() for each in gradients.values()]
+        narrow = next(iter(gradients.values())).new_empty(sum(numels), dtype=torch.bfloat16).split(numels)
+        torch._foreach_copy_(narrow, list(gradients.values()))
+        for name, each in zip(gradients, narrow):
+            is_added = self.moments[name].continues_step and name in self._gradients
+            self._gradients[name] = self._gradients[name].add_(each) if is_added else each
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -188,12 +172,16 @@ class AdamMemory(Memory):
     @override
     def on_unused(self, names: Iterable[str]) -> None:
         for name in names:
-            self.refreshes.gradients.pop(name, None)  # The next step requests a gradient again.
+            self._gradients.pop(name, None)
 
     @override
     def on_finite(self, finite: Tensor) -> None:
         self._finite.copy_(finite)
-        self.refreshes.on_finite(finite)
+        held = list(self._gradients.values())
+        if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
+            flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
+            # The factor is 1 or infinity. Zero times infinity is NaN, so that all ranks skip the update.
+            torch._foreach_mul_(held, flag.reciprocal())
 
     def scale_if_finite(self, loss_scale: Optional[Tensor]) -> Optional[Tensor]:
         """Return the loss scale, or 0 after a non-finite exchange, so that a division makes all updates non-finite."""
@@ -215,9 +203,9 @@ class AdamMemory(Memory):
             "residual": {name: tensor for name, tensor in residuals.items() if name not in steps},
             "update": {name: tensor for name, tensor in residuals.items() if name in steps},
             "second_moment_step": {name: _saved([step]) for name, step in steps.items()},
-            "squared_norms": dict(self.dense_norms.squares),
-            "refresh_gradient": {name: each for name, each in self.refreshes.gradients.items() if each is not None},
-            "refresh_due": {name: _saved([step]) for name, step in self.refreshes.due.items()},
+            "squared_norms": dict(self.squared_norms),
+            "refresh_gradient": dict(self._gradients),
+            "refresh_due": {name: _saved([step]) for name, step in self._due.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(steps, _saved(self.warm_up)),
         }
 
@@ -225,14 +213,55 @@ class AdamMemory(Memory):
     def load_state_dict(self, state: MemoryState) -> None:
         updates = state.get("update", {})
         super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
-        self.dense_norms.squares = cloned(state.get("squared_norms", {}))
+        self.squared_norms = cloned(state.get("squared_norms", {}))
         steps = state.get("second_moment_step", {})
         self.moments, self.second_steps = {}, {name: int(step) for name, step in steps.items() if name in updates}
-        due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
-        held = {name: each.to(torch.bfloat16, copy=True) for name, each in state.get("refresh_gradient", {}).items()}
-        self.refreshes = Refreshes(self.correction.second_moment_interval, due, {**held})
+        self._due = {name: int(step) for name, step in state.get("refresh_due", {}).items()}
+        held = state.get("refresh_gradient", {})
+        self._gradients = {name: each.to(torch.bfloat16, copy=True) for name, each in held.items()}
         saved = next(iter(state.get("warm_up", {}).values()), None)
         self.warm_up = None if saved is None else WarmUp(*map(int, saved.tolist()))
+
+
+class DenseNorms:
+    """Norms of dense mean gradients before and after the user clips gradients, by parameter name.
+
+    Clipping in dense steps reduces Adam's moments. Corrected steps ignore clipping, so :meth:`undo_clipping` converts
+    the moments. Otherwise, the divisor of the first corrected updates would be too small.
+    """
+
+    def __init__(self, memory: AdamMemory) -> None:
+        self.names: dict[Parameter, str] = {}  # parameters whose gradients are exchanged dense in this step
+        self._memory = memory
+        self._norms: dict[str, Tensor] = {}  # norms after the exchange
+
+    def record(self, loss_scale: Optional[Tensor]) -> None:
+        """Store the norms after an exchange."""
+        self._norms = self._measured(self.names, loss_scale)
+
+    def compare(self, group: Mapping[str, Any], scale: Optional[Tensor]) -> None:
+        """Before the step of a param group, add squared norms from before and after clipping to ``squared_norms``."""
+        after, squares = self._measured(group["params"], scale), self._memory.squared_norms
+        if names := [name for name in after if name in self._norms]:
+            pairs = torch.stack([torch.stack((self._norms.pop(name), after[name])) for name in names]).square_()
+            known = torch.stack([squares.get(name, pairs.new_zeros(2)) for name in names])
+            pairs = torch.where(pairs.isfinite().all(dim=1, keepdim=True), pairs, 0)
+            squares.update(zip(names, (known * float(group["betas"][1]) + pairs).unbind()))
+
+    def _measured(self, parameters: Iterable[Parameter], scale: Optional[Tensor]) -> dict[str, Tensor]:
+        dense = {self.names[each]: each.grad for each in parameters if each in self.names and each.grad is not None}
+        if not dense:
+            return {}
+        norms = norms_of(list(map(local_tensor, dense.values())))
+        return dict(zip(dense, (norms if scale is None else norms / scale).unbind()))
+
+    def undo_clipping(self, name: str, first: Tensor, second: Tensor) -> None:
+        """Convert moments of clipped gradients to moments of gradients, in place, before corrected steps."""
+        if (squares := self._memory.squared_norms.pop(name, None)) is not None:
+            before, after = squares.unbind()
+            ratio = torch.where(after > 0, before / after, 1.0)
+            first.mul_(ratio.sqrt())
+            second.mul_(ratio)
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:

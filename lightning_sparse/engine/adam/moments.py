@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.functional.adam import AdamScalars
 
-_GROWTH = 0.1  # interval between two updates / number of steps so far: after step 2000, the interval is 200 steps
 _GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
 _MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
 _MESSAGE_ELEMENTS = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
@@ -42,72 +40,33 @@ class AdamMoments(NamedTuple):
         return AdamScalars(self.beta2, 1 - self.beta2**second_step, max(self.eps, _MIN_EPS))
 
 
-@dataclass
-class Refreshes:
-    """Update second moments at intervals. Store each parameter's next update step, and this rank's gradient."""
+def first_updates(next_step: Mapping[str, AdamMoments], least_steps: int) -> dict[str, int]:
+    """Return the step number of each second moment's first update. The updates are spread over several steps."""
+    turns = min(least_steps, max(1, sum(each.numel for each in next_step.values()) // _MIN_ELEMENTS))
+    return {
+        name: moments.step + int(number * _GOLDEN % 1 * turns) * (least_steps // turns)
+        for number, (name, moments) in enumerate(next_step.items())
+    }
 
-    least_steps: int  # minimum number of steps between two updates of a parameter's second moment
-    due: dict[str, int] = field(default_factory=dict)  # step number of each parameter's next update
-    # bfloat16 gradients of due parameters; ``None`` until backward computes the gradient
-    gradients: dict[str, Optional[Tensor]] = field(default_factory=dict)
 
-    def update(self, next_step: Mapping[str, AdamMoments], second_steps: dict[str, int], levels: FlatTopology) -> None:
-        """Average the previous step's requested gradients, and update second moments. Then request new gradients.
+def update_second_moments(
+    gradients: dict[str, Tensor],
+    next_step: Mapping[str, AdamMoments],
+    second_steps: dict[str, int],
+    levels: FlatTopology,
+) -> None:
+    """Average the previous step's requested gradients, and update second moments.
 
-        The average overlaps backward. Gradients of the current step are complete only after backward.
+    The average overlaps backward. Gradients of the current step are complete only after backward.
 
-        Args:
-            next_step: Adam's state for the next step, by parameter name.
-            second_steps: step number of each second moment's last update, overwritten.
-            levels: topology that averages over ranks.
-        """
-        gradients = self.taken(next_step)
-        for together in _messages(gradients, next_step):
-            _average({name: gradients.pop(name) for name in together}, next_step, second_steps, levels)
-        self.ask(next_step)
-
-    def ask(self, next_step: Mapping[str, AdamMoments]) -> None:
-        """Request the next step's gradient of each parameter with a due update. First updates are spread over steps."""
-        numel = sum(each.numel for each in next_step.values())
-        turns = min(self.least_steps, max(1, numel // _MIN_ELEMENTS))
-        for number, (name, moments) in enumerate(next_step.items()):
-            turn = int(number * _GOLDEN % 1 * turns) * (self.least_steps // turns)
-            if moments.step >= self.due.setdefault(name, moments.step + turn):
-                self.gradients.setdefault(name, None)
-
-    def hold(self, gradients: Mapping[str, Tensor], moments: Mapping[str, AdamMoments]) -> None:
-        """Store requested gradients in bfloat16. In a continued step, add the gradient to that of earlier backwards."""
-        asked = {name: gradient for name, gradient in gradients.items() if name in self.gradients}
-        if not asked:
-            return
-        numels = [each.numel() for each in asked.values()]
-        narrow = next(iter(asked.values())).new_empty(sum(numels), dtype=torch.bfloat16).split(numels)
-        torch._foreach_copy_(narrow, list(asked.values()))
-        for name, each in zip(asked, narrow):
-            earlier = self.gradients[name]
-            self.gradients[name] = each if earlier is None or not moments[name].continues_step else earlier.add_(each)
-
-    def on_finite(self, finite: Tensor) -> None:
-        """Make stored gradients non-finite if the step was not finite, so that all ranks skip the update."""
-        held = [each for each in self.gradients.values() if each is not None]
-        if held and not (finite.device.type == "cpu" and finite):  # a GPU always multiplies, to avoid a synchronization
-            flag = finite.to(held[0].device, held[0].dtype, non_blocking=True)
-            torch._foreach_mul_(held, flag.reciprocal())  # The factor is 1 or infinity. Zero times infinity is NaN.
-
-    def taken(self, next_step: Mapping[str, AdamMoments]) -> dict[str, Tensor]:
-        """Remove and return gradients of ended steps, in the order of ``next_step``. Schedule the next updates."""
-        taken = {}
-        for name, moments in next_step.items():
-            if not moments.is_begun and (gradient := self.gradients.get(name)) is not None:
-                step, taken[name] = moments.step - 1, gradient
-                self.due[name] = step + max(self.least_steps, int(_GROWTH * step))
-                del self.gradients[name]
-        return taken
-
-    def drop(self, name: str) -> None:
-        """Remove the stored gradient and the next update of a parameter."""
-        self.due.pop(name, None)
-        self.gradients.pop(name, None)
+    Args:
+        gradients: this rank's flat gradients of the previous step in bfloat16, by name. Sent gradients are removed.
+        next_step: Adam's state for the next step, by parameter name.
+        second_steps: step number of each second moment's last update, overwritten.
+        levels: topology that averages over ranks.
+    """
+    for together in list(_messages(gradients, next_step)):
+        _average({name: gradients.pop(name) for name in together}, next_step, second_steps, levels)
 
 
 def _average(

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.engine.adam.correction import WarmUp
-from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.engine.adam.memory import AdamMemory, DenseNorms
 from lightning_sparse.engine.adam.moments import AdamMoments
 from lightning_sparse.engine.memory.residual import Hyperparameters, in_one, in_widened, optimizer_parameters
 from lightning_sparse.engine.step.reducer import after_closure
@@ -237,6 +237,7 @@ class AdamSteps:
         self.warm_up = AdamWarmUp(self.counts, memory)
         self._memory = memory
         self._updates = MeanUpdates(self.counts, memory, warn)
+        self._norms = DenseNorms(memory)
         self._flats: dict[Parameter, _Flat] = {}
         self._hidden: dict[Parameter, Tensor] = {}
         self._handles: list[Any] = []
@@ -257,8 +258,7 @@ class AdamSteps:
                 if not count or second is None or known is None:
                     continue  # no tensor to compare, as before the first step or after a load
                 if known.second.data_ptr() != local_tensor(second).data_ptr():
-                    self._memory.second_steps[name] = count
-                    self._memory.refreshes.drop(name)
+                    self._memory.on_replaced_moments(name, count)
 
     def next_step(
         self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset(), begun: AbstractSet[Tensor] = frozenset()
@@ -281,15 +281,14 @@ class AdamSteps:
             for parameter, name, count in members
             if is_dense or count < warm_up.warmup_steps or not _fills_memory(parameter)
         }
-        dense = {parameter: name for *_, members in groups for parameter, name, _ in members if name in whole}
-        self._memory.dense_norms.names = dense
+        self._norms.names = {each: name for *_, members in groups for each, name, _ in members if name in whole}
         for optimizer, group, members in groups:
             settings, rate = _settings(optimizer, group), group["lr"]
             for parameter, name, count in members:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
-                self._memory.dense_norms.undo_clipping(name, *tensors[:2])
+                self._norms.undo_clipping(name, *tensors[:2])
                 is_begun, continues = parameter in begun, parameter in continued
                 moments = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), is_begun, continues)
                 hyperparameters[name] = Hyperparameters(rate, adam=moments)
@@ -304,7 +303,7 @@ class AdamSteps:
         Args:
             loss_scale: scale of the gradients, ``[]``; ``None`` for unscaled gradients.
         """
-        self._memory.dense_norms.record(loss_scale)
+        self._norms.record(loss_scale)
         self._updates.store(loss_scale)
 
     def close(self) -> None:
@@ -336,7 +335,7 @@ class AdamSteps:
         for group in optimizer.param_groups:
             stepping = self._updates.exchanged(group["params"])
             if not is_skipped:
-                self._memory.dense_norms.compare(group, scale)
+                self._norms.compare(group, scale)
             if stepping and not is_skipped:
                 self._updates.prepare(stepping, scale)
                 self._apply(optimizer, group, stepping)
