@@ -13,7 +13,7 @@ import pytorch_lightning
 FIT = """
 import lightning.pytorch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, MomentumCorrection, Warmup
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget, MomentumCorrection
 
 if __name__ == "__main__":
     quiet = dict(accelerator="cpu", devices=2, max_epochs=2, limit_train_batches=4, limit_val_batches=1,
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     def fit(path):
         model = BoringModel()
         trainer = lightning.pytorch.Trainer(strategy="sparse_topk", **quiet, callbacks=[
-            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(1)]),
+            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([ErrorBudget(9.0)]),
         ])
         trainer.fit(model, ckpt_path=path)
         return trainer

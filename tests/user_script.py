@@ -13,11 +13,11 @@ from lightning_sparse import (
     SparseFabricStrategy,
     sparsify_gradients,
 )
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 
 trainer = Trainer(
     strategy=SparseDDPStrategy(compressor="topk", density=0.01, wire="bfloat16", find_unused_parameters=True),
-    callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(2)])],
+    callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([ErrorBudget(2.0)])],
 )
 sent: float = SparseDDPStrategy().compression_stats()["density"]
 SparseFabricStrategy(compressor="topk", density=0.01, warmup_steps=0.1, total_steps=100).synchronize()

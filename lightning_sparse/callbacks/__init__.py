@@ -7,7 +7,7 @@ from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
 from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
-from lightning_sparse.compressors.density import DensityRule, ErrorBudget, Measurement, RuleContext, Warmup
+from lightning_sparse.compressors.density import DensityRule, ErrorBudget, Measurement, RuleContext
 from lightning_sparse.removed import refuse_removed
 
 
@@ -26,5 +26,4 @@ __all__ = [
     "OverlapTimeline",
     "ReplicaSentinel",
     "RuleContext",
-    "Warmup",
 ]

@@ -30,8 +30,8 @@ class AdaptiveDensity(StepObserver):
     ``every_n_steps`` steps, all densities are logged as ``sparse_parameters/density/<parameter name>``.
 
     Args:
-        rules: a list of :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`
-            or your own :class:`~lightning_sparse.callbacks.DensityRule`.
+        rules: a list of :class:`~lightning_sparse.callbacks.ErrorBudget` or your own
+            :class:`~lightning_sparse.callbacks.DensityRule`.
         max_density: largest density that a rule or ``LAGS(adaptive_density=True)`` sets.
         every_n_steps: optimizer steps between two logs. If a rule measures, the step reads all gradients and residuals.
 
@@ -42,8 +42,8 @@ class AdaptiveDensity(StepObserver):
 
     Example::
 
-        >>> from lightning_sparse.callbacks import ErrorBudget, Warmup
-        >>> adaptive = AdaptiveDensity([Warmup(100), ErrorBudget(budget=20.0)], max_density=0.25)
+        >>> from lightning_sparse.callbacks import ErrorBudget
+        >>> adaptive = AdaptiveDensity([ErrorBudget(budget=20.0)], max_density=0.25)
     """
 
     every_n_steps: int

@@ -7,8 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import checked_count
-
 
 class RuleContext(NamedTuple):
     """Inputs of density rules before a step, equal on all ranks.
@@ -72,37 +70,6 @@ class DensityRule(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
         return
-
-
-class Warmup(DensityRule):
-    """Lower the density to the user's target, exponentially in steps, as in Deep Gradient Compression.
-
-    At step ``k`` of ``n`` steps of warm-up, ``d ** ((k + 1) / (n + 1))`` replaces the target ``d`` (arXiv 1712.01887,
-    which counts epochs).
-
-    Args:
-        length: number of optimizer steps of the warm-up.
-
-    Raises:
-        ValueError: for a ``length`` below 1.
-
-    Example::
-
-        >>> context = RuleContext(step=1, epoch=0, asked={"weight": 0.001}, present={}, ceiling=1.0)
-        >>> round(Warmup(length=4).minimum_densities(context)["weight"], 3)
-        0.063
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = checked_count("length", length, "steps")
-
-    @override
-    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
-        if context.step >= self.length:
-            return {}
-        exponent = (context.step + 1) / (self.length + 1)
-        # All ranks must send equal counts, so rounding hides small differences between math libraries.
-        return {name: round(asked**exponent, 9) for name, asked in context.asked.items()}
 
 
 _SLACK = 0.7  # the density falls if the error is below this fraction of the budget

@@ -6,7 +6,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import AdaptiveDensity, DensityRule, ErrorBudget, Warmup
+from lightning_sparse.callbacks import AdaptiveDensity, DensityRule, ErrorBudget
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine.observe import ParameterSamples
 from lightning_sparse.testing.tensors import differences
@@ -58,11 +58,16 @@ def fit(rank, rules, every_n_steps=10, max_density=1.0, module=Small, watch=Dens
     return seen, weights(model), strategy.compression_stats()["total_wire_bytes"]
 
 
+class ByStep(DensityRule):
+    def minimum_densities(self, context):
+        return dict.fromkeys(context.asked, 1 / (2 + context.step))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("batches", [1, 4])
-def test_a_warm_up_counts_steps_of_the_optimizer(pair, batches):
-    expected = [0.02**0.25, 0.02**0.5, 0.02**0.75, 0.02, 0.02]
-    run = partial(fit, rules=[Warmup(3)], max_epochs=2, accumulate_grad_batches=batches, limit_train_batches=12)
+def test_a_rule_counts_steps_of_the_optimizer(pair, batches):
+    expected = [1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6]
+    run = partial(fit, rules=[ByStep()], max_epochs=2, accumulate_grad_batches=batches, limit_train_batches=12)
     for seen, _, _ in pair.run(run):
         assert [density[WEIGHT] for density in seen.densities[:5]] == pytest.approx(expected, rel=1e-6)
         assert seen.sent[:5] == pytest.approx(expected, rel=0.05)

@@ -14,7 +14,6 @@ from lightning_sparse.callbacks import (
     MomentumCorrection,
     OverlapTimeline,
     ReplicaSentinel,
-    Warmup,
 )
 from lightning_sparse.testing.wrapping import subject_of
 from tests.helpers.fits import refusals
@@ -22,7 +21,7 @@ from tests.helpers.sparse_ddp import DENSITY
 from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, weights
 
 CALLBACKS = {
-    "AdaptiveDensity": lambda: AdaptiveDensity([Warmup(4)]),
+    "AdaptiveDensity": lambda: AdaptiveDensity([ErrorBudget(1)]),
     "CompressionMonitor": CompressionMonitor,
     "MomentumCorrection": MomentumCorrection,
     "OverlapTimeline": lambda: OverlapTimeline(),
@@ -54,9 +53,9 @@ def test_another_strategy_is_refused_or_warned_of_and_the_same_callback_twice_is
         (MomentumCorrection, ValueError, "momentum", (1.0, None)),
         (MomentumCorrection, ValueError, "clip_norm", (0.0,)),
         (AdaptiveDensity, ValueError, "rules", ([],)),
-        (AdaptiveDensity, TypeError, "rules", (["warmup"], Warmup(4))),
-        (lambda max_density: AdaptiveDensity([Warmup(4)], max_density), ValueError, "max_density", (0.0,)),
-        (lambda every_n_steps: AdaptiveDensity([Warmup(4)], 1.0, every_n_steps), ValueError, "every_n_steps", (0,)),
+        (AdaptiveDensity, TypeError, "rules", (["warmup"], ErrorBudget(1))),
+        (lambda max_density: AdaptiveDensity([ErrorBudget(1)], max_density), ValueError, "max_density", (0.0,)),
+        (lambda every_n_steps: AdaptiveDensity([ErrorBudget(1)], 1, every_n_steps), ValueError, "every_n_steps", (0,)),
     ],
 )
 def test_arguments_out_of_range_are_refused(build, error, argument, values):
@@ -69,14 +68,15 @@ class Other(AdaptiveDensity):
     """Another callback that sets densities."""
 
 
-ADAPTIVE, MOMENTUM, MASKED = AdaptiveDensity([Warmup(4)]), MomentumCorrection(), MomentumCorrection(masks_momentum=True)
+ADAPTIVE = AdaptiveDensity([ErrorBudget(1)])
+MOMENTUM, MASKED = MomentumCorrection(), MomentumCorrection(masks_momentum=True)
 UNCORRECTED = {"compressor": "topk", "optimizer_correction": None}
 AUTO = {"compressor": "lags", "schedule": "auto"}
 # Strategy (a name stands for its compressor), callbacks, model, and part of the error; none if supported.
 TOGETHER = [
     *[(name, [ADAPTIVE], Small, "density") for name in ("sdagc", "exdyna", "a2sgd", "dense", "omgs")],
     (AUTO, [ADAPTIVE], Small, "schedule='auto'"),
-    ("topk", [ADAPTIVE, Other([Warmup(4)])], Small, "AdaptiveDensity and Other"),
+    ("topk", [ADAPTIVE, Other([ErrorBudget(1)])], Small, "AdaptiveDensity and Other"),
     *[(name, [ADAPTIVE], Small, "") for name in ("topk", "lags", "dgc")],
     (UNCORRECTED, [MOMENTUM], WithAdam, "Adam"),
     ("topk", [MOMENTUM], WithAdam, "SGD"),
@@ -130,7 +130,7 @@ def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path
 
 def fit_alone(rank, directory):
     timeline = OverlapTimeline(range(100), path=f"{directory}/overlap.json")
-    adaptive = AdaptiveDensity([Warmup(4), ErrorBudget(1.0)], every_n_steps=1)
+    adaptive = AdaptiveDensity([ErrorBudget(1)], every_n_steps=1)
     watching = [CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
     callbacks = [*watching, adaptive, MomentumCorrection()]
     trainer = make_trainer(rank, SparseDDPStrategy(), callbacks=callbacks, log_every_n_steps=1)
