@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor, Gather, ModelLayout
 from lightning_sparse.compressors.selection import FlatSelection, Selection
-from lightning_sparse.functional.elements import copied_to, repeat_interleave
+from lightning_sparse.functional.elements import copied_to, counts_of, repeat_interleave, starts_of
 from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
-from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
+from lightning_sparse.functional.topk import indices_reaching, top_k_indices
 
 _SMALLEST = 2.0**-126  # smallest normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
@@ -100,7 +100,9 @@ class ExDyna(Compressor):
         if self._is_whole:
             return [torch.arange(piece.numel(), device=piece.device) for piece in pieces]
         if self._threshold.threshold is not None:
-            return indices_reaching_each(pieces, self._threshold.threshold)
+            numels = tuple(map(Tensor.numel, pieces))
+            found = indices_reaching(torch.cat(list(pieces)), self._threshold.threshold)
+            return [some - start for some, start in zip(found.split(counts_of(found, numels)), starts_of(numels))]
         return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
 
     def _measure(self, piece: Tensor, start: int) -> Tensor:

@@ -10,7 +10,6 @@ launches, because a launch costs more than the work on a small tensor. Results d
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Optional, Union
 
 import torch
@@ -100,19 +99,6 @@ def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
         mask[numel:] = False
         found.append(_flagged(mask).add_(start))
     return torch.cat(found)
-
-
-def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]) -> list[Tensor]:
-    """Return :func:`indices_reaching` of tensors of one dtype and device, with two synchronizations in all."""
-    several = [tensor for tensor in tensors if tensor.numel()]
-    if len(several) < 2:
-        nothing = torch.empty(0, dtype=torch.int64, device=tensors[0].device)
-        return [indices_reaching(tensor, floor) if tensor.numel() else nothing for tensor in tensors]
-    bounds = [0, *accumulate(tensor.numel() for tensor in tensors)]
-    found = indices_reaching(torch.cat(several), floor)
-    edges = torch.tensor(bounds).to(found.device, non_blocking=True)
-    places: list[int] = torch.searchsorted(found, edges).tolist()
-    return [found[first:last] - start for start, first, last in zip(bounds, places, places[1:])]
 
 
 def _flagged(mask: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ CHOOSING = Counter(
         "compressors/exdyna.py:_first_not_finite": 1,
         "compressors/exdyna.py:finish_step": 1,
         "functional/topk.py:indices_reaching": 1,
-        "functional/topk.py:indices_reaching_each": 1,
+        "functional/elements.py:counts_of": 1,
     }
 )
 SITUATIONS_OF_SIZED = {name: each for name, each in SITUATIONS.items() if name != "owners"}
