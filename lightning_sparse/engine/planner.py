@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 from statistics import median
 from typing import NamedTuple, Optional
+
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.observe import Clock, Recorder, StepRecord
@@ -159,26 +161,23 @@ def _costs_and_times(seen: Samples) -> tuple[Optional[BucketCosts], list[float]]
 
 def averaged(communicator: Communicator, steps: Sequence[StepRecord]) -> list[StepSample]:
     """Return sizes and times of the recorded steps. The times are means over ranks."""
-    times = list(map(_times_of, steps))
-    means = iter(communicator.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
-    return [
-        StepSample(
-            tuple(islice(means, len(ready))),
-            tuple(BucketSample(each.elements, each.counts, next(means), next(means)) for each in record.buckets),
-            next(means),
-            next(means),
-        )
-        for record, (ready, _) in zip(steps, times)
-    ]
+    numbers, form = tree_flatten(list(map(_sample_of, steps)))
+    means: list[StepSample] = tree_unflatten(communicator.mean_of_numbers(numbers), form)
+    return means
 
 
-def _times_of(record: StepRecord) -> tuple[list[float], list[float]]:
-    """Return seconds until each gradient was ready, and other seconds: two per bucket, exposed time, step time."""
+def _sample_of(record: StepRecord) -> StepSample:
     assert record.end is not None
     watched = [mark for mark in record.ready.values() if mark is not None]
     # Without a Trainer, a hook may not have recorded the start of backward.
     first = watched[0] if watched else record.backward_end
     start = first if record.backward_start is None else record.backward_start
-    ready = [Clock.seconds(start, mark) for mark in watched]
-    buckets = [each.seconds(*stages) for each in record.buckets for stages in (("select", "encode"), ("exchange",))]
-    return ready, [*buckets, record.seconds("exposed"), Clock.seconds(start, record.end)]
+    return StepSample(
+        tuple(Clock.seconds(start, mark) for mark in watched),
+        tuple(
+            BucketSample(each.elements, each.counts, each.seconds("select", "encode"), each.seconds("exchange"))
+            for each in record.buckets
+        ),
+        record.seconds("exposed"),
+        Clock.seconds(start, record.end),
+    )

@@ -79,8 +79,8 @@ def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
 class BucketSample(NamedTuple):
     """Sizes and measured times of one bucket in one step."""
 
-    elements: int
-    counts: int  # number of elements to send at the densities of this step
+    elements: float
+    counts: float  # number of elements to send at the densities of this step
     select_seconds: float  # seconds to add the residual, select, encode and decode
     exchange_seconds: float  # seconds in collectives, including the wait for slower ranks
 
