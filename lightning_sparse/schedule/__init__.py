@@ -6,7 +6,7 @@ from typing import Optional
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import is_whole
+from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.schedule.plan import Plan, plan_buckets
 
 __all__ = ["SCHEDULES", "Auto", "FixedSize", "Layerwise", "Merged", "Plan", "Schedule", "Single", "plan_buckets"]
@@ -60,11 +60,7 @@ class FixedSize(Schedule):
     """
 
     def __init__(self, min_elements: int = UNPLANNED_ELEMENTS) -> None:
-        if not is_whole(min_elements, 1):
-            raise ValueError(
-                f"min_elements={min_elements!r} must be an integer, at least 1; 1 exchanges layer by layer"
-            )
-        self.min_elements = int(min_elements)
+        self.min_elements = checked_count("min_elements", min_elements, "elements")
 
     @override
     def closes_bucket(self, newest: str, numel: int) -> bool:
