@@ -95,11 +95,6 @@ class ReducerContext(NamedTuple):
         return dtype if narrow is None or narrow.itemsize >= dtype.itemsize else narrow
 
 
-class _Missing(NamedTuple):  # a parameter that this rank has not used in this step
-    parameter: Tensor
-    gradient: Tensor  # zeros in place of the gradient, later the mean
-
-
 class Backward(ABC):
     """Average the gradients of one backward over ranks, from the first gradient until all gradients are means.
 
@@ -124,7 +119,7 @@ class Backward(ABC):
         self._used = used
         self._bucket: list[ParamEntry] = []
         self._bucket_numel = 0
-        self._missing: list[_Missing] = []
+        self._missing: dict[Tensor, Tensor] = {}  # zeros, and later the mean, of parameters that this rank has not used
         self._copied: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and the copies that are exchanged
         self._committed: Optional[Future[Optional[Tensor]]] = None  # result of the task _commit
 
@@ -153,7 +148,7 @@ class Backward(ABC):
         return unused
 
     def _write_missing(self, unused: Set[Tensor]) -> None:
-        for parameter, gradient in self._missing:
+        for parameter, gradient in self._missing.items():
             if parameter not in unused:
                 parameter.grad = gradient
 
@@ -207,8 +202,7 @@ class Backward(ABC):
         return LocalGradient(member.name, (self._flat_grad if is_used else self._zeros_for)(member.parameter), is_used)
 
     def _zeros_for(self, parameter: Tensor) -> Tensor:
-        zeros = torch.zeros_like(parameter)
-        self._missing.append(_Missing(parameter, zeros))
+        zeros = self._missing[parameter] = torch.zeros_like(parameter)
         return flatten_as(shard_of(parameter, zeros) if self._context.is_sharded else zeros)
 
     def _flat_grad(self, parameter: Tensor) -> Tensor:
@@ -230,8 +224,7 @@ class Backward(ABC):
         all_used = self._order.all_used
         if not self._missing:
             return all_used
-        missing = {each.parameter for each in self._missing}
-        flags = torch.tensor([each.parameter not in missing for each in self._order.members], dtype=torch.uint8)
+        flags = torch.tensor([each.parameter not in self._missing for each in self._order.members], dtype=torch.uint8)
         # non_blocking is safe, because a copy from unpinned memory returns only after the read of the source.
         return flags.to(all_used.device, non_blocking=True)
 
@@ -348,7 +341,7 @@ class DenseBackward(Backward):
     def _zeros_for(self, parameter: Tensor) -> Tensor:
         flat = super()._zeros_for(parameter)
         if parameter.grad is not None:  # The gradient may hold a mean of an earlier exchange of this step.
-            self._missing[-1].gradient.copy_(parameter.grad.detach())
+            self._missing[parameter].copy_(parameter.grad.detach())
         return flat
 
     @override
