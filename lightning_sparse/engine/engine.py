@@ -216,7 +216,7 @@ class Engine(SharedOnCopy):
         # The worker allocates the copies, on the worker's stream. A copy may be freed while a queued kernel still
         # reads the memory. torch's allocator then reuses the memory safely only on the stream of the allocation.
         self.worker.run(load)
-        self.recorder.forget()  # After a learning-rate search, the records of the search must not count.
+        self.recorder.reset()  # After a learning-rate search, the records of the search must not count.
 
     def close(self, has_failed: bool = False) -> bool:
         """Stop the worker, and destroy the process groups. Return whether the worker has ended without an error."""

@@ -247,7 +247,7 @@ class Recorder:
         self._sizes = (world_size, local_world_size)
         self.has_levels = local_world_size > 1  # whether the ranks of a node divide each gradient into parts
         self.current = StepRecord(*self._sizes)  # record of the current exchange; replaced only between backwards
-        self.forget()
+        self.reset()
         self.watches_gradients = False  # whether each ready gradient gets a timestamp, even on a GPU
         self.samples: Optional[ParameterSamples] = None  # norms and counts of this exchange; None if not requested
         self.last_samples: Optional[ParameterSamples] = None  # norms and counts of the last sampled exchange
@@ -255,7 +255,7 @@ class Recorder:
         self.subject = _ALL  # description of the exchanged data, for error messages
         self._bucket: Optional[BucketRecord] = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all records, because the training continues from another state."""
         self.totals = Totals()
         self.records = deque[StepRecord](maxlen=_MAX_RECORDS)  # records of the last complete exchanges

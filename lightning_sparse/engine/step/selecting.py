@@ -207,7 +207,7 @@ class BucketSelector:
             dense: names of parameters to send dense, because Adam's second moment is not estimated yet.
         """
         ways = [
-            self._wires.refresh if local.name in dense else self._way_of_dense(tensor.numel(), density)
+            self._wires.unquantized if local.name in dense else self._way_of_dense(tensor.numel(), density)
             for local, tensor, density in zip(bucket, accumulated, densities)
         ]
         counts = [

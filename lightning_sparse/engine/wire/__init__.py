@@ -68,14 +68,14 @@ class Wires(NamedTuple):
 
     sparse: WireFormat  # format of selections with indices
     dense: WireFormat  # format of all elements without indices; may be the same object as ``sparse``
-    refresh: WireFormat  # format of dense gradients that estimate Adam's second moment; never quantized
+    unquantized: WireFormat  # format of dense gradients in Adam's first steps
     owners: Optional[OwnersFormat] = None  # alternative format of selections with indices
     chooses: bool = False  # whether ``owners`` or ``dense`` replaces ``sparse`` only if the bytes are halved
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
         """The distinct wire formats: first the formats of sparse selections, then the formats of dense selections."""
-        wires = (self.sparse, self.owners, self.refresh, self.dense)
+        wires = (self.sparse, self.owners, self.unquantized, self.dense)
         return tuple(dict.fromkeys(wire for wire in wires if wire is not None))
 
     def format_for(self, numel: int, count: int) -> WireFormat:
@@ -121,8 +121,8 @@ def build_wires(
     """
     wire = WIRE_FORMATS[checked_name("wire_format", name, tuple(WIRE_FORMATS))](dtype, rank, world_size, bits)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size, bits)
-    refresh = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size)
+    unquantized = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size)
     if exchange.owners is None or not isinstance(wire, GatherFormat):
-        return Wires(wire, whole, refresh)
+        return Wires(wire, whole, unquantized)
     owners = OwnersFormat(dtype, rank, world_size, exchange.owners.keep)
-    return Wires(wire, whole, refresh, owners, exchange.chooses)
+    return Wires(wire, whole, unquantized, owners, exchange.chooses)
