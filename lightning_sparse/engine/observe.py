@@ -297,14 +297,14 @@ class Recorder:
         self.current.node_bytes += count * is_inside_node
 
     @contextmanager
-    def of_last_step(self, subject: str, is_counted: bool = True) -> Iterator[None]:
-        """If ``is_counted``, add bytes sent inside the context to the last exchange. Errors name ``subject``."""
+    def of_last_step(self, subject: str) -> Iterator[None]:
+        """Add bytes sent inside the context to the last exchange. Errors name ``subject``."""
         current, self.current, self.subject = self.current, StepRecord(), subject
         try:
             yield
         finally:
             late, self.current, self.subject = self.current, current, _ALL
-            if self.last is not None and is_counted:
+            if self.last is not None:
                 self.last.wire_bytes += late.wire_bytes
                 self.totals.wire_bytes += late.wire_bytes
 

@@ -126,7 +126,7 @@ class ReplicaAverager:
             tensors = averaged(self._module)
         floats = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
         asked = {name: tensor for name, tensor in tensors.items() if not (are_apart and name in floats)}
-        differing = set(self.differing(asked, is_counted=True)) if asked or not are_apart else set[str]()
+        differing = set(self.differing(asked)) if asked or not are_apart else set[str]()
         means = {name: each for name, each in tensors.items() if name in floats and (are_apart or name in differing)}
         firsts = [each for name, each in tensors.items() if name in differing and name not in floats]
         with self.recorder.of_last_step("the average of the replicas"):
@@ -135,26 +135,17 @@ class ReplicaAverager:
             with self._communicator.translate_errors(f"{len(firsts)} tensors that are not averaged", "broadcast"):
                 broadcast_tensors(firsts, self._communicator.group)
 
-    def differing(self, tensors: Mapping[str, Tensor], is_counted: bool = False) -> list[str]:
-        """Return the names of tensors that differ between ranks. If names or shapes differ, return an empty list.
-
-        Args:
-            tensors: this rank's tensors by name.
-            is_counted: whether the bytes sent here count as bytes of the last exchange.
-        """
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of tensors that differ between ranks. If names or shapes differ, return an empty list."""
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         form = torch.tensor(crc32(repr(forms).encode()), device=self._communicator.device)
         # A rank without tensors must call the all-gather, too.
         prints = torch.stack(list(map(fingerprint, tensors.values()))) if tensors else form.view(1)
-        with self.recorder.of_last_step("the fingerprints of tensors", is_counted):
-            everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
-            if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
-                return []
-            are_apart = (each := self._gathered(prints)).ne(each[0]).any(dim=0).tolist()
+        everywhere = self._communicator.gather_numbers(torch.stack([form, fingerprint(prints)])).tolist()
+        if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
+            return []
+        are_apart = (each := self._communicator.gather_numbers(prints)).ne(each[0]).any(dim=0).tolist()
         return [name for name, is_apart in zip(tensors, are_apart) if is_apart]
-
-    def _gathered(self, mine: Tensor) -> Tensor:
-        return self._communicator.call(Payload("all_gather", mine))
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
         distance = torch.zeros(1, device=self._communicator.device, dtype=torch.float32)
@@ -167,7 +158,7 @@ class ReplicaAverager:
             _write(mean, alike)
         for alike in _alike(tensors[name] for name in tensors if name not in parameters):
             _write(self._mean(alike)[0], alike)
-        distances = self._gathered(distance)
+        distances = self._communicator.call(Payload("all_gather", distance))
         self.divergence = (distances.mean() / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt().squeeze()
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
