@@ -48,12 +48,12 @@ class A2SGD(Compressor):
         if param_sync_every is not None:
             checked_count("param_sync_every", param_sync_every, "steps (None: only at validation, checkpoints and end)")
         self.param_sync_every = param_sync_every
-        self._positions: dict[str, int] = {}
+        self._names: tuple[str, ...] = ()
         self._totals: dict[str, Tensor] = {}
 
     @override
     def begin(self, layout: ModelLayout) -> None:
-        self._positions = layout.positions()
+        self._names = layout.names
         self._totals = {}
 
     @override
@@ -77,7 +77,7 @@ class A2SGD(Compressor):
 
     def _local_means(self) -> Tensor:
         # Totals are added in order of definition, so that the sum does not depend on the buckets.
-        totals = [self._totals[name] for name in sorted(self._totals, key=self._positions.__getitem__)]
+        totals = [self._totals[name] for name in self._names if name in self._totals]
         self._totals = {}
         sums, counts = torch.stack(totals).sum(dim=0).unbind(dim=1)
         return round_to(sums / counts.clamp(min=1.0), torch.float32)

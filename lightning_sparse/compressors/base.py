@@ -84,10 +84,6 @@ class ModelLayout(NamedTuple):
         """Number of elements of all exchanged parameters."""
         return sum(self.numels)
 
-    def positions(self) -> dict[str, int]:
-        """Return the index of each parameter in the order of definition, by name."""
-        return {name: position for position, name in enumerate(self.names)}
-
     def starts(self) -> dict[str, int]:
         """Return the offset of each parameter in the flattened model, by name."""
         return dict(zip(self.names, accumulate(self.numels, initial=0)))
