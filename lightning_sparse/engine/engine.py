@@ -21,10 +21,10 @@ from lightning_sparse.engine.step.backward import ReducerContext
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper
 from lightning_sparse.engine.step.step import EMPTY_CONTEXT, Pipeline, StepContext
 from lightning_sparse.engine.step.topology import (
+    DividedRanks,
     FlatTopology,
     HierarchicalTopology,
     ShardedModel,
-    Shards,
     named_module,
 )
 from lightning_sparse.schedule import Merged, Plan
@@ -246,7 +246,7 @@ def _levels_between(
     intra = Communicator(nodes[number], device, timeout, nodes, recorder, is_inside_node=True)
     intra.gather_numbers([0.0])
     inter = Communicator(rows[place], device, timeout, rows, recorder)
-    return (Shards if is_sharded else HierarchicalTopology)(intra, inter, world)
+    return (DividedRanks if is_sharded else HierarchicalTopology)(intra, inter, world)
 
 
 def _planner_of(settings: Settings, engine: Engine, log: Callable[[str], None]) -> Optional[StepPlanner]:

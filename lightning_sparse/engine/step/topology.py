@@ -183,11 +183,14 @@ class FlatTopology:
 
 
 class DividedRanks(FlatTopology):
-    """A topology in which the ranks of ``intra`` divide each gradient. The ranks of ``inter`` have the same share."""
+    """A topology in which the ranks of ``intra`` divide each gradient. The ranks of ``inter`` have the same share.
+
+    With a sharded model, a rank's share is the shard of the gradient, averaged by FSDP in the replica.
+    """
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(inter, world)
-        self._intra = intra
+        self._intra, self.same_shard = intra, inter
         self.local_world_size = intra.world_size
 
     @override
@@ -201,14 +204,6 @@ class DividedRanks(FlatTopology):
         self._intra.close(has_failed)
 
 
-class Shards(DividedRanks):
-    """A topology for sharded models. A rank's share is the shard of the gradient, averaged by FSDP in the replica."""
-
-    def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
-        super().__init__(intra, inter, world)
-        self.same_shard = inter
-
-
 class HierarchicalTopology(DividedRanks):
     """A topology in which the ranks of a node average gradients, and each rank exchanges a share of the means.
 
@@ -220,6 +215,7 @@ class HierarchicalTopology(DividedRanks):
 
     def __init__(self, intra: Communicator, inter: Communicator, world: Communicator) -> None:
         super().__init__(intra, inter, world)
+        self.same_shard = world
         # Per message of this step: complete gradients, this rank's shares of the node's means, dtype of the message.
         self._averaged: list[tuple[Sequence[Tensor], Tensor, torch.dtype]] = []
 
