@@ -14,7 +14,6 @@ from lightning_sparse.compressors.base import ErrorFeedback, ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import Compression, LocalSteps
-from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.loop import GradientSparsifier, sparsify_gradients
 from lightning_sparse.removed import refuse_removed
 from lightning_sparse.schedule import Schedule
@@ -41,7 +40,6 @@ __all__ = [
     "GradientSparsifier",
     "LocalSteps",
     "ModelLayout",
-    "Owners",
     "Schedule",
     "Selection",
     "SelectionSize",

@@ -17,6 +17,7 @@ REMOVED: dict[str, str] = {
     "GradientSparsifier.state_dict": "use save_state(folder) instead, on all ranks",
     "GradientSparsifier.load_state_dict": "use load_state(folder) instead, on all ranks",
     "CriticalRegime": "use ErrorBudget, or a DensityRule of your own",
+    "Owners": "use exchange='owners' instead",
     "Warmup": "use warmup_steps of the strategy instead",
     "LocalSteps.synchronous_steps": "train the first steps with strategy='ddp', and resume from the checkpoint",
     "LocalSteps.overlap_steps": "leave it out, because rounds wait for the exchange",

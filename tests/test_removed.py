@@ -38,6 +38,7 @@ GONE = {
     "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),
     "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),
     "sparse_hsdp": (lambda: Fabric(strategy="sparse_hsdp", accelerator="cpu"), "sparse_hsdp"),
+    "Owners": (lambda: lightning_sparse.Owners, "exchange='owners'"),
     "Warmup": (lambda: callbacks.Warmup, "use warmup_steps"),
     "CriticalRegime": (lambda: callbacks.CriticalRegime, "ErrorBudget"),
     "synchronous_steps": (lambda: LocalSteps(4, synchronous_steps=1), "synchronous_steps=1.*strategy='ddp'"),

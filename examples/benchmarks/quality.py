@@ -32,7 +32,6 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from virtual import POST_LOCAL_START, VirtualRanks
 
-from lightning_sparse import Owners
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
 from lightning_sparse.schedule.costs import dense_bytes
 
@@ -271,8 +270,7 @@ class Run(NamedTuple):
         correction: Any = None if name != self.system else AUTO
         # With SGD the density falls over the first epochs, as the examples have it; Adam's correction has its own fall.
         warmup = 4 * TASKS[self.task].epoch_steps if self.optimizer == "sgd" else 0
-        way, _, keep = self.exchange.partition(":")
-        exchange = AUTO if name in OWN_EXCHANGE else Owners(float(keep)) if keep else way
+        exchange = AUTO if name in OWN_EXCHANGE else self.exchange
         rounds: Union[int, LocalSteps] = 1
         if self.local:
             rounds, warmup = self.rounds(), 0
@@ -438,9 +436,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--wire", default="bfloat16", help="type of the values sent (default bfloat16)")
-    parser.add_argument(
-        "--exchanges", nargs="+", default=["gather"], help="gather, owners or auto; owners:2 keeps twice a selection"
-    )
+    parser.add_argument("--exchanges", nargs="+", default=["gather"], help="gather, owners or auto")
     parser.add_argument(
         "--local-steps",
         nargs="+",

@@ -33,7 +33,6 @@ from echo import echo_pipeline, transfers_of
 from network import ShapedNetwork
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import Owners
 from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine import Engine
@@ -64,7 +63,7 @@ def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
         return received("auto", ranks // _NODE_RANKS, shares_of) if ranks > _NODE_RANKS else math.nan
     if exchange.startswith("ddp"):
         return sent_bytes("all_reduce", (2 if "bf16" in exchange else 4) * sum(sizes), ranks)
-    wires = build_wires("gather", "reduce", torch.float32, 0, ranks, EXCHANGES[exchange])
+    wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange)
     selected = [SelectionSize(size, element_count(size, DENSITY)) for size in sizes]
     transfers = transfers_of(wires, selected, flags=len(sizes))
     return sum(sent_bytes(*transfer, ranks) for transfer in transfers)  # as many arrive
@@ -193,9 +192,7 @@ def _work(exchange: str, local_world_size: int) -> float:
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     ddp = DistributedDataParallel(model)
-    way, _, keep = exchange.partition(":")
-    owners = Owners(float(keep)) if keep else way
-    settings = Settings.of("topk", DENSITY, warmup_steps=0, optimizer_correction=None, exchange=owners)
+    settings = Settings.of("topk", DENSITY, warmup_steps=0, optimizer_correction=None, exchange=exchange)
     engine = Engine(ddp, settings, local_world_size=local_world_size)
     counter, before = Path("/sys/class/net/eth0/statistics/rx_bytes"), 0
     for step in range(_WARM_UP + _STEPS):

@@ -12,7 +12,7 @@ from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_count, checked_density, is_whole
-from lightning_sparse.compressors.registry import build_by_name
+from lightning_sparse.compressors.registry import build_by_name, checked_name
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
@@ -20,8 +20,7 @@ from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
 from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.step.topology import FlatTopology
-from lightning_sparse.engine.wire import ExchangeChoice, Wires, build_wires, exchange_of, wire_values
-from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.engine.wire import EXCHANGES, Wires, build_wires, wire_values
 from lightning_sparse.removed import refuse_removed, refusing
 from lightning_sparse.schedule import SCHEDULES, Schedule
 
@@ -100,9 +99,9 @@ class Compression(TypedDict, total=False):
             adaptive optimizers cause a warning. An :class:`~lightning_sparse.AdamCorrection` sets the numbers of the
             correction, and requires Adam or AdamW. ``None`` for no correction.
         exchange: collective for selections. ``"gather"`` sends every rank's selection to all ranks, so that bytes grow
-            with the number of ranks. ``"owners"`` adds up each element on one rank, so that bytes do not grow;
-            :class:`~lightning_sparse.Owners` sets the number of elements. ``"auto"`` uses owners for a tensor if owners
-            need at most half the bytes, from about 15 ranks on. See the page on scaling.
+            with the number of ranks. ``"owners"`` adds up each element on one rank, so that bytes do not grow.
+            ``"auto"`` uses owners for a tensor if owners need at most half the bytes, from about 15 ranks on. See the
+            page on scaling.
         overlaps_backward: whether gradients are sent during backward. With ``False`` the exchange begins after
             backward, and overlaps with no other collective, as SyncBatchNorm on NCCL requires. See the page on limits.
         local_steps: optimizer steps between two exchanges. With 1, ranks exchange gradients in every step. With more,
@@ -125,7 +124,7 @@ class Compression(TypedDict, total=False):
     wire: str
     warmup_steps: Union[int, float, None]
     optimizer_correction: Union[str, AdamCorrection, None]
-    exchange: Union[str, Owners]
+    exchange: str
     overlaps_backward: bool
     local_steps: Union[int, LocalSteps]
     levels: Union[int, str]
@@ -159,7 +158,7 @@ class Settings:
     wire_bits: Optional[int]
     warmup_steps: Union[int, float]
     optimizer_correction: Union[str, AdamCorrection, None]
-    exchange: ExchangeChoice
+    exchange: str
     overlaps_backward: bool
     local_steps: Optional[LocalSteps]
     levels: Union[int, str]
@@ -177,7 +176,7 @@ class Settings:
         wire, bits = wire_values(chosen["wire"])
         if own.wire is not None and bits is None:
             wire, bits = wire_values(own.wire)
-        exchange, rounds = exchange_of(chosen["exchange"]), rounds_of(chosen["local_steps"])
+        rounds = rounds_of(chosen["local_steps"])
         refuse(_of_values(chosen, rounds))
         warmup = own.default_warmup_steps if chosen["warmup_steps"] is None else chosen["warmup_steps"]
         settings = cls(
@@ -188,7 +187,7 @@ class Settings:
             wire_bits=bits,
             warmup_steps=int(warmup) if is_whole(warmup, 0) else float(warmup),
             optimizer_correction=chosen["optimizer_correction"],
-            exchange=exchange,
+            exchange=checked_name("exchange", chosen["exchange"], EXCHANGES),
             overlaps_backward=chosen["overlaps_backward"],
             local_steps=rounds,
             levels=chosen["levels"],

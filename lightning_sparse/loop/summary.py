@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Optional
 
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.wire import EXCHANGES
 
 WITHOUT_OPTIMIZER = (
     "no optimizer holds {names}: gradients of these parameters are not exchanged, and differ between ranks. To train"
@@ -39,12 +38,11 @@ def describe(settings: Settings) -> str:
         sent = f"{settings.density:g} of each {what}"
     else:
         sent = f"each {what} whole" if compressor.wire_format == "reduce" else f"each {what} in a custom encoding"
-    exchanges = [word for word, exchange in EXCHANGES.items() if exchange == settings.exchange]
     parts = {
         "warm-up steps": settings.warmup_steps,
         "schedule": type(settings.schedule).__name__.lower(),
         "local steps": local and local.every,
-        "exchange": exchanges[0] if exchanges else settings.exchange.owners,
+        "exchange": settings.exchange,
         "wire": str(settings.wire).removeprefix("torch.") if bits is None else f"{bits}bit",
         "momentum before selection": settings.feedback.momentum,
         "selection from": settings.adam and "Adam's updates",

@@ -1,7 +1,7 @@
 """Wire formats, which encode selections as messages for collectives. Other code runs the collectives."""
 
 import math
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -9,7 +9,7 @@ from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import LocalFormat, WireFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
-from lightning_sparse.engine.wire.owners import MIN_OWNER_NUMEL, Owners, OwnersFormat
+from lightning_sparse.engine.wire.owners import MIN_OWNER_NUMEL, OwnersFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat, UnionFormat
 
 WIRE_FORMATS: dict[str, type[WireFormat]] = {
@@ -18,6 +18,7 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
+EXCHANGES = ("auto", "gather", "owners")  # collectives that can exchange selections with indices
 _WORTH = 2.0  # minimum factor by which owners or dense gradients must reduce the bytes to replace an all-gather
 
 
@@ -40,27 +41,6 @@ WIRES = {
 def wire_values(wire: str) -> WireValues:
     """Return dtype and bits for a ``wire=`` argument, or raise ``ValueError`` for an unknown name."""
     return WIRES[checked_name("wire", wire, tuple(WIRES))]
-
-
-class ExchangeChoice(NamedTuple):
-    """Choice between the collectives that can exchange selections with indices."""
-
-    owners: Optional[Owners] = None  # settings of owners; ``None`` to use only all-gather
-    chooses: bool = False  # whether the bytes of each tensor decide between all-gather, owners and dense
-
-
-EXCHANGES = {
-    "auto": ExchangeChoice(Owners(), chooses=True),
-    "gather": ExchangeChoice(),
-    "owners": ExchangeChoice(Owners()),
-}
-
-
-def exchange_of(exchange: Union[str, Owners]) -> ExchangeChoice:
-    """Return the choice for an ``exchange=`` argument, or raise ``ValueError`` for an unknown name."""
-    if isinstance(exchange, Owners):
-        return ExchangeChoice(exchange)
-    return EXCHANGES[checked_name("exchange", exchange, tuple(EXCHANGES))]
 
 
 class Wires(NamedTuple):
@@ -105,7 +85,7 @@ def build_wires(
     dtype: torch.dtype,
     rank: int,
     world_size: int,
-    exchange: ExchangeChoice = EXCHANGES["gather"],
+    exchange: str = "gather",
     bits: Optional[int] = None,
 ) -> Wires:
     """Build the wire formats of a bucket.
@@ -116,13 +96,12 @@ def build_wires(
         dtype: dtype of the values.
         rank: this rank within the process group.
         world_size: size of the process group.
-        exchange: choice between all-gather and owners, for ``name="gather"``.
+        exchange: name in ``EXCHANGES``. With ``"auto"``, the bytes of each tensor decide. For ``name="gather"``.
         bits: bits per quantized value; ``None`` for no quantization.
     """
     wire = WIRE_FORMATS[checked_name("wire_format", name, tuple(WIRE_FORMATS))](dtype, rank, world_size, bits)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size, bits)
     unquantized = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, world_size)
-    if exchange.owners is None or not isinstance(wire, GatherFormat):
+    if exchange == "gather" or not isinstance(wire, GatherFormat):
         return Wires(wire, whole, unquantized)
-    owners = OwnersFormat(dtype, rank, world_size, exchange.owners.keep)
-    return Wires(wire, whole, unquantized, owners, exchange.chooses)
+    return Wires(wire, whole, unquantized, OwnersFormat(dtype, rank, world_size), chooses=exchange == "auto")

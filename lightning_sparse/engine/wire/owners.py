@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
@@ -32,35 +31,10 @@ from lightning_sparse.functional.elements import (
 )
 
 MIN_OWNER_NUMEL = 32  # minimum selected elements per owner; with fewer elements, padding costs too many bytes
+_KEEP = 4.0  # elements that a step averages / elements that a rank selects; fewer elements raise the loss
 _SIGMAS = 4.0  # extra space in a message to an owner, in standard deviations of the number of proposed elements
 _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # constants of a multiplicative hash; products fit in int64
 _PROPOSED = torch.bfloat16  # dtype of values sent to owners; 16 bits are enough to find the largest sums
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Exchange through owners: each element has an owner rank, which adds up the selections of all ranks.
-
-    With ``"gather"`` every rank receives all selections. With owners, a rank receives only the selected elements that
-    the rank owns, and selects the largest sums. Then all ranks average the elements that owners selected. A rank
-    receives about ten bytes per selected element, for any number of ranks.
-
-    Args:
-        keep: number of elements that a step averages, as a multiple of the number that a rank selects. Fewer elements
-            make smaller messages.
-
-    Raises:
-        ValueError: for a ``keep`` below 1.
-    """
-
-    keep: float = 4.0
-
-    def __post_init__(self) -> None:
-        if not self.keep >= 1:
-            raise ValueError(
-                f"keep={self.keep} must be at least 1. A step averages this multiple of the number of elements that a"
-                " rank selects."
-            )
 
 
 class OwnersFormat(WireFormat):
@@ -77,15 +51,14 @@ class OwnersFormat(WireFormat):
     owners selected. If only the proposing ranks sent values, residuals would grow with the number of ranks.
     """
 
-    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, keep: float) -> None:
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int) -> None:
         super().__init__(dtype, rank, world_size)
-        self._keep = keep
         self._values = ReduceFormat(dtype, rank, world_size)
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         selected = end_to_end(selection)
-        shares = _shares_of(selected.numels, selected.counts, self.world_size, self._keep)
+        shares = _shares_of(selected.numels, selected.counts, self.world_size)
         proposals = yield Payload("all_to_all", _proposals(selected, shares))
         places = _largest(_sums(proposals, shares), shares, self.rank)
 
@@ -102,7 +75,7 @@ class OwnersFormat(WireFormat):
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         numels, counts = tuple(size.numel for size in sizes), tuple(size.selected for size in sizes)
-        shares = _shares_of(numels, counts, self.world_size, self._keep)
+        shares = _shares_of(numels, counts, self.world_size)
         message = shares.room * _PROPOSED.itemsize + index_codec(shares.universe, shares.room).nbytes
         return [
             Transfer("all_to_all", self.world_size * aligned(message)),
@@ -139,7 +112,7 @@ class _Shares(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int, keep: float) -> _Shares:
+def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int) -> _Shares:
     """Divide a bucket's tensors among owners. The division of a tensor does not depend on other tensors."""
     blocks = tuple(-(-numel // world_size) for numel in numels)
     rooms, finals = [], []
@@ -147,7 +120,7 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], world_size: int
         average = count / world_size
         rooms.append(min(-(-numel // world_size), math.ceil(average + _SIGMAS * math.sqrt(average))))
         # Two limits apply: the average number of proposals to an owner, and the number of elements that an owner has.
-        finals.append(max(1, min(numel // world_size, math.ceil(min(keep, world_size) * average))))
+        finals.append(max(1, min(numel // world_size, math.ceil(min(_KEEP, world_size) * average))))
     extent, room = sum(blocks), sum(rooms)
     by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))
     return _Shares(world_size, *by_tensor, extent, room, extent + room, sum(finals))

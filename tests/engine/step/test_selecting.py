@@ -6,7 +6,7 @@ from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.compressors.selection import FlatSelection
 from lightning_sparse.engine.step.selecting import BucketSelector
 from lightning_sparse.engine.step.topology import LocalGradient
-from lightning_sparse.engine.wire import build_wires, exchange_of
+from lightning_sparse.engine.wire import build_wires
 
 
 class WholeMatrices(Compressor):
@@ -23,7 +23,7 @@ class WholeMatrices(Compressor):
 
 
 def select(compressor, numels, exchange="gather", ranks=2):
-    wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange_of(exchange))
+    wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange)
     tensors = [torch.randn(numel) for numel in numels.values()]
     bucket = [LocalGradient(name, tensor, None) for name, tensor in zip(numels, tensors)]
     parts = BucketSelector(compressor, wires).select(bucket, tensors, [0.01] * len(numels))
