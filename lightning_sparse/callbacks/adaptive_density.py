@@ -33,7 +33,7 @@ class AdaptiveDensity(StepObserver):
         rules: a list of :class:`~lightning_sparse.callbacks.ErrorBudget` or your own
             :class:`~lightning_sparse.callbacks.DensityRule`.
         max_density: largest density that a rule or ``LAGS(adaptive_density=True)`` sets.
-        every_n_steps: optimizer steps between two logs. If a rule measures, the step reads all gradients and residuals.
+        every_n_steps: optimizer steps between two measurements. A measurement reads all gradients and residuals.
 
     Raises:
         ValueError: without a rule, or for an argument out of range. At the start of ``fit``, for a compressor
@@ -79,8 +79,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        if any(rule.measures for rule in self.rules):
-            request_samples(engine)
+        request_samples(engine)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -103,8 +102,7 @@ class AdaptiveDensity(StepObserver):
         residuals = {name: each.residual_norm for name, each in facts.items()}
         updates = {name: each.added_norm for name, each in facts.items() if name in samples.update_norms}
         for rule in self.rules:
-            if rule.measures:
-                rule.observe(Measurement(gradients, residuals, updates), self._context(trainer, engine))
+            rule.observe(Measurement(gradients, residuals, updates), self._context(trainer, engine))
 
     def _context(self, trainer: Trainer, engine: Engine) -> RuleContext:
         asked, present = engine.target_densities(), engine.present_densities()

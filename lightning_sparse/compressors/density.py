@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
@@ -44,12 +44,7 @@ class DensityRule(ABC):
     """Set minimum densities per parameter.
 
     Results must depend only on the arguments, because all ranks call the rule and must get equal densities.
-
-    Attributes:
-        measures: whether :meth:`observe` is called.
     """
-
-    measures: ClassVar[bool] = False
 
     @abstractmethod
     def minimum_densities(self, context: RuleContext) -> dict[str, float]:
@@ -102,8 +97,6 @@ class ErrorBudget(DensityRule):
         >>> rule.minimum_densities(context)
         {'weight': 0.015}
     """
-
-    measures: ClassVar[bool] = True
 
     def __init__(self, budget: float) -> None:
         if not 0 < budget < math.inf:
