@@ -279,10 +279,10 @@ class Recorder:
         finally:
             self._bucket, self.subject = None, _ALL
 
-    def see_selection(self, selection: Sequence[Selection], counts: Sequence[float]) -> None:
-        """Count the sent elements of a bucket. ``counts`` are the numbers of elements that densities ask for."""
+    def see_selection(self, selection: Sequence[Selection], count: int) -> None:
+        """Count the sent elements of a bucket. The densities ask for ``count`` elements."""
         if isinstance(selection, FlatSelection):
-            numel, sent, asked = sum(selection.numels), sent_count(selection), round(sum(counts))
+            numel, sent, asked = sum(selection.numels), sent_count(selection), count
         else:
             numel = sent = asked = sum(each.numel for each in selection)
         self.current.elements += numel

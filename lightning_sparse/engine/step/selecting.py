@@ -134,7 +134,7 @@ class Part(NamedTuple):
     wire: WireFormat
     members: Sequence[LocalGradient]  # gradients of the parameters
     selection: Sequence[Selection]  # one selection per parameter; if merged, one of all concatenated parameters
-    counts: Sequence[float]  # elements to send per parameter; in a merged part, the total in proportion to size
+    asked: int  # number of elements that the densities of the parameters ask for
     tensors: list[Tensor]  # gradient plus residual of each parameter
     laid: Sequence[Tensor] = ()  # the concatenated tensors, and a buffer for the mean; empty if not merged
 
@@ -150,7 +150,7 @@ class Part(NamedTuple):
             communicator: communicator of the ranks that exchange selections.
             used: uint8 flags of the parameters that this rank has used; only with the last message of a step.
         """
-        communicator.recorder.see_selection(self.selection, self.counts)
+        communicator.recorder.see_selection(self.selection, self.asked)
         result = communicator.run(self.wire.exchange(self.selection, self.laid[:1] or self.tensors, used))
         if self.laid:
             with communicator.recorder.span("encode"):
@@ -187,7 +187,6 @@ class BucketSelector:
         self._compressor = compressor
         self._wires = wires
         self._formats = wires.formats
-        self._used, self._held = set[WireFormat](), set[WireFormat]()  # wire formats of this step and of the last step
         self._format_for = cache(wires.format_for)
         self._workspace = Workspace()
 
@@ -228,22 +227,18 @@ class BucketSelector:
             positions = [position for position, way in enumerate(ways) if way is wire]
             if not positions:
                 continue
-            self._used.add(wire)
             tensors = [accumulated[each] for each in positions]
             selection = chosen
             if positions != few:  # otherwise, ``chosen`` has exactly these selections
                 of_few = {} if set(few).isdisjoint(positions) else dict(zip(few, chosen))
                 selection = [of_few.get(each) or Selection(accumulated[each], None, counts[each]) for each in positions]
             members = [bucket[each] for each in positions]
-            parts.append(Part(wire, members, grouped(selection), [counts[each] for each in positions], tensors))
+            parts.append(Part(wire, members, grouped(selection), sum(counts[each] for each in positions), tensors))
         return parts
 
     def release(self) -> None:
-        """End the step: make working memory available, and free buffers of wire formats that the step did not use."""
+        """End the step, and make working memory available."""
         self._workspace.release()
-        for wire in self._held - self._used:
-            wire.release()
-        self._held, self._used = self._used, set()
 
     def _ask(
         self, members: Sequence[LocalGradient], tensors: Sequence[Tensor], counts: Sequence[int]
@@ -300,8 +295,7 @@ class BucketSelector:
                 piece.zero_()
         count = _merged_count(tensors, densities)
         selection = grouped(self._ask(members, [flat], [count]))
-        shares = [count * numel / sum(numels) for numel in numels]
-        return Part(self._ways_of(selection)[0], members, selection, shares, tensors, (flat, mean))
+        return Part(self._ways_of(selection)[0], members, selection, count, tensors, (flat, mean))
 
 
 class Workspace:
