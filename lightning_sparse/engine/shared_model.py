@@ -142,7 +142,7 @@ class SharedModel:
         pipeline.commit([each for bucket in _buckets(changes, self._schedule) for each in pipeline.exchange(bucket)])
         self._step(changes)
         pipeline.recorder.current.covered_steps = steps
-        pipeline.selector.release()  # frees working memory and buffers until the next exchange, many steps later
+        pipeline.selector.release()  # frees working memory until the next exchange, many steps later
         pipeline.close_record()
         pipeline.recorder.samples = None  # Each request for samples covers one exchange.
 

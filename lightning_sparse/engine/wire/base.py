@@ -56,10 +56,6 @@ class WireFormat(ABC):
             used: uint8 flags of the parameters that this rank used, in a step's last message; otherwise ``None``.
         """
 
-    def release(self) -> None:
-        """Free buffers, because a step did not use the format."""
-        return
-
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return the collectives and bytes of :meth:`exchange` for a bucket. Usage flags take ``flags`` more bytes."""
         raise NotImplementedError(f"the bytes of {type(self).__name__} depend on values: sizes are not sufficient")

@@ -50,7 +50,6 @@ class ReduceFormat(WireFormat):
     def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, world_size, bits)
         self._multiple = 1 if bits is None else BLOCK
-        self._rows = torch.empty(0)  # reused buffer: on a CPU, page faults of a new buffer cost more than a copy
 
     @override
     def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
@@ -70,10 +69,6 @@ class ReduceFormat(WireFormat):
         elif used is not None:
             used = (yield Payload("all_gather", used)).bool().any(dim=0)
         return ExchangeResult(all_finite(received), used, means=arrived, kept=unsent)
-
-    @override
-    def release(self) -> None:
-        self._rows = torch.empty(0)
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
@@ -122,9 +117,7 @@ class ReduceFormat(WireFormat):
     def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
         numels = list(map(Tensor.numel, tensors))
         columns = sum(map(self._shard_numel, numels)) + self._padding(numels)
-        if self._rows.numel() < self.world_size * columns or self._rows.dtype is not tensors[0].dtype:
-            self._rows = tensors[0].new_empty(self.world_size * columns)
-        return cut_into(self._rows[: self.world_size * columns].view(self.world_size, -1), tensors, self._multiple)
+        return cut_into(tensors[0].new_empty(self.world_size, columns), tensors, self._multiple)
 
     def _shard_numel(self, numel: int) -> int:
         return shard_numel(numel, self.world_size, self._multiple)
