@@ -14,7 +14,9 @@ from lightning_sparse.removed import refuse_removed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 REFUSED = {
-    "ddp_comm_hook": "the strategy reduces gradients itself; use wire='bfloat16', or DDPStrategy for a hook",
+    "ddp_comm_hook": "the strategy reduces gradients itself; for a hook use DDPStrategy",
+    "ddp_comm_state": "the strategy reduces gradients itself, without a hook; for a hook use DDPStrategy",
+    "ddp_comm_wrapper": "there is no hook to wrap; to send 16-bit values use wire='float16' or wire='bfloat16'",
     "model_averaging_period": "torch's post-localSGD hook is not used; for local steps use local_steps=...",
     "bucket_cap_mb": "the schedule decides the buckets; use schedule=FixedSize(min_elements=...)",
     "bucket_cap_mb_list": "the schedule decides the buckets; use schedule=FixedSize(min_elements=...)",
@@ -103,6 +105,8 @@ def pop_settings(
     """
     own = _names(entry)
     settings = Settings.of(compressor, density, **{name: given.pop(name) for name in own & DEFAULTS.keys() & {*given}})
+    if not isinstance(given.get("timeout"), (timedelta, type(None))):
+        raise TypeError(f"timeout={given['timeout']!r} must be a datetime.timedelta, such as timedelta(seconds=60)")
     for name, value in given.items():
         if value is not None and name in REFUSED and DistributedDataParallel in bases:
             raise ValueError(f"{name}={value!r} cannot be given to {entry.__name__}: {REFUSED[name]}")

@@ -9,19 +9,18 @@ from typing import Any, Optional
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.nn.parameter import is_lazy
+from torch.optim import SGD, Optimizer, SparseAdam
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.reducer import NoOpReducer
 from lightning_sparse.engine.step.topology import fsdp_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.optimizers import calls_hooks, chain_of, is_adaptive, listed
+from lightning_sparse.loop.optimizers import calls_hooks, chain_of, listed
 from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
@@ -32,8 +31,7 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedD
 
 def check_model(model: Module, local: Optional[LocalSteps]) -> None:
     """Raise an error for wrappers that reduce gradients, for unsupported parameters, and for unsupported layers."""
-    bases = {name or "itself": {base.__name__ for base in type(each).__mro__} for name, each in model.named_modules()}
-    if wrappers := [name for name, each in bases.items() if each & _WRAPPERS]:
+    if wrappers := [name or "itself" for name, each in model.named_modules() if _is_wrapper(each)]:
         raise ValueError(
             f"model={type(model).__name__} holds wrappers that reduce gradients themselves, {listed(wrappers)}: remove"
             " the wrappers (in a plain loop the model may be a DistributedDataParallel); for shards use"
@@ -59,6 +57,10 @@ def check_model(model: Module, local: Optional[LocalSteps]) -> None:
             " step: omit sync_batchnorm=True or convert_sync_batchnorm (rounds then average BatchNorm's statistics),"
             " or use local_steps=1"
         )
+
+
+def _is_wrapper(module: Module) -> bool:
+    return not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__)
 
 
 def _has_sync_batch_norm(model: Module) -> bool:
@@ -109,13 +111,15 @@ def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Ite
 
 
 def check_bare(model: Module) -> None:
-    """Raise an error for a model with shards, or without a trained parameter."""
+    """Raise an error for a model with shards, lazy parameters, or no trained parameter."""
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
     if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
         raise ValueError(
             f"{given} holds shards of {listed(cut)}, but plain loops and Fabric support no sharded models: use"
             " Trainer(strategy='sparse_hsdp'), or a model that is complete on each rank"
         )
+    if any(map(is_lazy, named.values())):
+        raise ValueError(f"{given} has lazy parameters without a shape: call the model with a batch first")
     if not any(each.requires_grad for each in named.values()):
         raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
 
@@ -146,7 +150,8 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         given = f"optimizer={type(optimizer).__name__}"
         if trained.isdisjoint(optimizer_parameters(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build the optimizer from model.parameters()")
-        if counts_steps and not any(map(calls_hooks, chain_of(optimizer))):
+        check_optimizers(settings, [optimizer])
+        if counts_steps and not calls_hooks(optimizer):
             raise ValueError(
                 f"{given} calls no hooks, and hooks count the steps for local_steps and schedule='auto': call"
                 " torch.optim.Optimizer's __init__ in the constructor"
@@ -154,9 +159,12 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
 
 
 def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error for optimizers that the settings do not support."""
-    if isinstance(settings.optimizer_correction, AdamCorrection):
-        _check_correctable(optimizers)
+    """Raise an error for optimizers that the settings do not support, such as optimizers that communicate."""
+    if any(isinstance(chain_of(optimizer)[-1], SparseAdam) for optimizer in optimizers):
+        raise ValueError(
+            "optimizer=SparseAdam needs gradients with a sparse layout, and this package exchanges dense layouts only:"
+            " build layers with sparse=False, and use torch.optim.Adam"
+        )
     for each in chain.from_iterable(map(chain_of, optimizers)) if settings.replicas_diverge else ():
         if type(each).__name__ in _COMMUNICATING:
             raise ValueError(
@@ -164,24 +172,12 @@ def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> Non
                 " and the optimizer would overwrite the differences. Pass the inner optimizer, such as"
                 " torch.optim.AdamW, or exchange in every step, with local_steps=1"
             )
-    if settings.feedback.momentum is not None:
-        for optimizer in optimizers:
-            check_momentum(optimizer, settings.feedback)
-
-
-def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
-    refused = [each for each in optimizers if not is_correctable(each)]
-    if any(map(is_adaptive, refused)) or len(refused) == len(optimizers):
-        names = ", ".join(type(each).__name__ for each in refused)
-        raise ValueError(
-            f"optimizer_correction=AdamCorrection(...) does not support {names}: use torch.optim.AdamW or"
-            " torch.optim.Adam (with torch's step, without amsgrad, differentiable and maximize), or"
-            " optimizer_correction='auto', which warns of adaptive optimizers with sparse gradients"
-        )
 
 
 def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
-    """Raise an error if the optimizer does not support momentum before compression."""
+    """Raise an error if momentum is applied before compression, and the optimizer does not support this."""
+    if feedback.momentum is None:
+        return
     name, given = type(optimizer).__name__, f"momentum={feedback.momentum!r}"
     if not isinstance(optimizer, SGD):
         raise ValueError(

@@ -1,11 +1,9 @@
 """Log lines and warnings of a training."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Optional
 
-from lightning_sparse.engine.collectives import default_group
 from lightning_sparse.engine.settings import Settings
 
 WITHOUT_OPTIMIZER = (
@@ -25,17 +23,11 @@ CHANGED = (
 )
 UNCOUNTED_BATCHES = 8  # consecutive batches before the warning, because hooks may change weights during accumulation
 UNCOUNTED = (
-    f"the weights changed in {UNCOUNTED_BATCHES} consecutive batches without a step of a registered optimizer."
-    " Warm-ups, rounds, momentum and Adam's updates follow these steps. Update the weights by step() of an"
+    f"the weights changed in {UNCOUNTED_BATCHES} consecutive batches without a step of a registered optimizer. Rounds,"
+    " momentum and Adam's updates follow the steps of registered optimizers. Update the weights by step() of an"
     " optimizer that configure_optimizers returns, or that sparsify_gradients received (for a new optimizer call"
     " handle.close() and sparsify_gradients again). Or end each round yourself, in a plain loop by handle.synchronize()"
 )
-
-
-def warn_user(message: str) -> None:
-    """Warn on rank 0."""
-    if default_group().rank() == 0:
-        warnings.warn(message, stacklevel=2)
 
 
 def describe(settings: Settings) -> str:
@@ -60,19 +52,20 @@ def describe(settings: Settings) -> str:
     )
 
 
-def report(stats: Mapping[str, float], verdict: Optional[str] = None) -> str:
+def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
     """Describe the sent bytes, the time that the exchange takes after backward, and the ``verdict`` of ``sparse_auto``.
 
     Example::
 
         >>> sizes = {"total_wire_bytes": 35.9e6, "total_dense_bytes": 203e6, "total_compression_ratio": 5.65}
         >>> report({**sizes, "total_steps": 165.0, "exposed_share": 0.118})
-        '165 steps sent 35.9 MB instead of 203 MB, compression ratio 5.65; exposed: 11.8 % of the time.'
+        '165 steps sent 35.9 MB where DDP sends 203 MB, compression ratio 5.65; exposed: 11.8 % of the time.'
     """
-    inter = stats.get("total_inter_node_bytes")
-    inside = "" if inter is None else f" ({in_bytes(inter)} to other nodes)"
+    inside = (
+        f" ({in_bytes(stats['total_inter_node_bytes'])} to other nodes)" if "total_inter_node_bytes" in stats else ""
+    )
     parts = [
-        f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} instead of"
+        f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} where {dense} sends"
         f" {in_bytes(stats['total_dense_bytes'])}, compression ratio {stats['total_compression_ratio']:.3g}"
     ]
     if not math.isnan(stats["exposed_share"]):

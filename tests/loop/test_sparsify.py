@@ -407,6 +407,7 @@ def test_no_step_follows_a_backward_that_ended_in_an_error(forked):
         ({"model": "Linear"}, "TypeError: model=str"),
         ({"model": nn.Linear(2, 2)}, "ValueError: optimizer=SGD"),
         ({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))}, "ValueError: model=Sequential"),
+        ({"model": nn.LazyLinear(2)}, "ValueError: model=LazyLinear"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "ValueError: model=Linear"),
         ({"optimizer": []}, "ValueError: optimizer=[]"),
         ({"optimizer": [1]}, "TypeError: optimizer=1"),
@@ -440,7 +441,7 @@ def test_nodes_are_told_apart_by_names_of_hosts(pools):
     assert pools[4].run(ranks_of_a_node, ["one", "one", "other", "other"]) == [2] * 4
     assert pools[4].run(ranks_of_a_node, ["one", "other"] * 2) == [1] * 4
     for refusal in pools[2].run(refuse, give, {"levels": 2}):
-        assert refusal.startswith("ValueError: levels=2 needs several nodes")
+        assert refusal.startswith("ValueError: levels=2 was given, but all ranks are on one node")
 
 
 def change_a_bit(rank, settings):
