@@ -79,7 +79,7 @@ class SDAGC(DGC):
 
     @override
     def begin(self, layout: ModelLayout) -> None:
-        self._positions = layout.positions()
+        self._positions = {name: position for position, name in enumerate(layout.names)}
         unset = math.nan if self.alpha is None else self.alpha
         self._inactive: dict[str, Tensor] = {}  # alphas of frozen parameters
         self._alphas = torch.full((len(layout.names),), unset, dtype=torch.float32, device=layout.device)
