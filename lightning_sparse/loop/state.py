@@ -185,7 +185,7 @@ def _read_sums(folder: str, first: int, own: Sequence[int], slices: int) -> tupl
         for place, each in _floats(state)
     }
     for number in own:
-        for place, each in _floats(_read(_path_of(folder, number))):
+        for place, each in _floats(state if number == first else _read(_path_of(folder, number))):
             if place in sums:
                 sums[place][number % len(sums[place])] += each.flatten()
     return state, sums
