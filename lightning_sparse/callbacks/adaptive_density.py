@@ -93,16 +93,17 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def after_step(self, trainer: Trainer, engine: Engine, step: int) -> None:
-        densities = engine.present_densities().items()
-        log_scalars(trainer, {parameter_tag("density", name): density for name, density in densities}, step)
+        context = self._context(trainer, engine)
+        log_scalars(trainer, {parameter_tag("density", name): each for name, each in context.present.items()}, step)
         if (samples := engine.recorder.last_samples) is None:
             return  # plain DDP exchanged the step, without measurements
         facts = facts_over_ranks(engine, samples)
         gradients = {name: each.gradient_norm for name, each in facts.items()}
         residuals = {name: each.residual_norm for name, each in facts.items()}
         updates = {name: each.added_norm for name, each in facts.items() if name in samples.update_norms}
+        measured = Measurement(gradients, residuals, updates)
         for rule in self.rules:
-            rule.observe(Measurement(gradients, residuals, updates), self._context(trainer, engine))
+            rule.observe(measured, context)
 
     def _context(self, trainer: Trainer, engine: Engine) -> RuleContext:
         asked, present = engine.target_densities(), engine.present_densities()
