@@ -294,8 +294,8 @@ class ExchangeWorker:
         self._thread.join(patience)
         has_ended = not self._thread.is_alive()
         if has_ended:
-            # After an interrupted backward, the worker's kernels may still run. The caller may next
-            # read residuals that the kernels write, or reuse the memory of gradients.
+            # After an interrupted backward, the worker's kernels may still run. The caller may next read residuals that
+            # the kernels write, or reuse the memory of gradients.
             self._sync_caller_stream()
         return has_ended
 
