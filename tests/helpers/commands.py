@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import runpy
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from lightning_fabric.plugins.environments.lightning import find_free_network_port
 
 import lightning_sparse
 from lightning_sparse.cli import main
@@ -41,8 +41,9 @@ def refusal(capsys, *words):
 
 # Imports of Lightning that are not part of Lightning: two thirds of a script's start-up time.
 _IMPORTED = "torch._dynamo, torch.distributed.fsdp, torch.utils.tensorboard, torchmetrics, tqdm, yaml, jsonargparse"
+_LIMIT = 240  # Seconds, less than a test's timeout: a rank that hangs prints its stacks.
 _SERVER = f"""
-import json, os, runpy, sys
+import faulthandler, json, os, runpy, signal, sys
 import {_IMPORTED}
 
 def forked():
@@ -53,13 +54,21 @@ def forked():
             children.append(os.fork())
             if not children[-1]:
                 return asked, rank
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
+        codes = {{}}
+        while len(codes) < len(children):
+            child, status = os.wait()
+            codes[child] = os.waitstatus_to_exitcode(status)
+            if status and len(codes) == 1:
+                for other in set(children) - {{child}}:
+                    os.kill(other, signal.SIGKILL)
+        print(json.dumps([codes[child] for child in children]), flush=True)
     os._exit(0)
 
 asked, rank = forked()
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 for number, name in enumerate(("out", "err"), 1):
     os.dup2(os.open(rank[name], os.O_WRONLY), number)
+faulthandler.dump_traceback_later({_LIMIT}, exit=True)
 os.chdir(asked["folder"])
 os.environ.clear()
 os.environ.update(rank["environment"])
@@ -95,7 +104,8 @@ class Interpreter:
             "WORLD_SIZE": str(ranks),
             "NODE_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(find_free_network_port()),
+            # Outgoing connections of other tests take their ports from 32768 on.
+            "MASTER_PORT": str(10_000 + secrets.randbelow(20_000)),
         }
         with tempfile.TemporaryDirectory() as said:
             asked = []
