@@ -19,7 +19,7 @@ PASSES = {"adamw": 29.0, "sgd": 14.0}  # passes over parameters that compression
 BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hides an exchange
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
-_OWNED, _OWNERS_FROM = 7, 15  # owners send a rank the bytes of 7 selections; "auto" uses owners from 15 ranks on
+_OWNED, _OWNERS_FROM = 7, 15  # from 15 ranks on, "auto" uses owners: a rank then receives the bytes of 7 selections
 _LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # local steps per round; local steps per step of DDP, for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
 
     @property
     def strategy(self) -> str:
-        """The fastest way to train; ``sparse_auto`` if LAGS-SGD is faster than a dense exchange only without overlap.
+        """The fastest way to train. ``sparse_auto`` if ``sparse_lags`` wins only where dense exchanges overlap little.
 
         >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1).strategy for r in (0.1, 0.9, 3, 300)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']

@@ -105,7 +105,7 @@ def _result(check: Row) -> bytes:
     except SkipTest as reason:
         state, detail = "not applicable", str(reason)
     except Exception as error:
-        state = "waits" if isinstance(error, ExchangeError) else "failed"  # another rank causes an ExchangeError
+        state = "waits" if isinstance(error, ExchangeError) else "failed"  # an ExchangeError: another rank failed
         detail = shorten(f"{type(error).__name__}: {error}", 400)
     return json.dumps([state, detail]).encode()
 

@@ -59,7 +59,7 @@ class StepPlanner:
         self._overlaps = overlaps_backward
         self._log = log if communicator.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
-        self._course: Course  # generator _run() for _order; set when the first order is recorded
+        self._course: Course  # the planning of _order as a generator; starts with the first recorded order
         self.plan: Optional[Plan] = None
         schedule.reset()
 

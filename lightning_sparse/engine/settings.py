@@ -201,7 +201,7 @@ class Settings:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The error feedback in use: ``asked``, or with Adam's correction only ``asked.rescale_on_lr_change``."""
+        """The user's error feedback. Adam's correction uses only the user's ``rescale_on_lr_change``."""
         if self.adam is None:
             return self.asked
         return ErrorFeedback(rescale_on_lr_change=self.asked.rescale_on_lr_change)

@@ -123,7 +123,7 @@ class SharedModel:
         All ranks must exchange the same names. A tensor that the module has lost is sent as a change of zero.
 
         Args:
-            moved: names of trained parameters that any rank has moved.
+            moved: names of trained parameters that have changed on at least one rank.
             steps: number of optimizer steps since the last exchange.
         """
         present, shared = self.exchanged(), self._shared

@@ -68,7 +68,7 @@ class SparsifyCallback(TrainerCallback):
             folder = self._resume_from or self._folder(state)
             self._handle.load_state(Path(folder) / _NAME)
             if args.eval_strategy == "epoch" and state.epoch == int(state.epoch) >= args.eval_delay:
-                self._handle.synchronize()  # the earlier run evaluated after this step, which ended a round
+                self._handle.synchronize()  # as in the saved run: an evaluation after this step ended the round
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

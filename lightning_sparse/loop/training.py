@@ -84,7 +84,7 @@ class RuntimeOptions(NamedTuple):
 class Session:
     """Base of the Trainer's strategies and of handles: settings, and the current training or ``None``."""
 
-    settings: Settings  # checked user settings; a training sets ``adam`` if Adam is corrected
+    settings: Settings  # the user's settings; a training with Adam's correction sets the field ``adam``
     _log: Log
     training: Optional["Training"] = None  # ``None`` also while a single process trains without an exchange
     final_state: Optional[dict[str, Any]] = None  # state after training, on the CPU

@@ -103,7 +103,7 @@ class BucketShape(NamedTuple):
     """Sizes of a planned bucket, and the time when backward has computed all gradients of the bucket."""
 
     elements: int
-    counts: int  # minimum number of elements to send, from the density without a plan
+    counts: int  # number of elements to send without a plan: a plan never sends fewer
     ready: float  # seconds from the start of backward to the bucket's last gradient
 
 

@@ -89,7 +89,7 @@ class AdamMemory(Memory):
         if name in self.moments:
             self._residuals[name].mul_(self._denominator(name))
         else:
-            del self._residuals[name]  # Without the second moment, as after a load, updates cannot be converted.
+            del self._residuals[name]  # After a load, a second moment may be missing. No update can be converted then.
         del self.second_steps[name]
         self._drop_update(name)
 
@@ -236,11 +236,11 @@ class DenseNorms:
         self._norms: dict[str, Tensor] = {}  # norms after the exchange
 
     def record(self, loss_scale: Optional[Tensor]) -> None:
-        """Store the norms after an exchange."""
+        """After an exchange, store the norms of all mean gradients, for a comparison with the clipped gradients."""
         self._norms = self._measured(self.names, loss_scale)
 
     def compare(self, group: Mapping[str, Any], scale: Optional[Tensor]) -> None:
-        """Before the step of a param group, add squared norms from before and after clipping to ``squared_norms``."""
+        """Before the step of a param group, add each gradient's squared norms (unclipped, clipped) to running sums."""
         after, squares = self._measured(group["params"], scale), self._memory.squared_norms
         if names := [name for name in after if name in self._norms]:
             pairs = torch.stack([torch.stack((self._norms.pop(name), after[name])) for name in names]).square_()

@@ -144,7 +144,7 @@ class MeanUpdates:
         # mean gradient, version of the gradient, and first moment with the update, from exchange to optimizer step
         self._stored: dict[Parameter, tuple[Tensor, int, Tensor]] = {}
         self._changed_steps = 0  # number of param groups' steps before which other code had changed mean gradients
-        self._warn: Optional[Callable[[], None]] = warn  # called once, if a change is no clipping
+        self._warn: Optional[Callable[[], None]] = warn  # for changes without effect; ``None`` afterwards
 
     def exchanged(self, parameters: Iterable[Parameter]) -> dict[Parameter, Tensor]:
         """Return the mean gradients of parameters that are exchanged as updates."""

@@ -104,8 +104,8 @@ class Memory:
             names: parameter names.
             accumulated: results of :meth:`compensate`; may be changed.
             kept: unsent part of each selection.
-            accepted: a flag per parameter, bool ``[len(names)]``, or one flag for all, ``[]``. If the flag is false,
-                the state of the parameter does not change.
+            accepted: a flag per parameter, bool ``[len(names)]``, or one flag for all, ``[]``. The state of a parameter
+                with a false flag does not change.
         """
         if self._decay:
             accepted = self._accept_rates(names, accepted)

@@ -58,7 +58,7 @@ class WireFormat(ABC):
 
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return the collectives and bytes of :meth:`exchange` for a bucket. Usage flags take ``flags`` more bytes."""
-        raise NotImplementedError(f"the bytes of {type(self).__name__} depend on values: sizes are not sufficient")
+        raise NotImplementedError(f"the bytes of {type(self).__name__} depend on values, not only on sizes")
 
 
 class LocalFormat(WireFormat):
