@@ -5,15 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.engine.adam.moments import AdamMoments, first_updates
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.devices import DEVICE
-from tests.helpers.fits import NotingLogger, assert_goes_on, fits, one_model, refusals
+from tests.helpers.fits import assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
 from tests.helpers.trainers import WithOptimizer, learning_in_turns
@@ -224,43 +221,6 @@ def test_replicas_agree_and_no_update_is_lost(pair, compressor, wire):
             torch.testing.assert_close(applied, owed / 2, rtol=1e-3, atol=atol)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
-def test_no_schedule_changes_a_bit(pair, compressor):
-    (expected, _, _), *others = (
-        history
-        for schedule in ("single", "layerwise", "merged")
-        for history in pair.run(
-            train, torch.optim.AdamW, {"compressor": compressor, "density": 0.1, "schedule": schedule}, {}, 9
-        )
-    )
-    for history, _, _ in others:
-        assert_same(history, expected)
-
-
-def train_twin(rank, steps):
-    torch.manual_seed(0)
-    twin = DistributedDataParallel(Edges().to(DEVICE))
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE)
-    for step in range(steps):
-        optimizer.zero_grad()
-        twin(batch(rank, step)).backward()
-        optimizer.step()
-    return parameters_of(twin)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("compressor", "density", "steps"),
-    [*((name, 0.05, DENSE) for name in CORRECTED), *((name, 1.0, STEPS) for name in ("topk", "lags", "omgs"))],
-)
-def test_while_all_is_sent_it_is_ddp(pair, compressor, density, steps):
-    settings = {"compressor": compressor, "density": density}
-    answers = pair.run(train, torch.optim.AdamW, settings, {}, steps)
-    for (history, _, _), twin in zip(answers, pair.run(train_twin, steps)):
-        torch.testing.assert_close(history[-1], twin, rtol=1e-5, atol=1e-5)
-
-
 def poison(rank, compressor, poisoned):
     states, gradients = [], []
     for ddp, engine, optimizer, _ in corrected_steps(
@@ -418,27 +378,6 @@ def test_a_method_that_cannot_be_corrected_refuses_to_be(compressor):
 def test_numbers_out_of_range_are_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         AdamCorrection(**given)
-
-
-class Logged(NumberedAdam):
-    @property
-    def notes(self):
-        return [told for told in self.trainer.logger.told if "sparse/wire_bytes" in told]
-
-
-def test_what_waits_is_logged(pair):
-    more = {"logger": NotingLogger(), "callbacks": [CompressionMonitor(by_parameter=True)], "log_every_n_steps": 1}
-    told = fits(pair, Logged, SOON, **more)[0].notes
-    assert len(told) == 12
-    told = told[2:]  # the first two steps are DDP's
-    assert all(0 < each["sparse/update_error"] < 100 for each in told[2:])
-    names = [name for name, _ in NumberedAdam().named_parameters()]
-    for each in told[2:]:
-        tags = {tag for tag in each if re.search("/(update_error|residual_to_gradient)/", tag)}
-        assert tags == {f"sparse_parameters/update_error/{name}" for name in names}
-        # The logged value is a mean over ranks and parameters.
-        assert min(each[tag] for tag in tags) < 1.1 * each["sparse/update_error"]
-        assert max(each[tag] for tag in tags) > 0.9 * each["sparse/update_error"]
 
 
 @pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])

@@ -223,23 +223,6 @@ def test_what_users_issue_in_no_order_is_seen(pools):
     assert orders_differ(lambda: Case(LAYERS, OwnCollective, arguments=THREE).issued(pools, LONG_SECONDS))
 
 
-ONE, OTHER = (Issued(name, (0, 1), "allreduce", (4,)) for name in ("one", "other"))
-
-
-@pytest.mark.parametrize(
-    ("recordings", "where"),
-    [
-        ([[ONE, OTHER], [ONE, OTHER]], None),
-        ([[ONE, OTHER], [OTHER, ONE]], [ONE, OTHER]),
-        ([[ONE, ONE], [ONE]], [ONE, None]),
-        ([[ONE], [ONE._replace(numels=(5,))]], [ONE, ONE._replace(numels=(5,))]),
-        ([[OTHER, ONE], [ONE._replace(ranks=(1, 2)), OTHER, ONE], [ONE._replace(ranks=(1, 2))]], None),
-    ],
-)
-def test_a_queue_is_stuck_where_orders_differ(recordings, where):
-    assert stuck_at(recordings) == where
-
-
 class Cut(nn.Linear):
     def set_requires_gradient_sync(self, *arguments):
         """Do nothing."""

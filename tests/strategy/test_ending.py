@@ -70,19 +70,6 @@ def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair):
     assert not any("steps sent" in line for line in lines)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_local_steps_count_whatever_was_exchanged(pair, accumulated):
-    arguments = {"max_epochs": 2 * accumulated, "accumulate_grad_batches": accumulated, **SIXTEEN}
-    local = fits(pair, Small, {"compressor": "dense", "local_steps": 4}, **arguments)
-    for each in local:
-        assert each.total["total_steps"] == 32
-        assert each.total["total_dense_bytes"] == 32 * DENSE
-        assert each.total["total_wire_bytes"] == pytest.approx(8 * DENSE, rel=0.01)
-        assert 0 < each.total["exposed_share"] < 1
-    assert "32 steps sent" in closing_of(local[0].said)
-
-
 def test_a_second_fit_counts_from_its_own_start(pair):
     for first, second in pair.run(fit_twice):
         assert first == second == 5

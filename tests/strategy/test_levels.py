@@ -5,16 +5,10 @@ import pytest
 import torch
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import (
-    AdaptiveDensity,
-    CompressionMonitor,
-    ErrorBudget,
-    ReplicaSentinel,
-)
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.levels import ranks_of_node
-from tests.helpers.fits import NotingLogger, fits, one_model
+from tests.helpers.fits import fits, one_model
 from tests.helpers.trainers import Small
 
 CHOICES = {
@@ -96,24 +90,3 @@ def test_one_level_on_two_nodes_if_it_is_asked_for(pools):
     for each in fits(pools[4], Trained, {**SPARSE, "levels": 1}, local_world_size=2):
         assert "inter_node_bytes" not in each.total
         assert not any("two levels" in line for line in each.said)
-
-
-class Logged(Trained):
-    def on_train_end(self):
-        self.notes = self.trainer.logger.told
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("compressor", ["topk", "lags"])
-def test_whoever_looks_on_sees_shares(pools, compressor):
-    callbacks = [
-        CompressionMonitor(by_parameter=True),
-        AdaptiveDensity([ErrorBudget(budget=2.0)], every_n_steps=1),
-        ReplicaSentinel(every_n_steps=1),
-    ]
-    more = {"local_world_size": 2, "callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
-    answers = fits(pools[4], Logged, {**SPARSE, "compressor": compressor}, **more)
-    one_model(answers)
-    logged = {tag: number for told in answers[0].notes for tag, number in told.items()}  # latest values
-    assert 0 < logged["sparse/inter_node_bytes"] < logged["sparse/wire_bytes"]
-    assert 0.04 <= logged["sparse/density"] <= 1

@@ -10,7 +10,7 @@ from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.loop.checks import check_momentum
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import fits, one_model, refusals
+from tests.helpers.fits import fits, refusals
 from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
 
 WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_steps": 0}
@@ -87,35 +87,6 @@ def test_what_is_taken_while_the_optimizer_updates_nobody_misses(pair, tmp_path)
         assert not any(each.get("momentum_buffer") is not None for each in saved["state"].values())
         for group in (saved["param_groups"][0], *each.notes):
             assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0.01)
-
-
-class Replacing(WithOptimizer):
-    def __init__(self, first, then=None, **arguments):
-        super().__init__(first, **arguments)
-        self.then = then
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 4 and self.then is None:
-            self.trainer.strategy.setup_optimizers(self.trainer)
-        elif batch_idx == 4:
-            self.trainer.optimizers = [self.then(self.parameters(), lr=0.01)]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("first", "then", "settings"),
-    [
-        (torch.optim.SGD, torch.optim.SGD, {"compressor": "topk"}),
-        (torch.optim.AdamW, torch.optim.AdamW, {"compressor": "lags"}),
-        (torch.optim.SGD, torch.optim.AdamW, {"compressor": "topk"}),
-        (torch.optim.AdamW, torch.optim.SGD, {"compressor": "topk"}),
-    ],
-)
-def test_optimizers_that_are_replaced_in_mid_training_train_as_with_ddp(pair, first, then, settings):
-    module, limits = partial(Replacing, first, then, lr=0.02), {"max_epochs": 1, "limit_train_batches": 12}
-    whole = {**settings, "density": 1.0, "warmup_steps": 0}
-    ours, ddp = (one_model(fits(pair, module, each, **limits)) for each in (whole, None))
-    torch.testing.assert_close(ours.batches, ddp.batches, rtol=1e-4, atol=1e-5)
 
 
 class MuonOfMatrices(torch.optim.Muon):

@@ -1,17 +1,14 @@
 from datetime import timedelta
 from functools import cache, partial
-from itertools import cycle, pairwise
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import BackboneFinetuning
 from torch import nn
 
 from lightning_sparse import AdamCorrection, LocalSteps
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import NotingLogger, assert_goes_on, fits, one_model, refusals
+from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY, DIFFERENT_NAMES, EXACT_NAMES, KEEPING_NAMES
 
@@ -119,50 +116,6 @@ class Late(Parts):
         return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
-def test_a_finetuning_callback_keeps_replicas_together(pair, compressor):
-    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)
-    answers = fits(pair, Late, settings_of(compressor), callbacks=[callback])
-    first = one_model(answers) if compressor in AGREEING_NAMES else answers[0]
-    history = [weights["backbone.weight"] for weights in first.batches]
-    assert torch.equal(history[5], first.start["backbone.weight"])
-    assert not torch.equal(history[6], history[5])
-
-
-class Growing(Parts):
-    def __init__(self):
-        super().__init__()
-        self.more = nn.ModuleList()
-
-    def on_train_batch_start(self, batch, batch_index):
-        if self.batches_before == 8:
-            torch.manual_seed(self.global_rank)
-            self.more.append(nn.Linear(32, 32).to(self.device))
-            self.trainer.optimizers[0].add_param_group({"params": list(self.more.parameters()), "lr": 0.01})
-
-    def training_step(self, batch, batch_index):
-        loss = super().training_step(batch, batch_index)
-        for layer in self.more:
-            loss = loss + (layer(self.rows(batch_index)) - self.rows(batch_index)).square().mean()
-        return loss
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", LAGS(error_feedback="update")])
-def test_a_layer_that_is_added_late_is_one_layer_on_all_ranks(pair, compressor):
-    settings = {"compressor": compressor, "density": 0.05, "warmup_steps": 0}
-    history = one_model(fits(pair, Growing, settings)).batches
-    assert not torch.equal(history[-1]["more.0.weight"], history[8]["more.0.weight"])
-
-
-@pytest.mark.parametrize("module", [Freezing, Growing])
-def test_callbacks_follow_what_is_trained(pair, module):
-    callbacks = [AdaptiveDensity([ErrorBudget(budget=1.0)], every_n_steps=1), CompressionMonitor(by_parameter=True)]
-    more = {"callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
-    one_model(fits(pair, module, settings_of("topk"), **more))
-
-
 class OneSided(Parts):
     def __init__(self):
         super().__init__()
@@ -182,11 +135,6 @@ class OnOneRank(OneSided):
 class FrozenOnOneRank(Parts):
     def on_train_batch_start(self, batch, batch_index):
         self.backbone.requires_grad_(self.global_rank == 0 or self.batches_before not in FROZEN)
-
-
-class FreezingAdam(Freezing):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
 
 
 SOON = settings_of("topk", timeout=timedelta(seconds=3))
@@ -240,15 +188,6 @@ def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(p
     assert_same(answers[0].end, answers[1].end)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("save_after", [6, 8], ids=["before it", "after it"])
-@pytest.mark.parametrize("kept", [name for name in SUCCESSIONS if name != "updates"])  # state of a removed optimizer
-def test_resumed_it_goes_on_to_the_bit_with_a_new_layer(pair, tmp_path, kept, save_after):
-    settings, kind = SUCCESSIONS[kept]
-    settings = {"warmup_steps": 0, "schedule": "layerwise", **settings}
-    assert_goes_on(pair, tmp_path, settings, partial(Succeeding, width=32, kind=kind), save_after)
-
-
 class Moved(Numbered):
     def __init__(self, *arguments, kind, is_renamed):
         super().__init__(*arguments)
@@ -294,33 +233,11 @@ def test_ranks_that_unfreeze_differently_say_so_at_once(pair):
         assert "Rank 0: new or unfrozen: 'backbone.weight'. Rank 1: new or unfrozen: 'backbone.bias'" in message
 
 
-@pytest.mark.parametrize("module", [Freezing, FreezingAdam])
-def test_what_is_frozen_within_a_step_is_stepped_with_once_more(pair, module):
-    first = one_model(fits(pair, module, settings_of("topk"), accumulate_grad_batches=3))
-    history = [each["backbone.weight"] for each in first.batches]
-    moved = [batch for batch, each in enumerate(pairwise(history), 1) if not torch.equal(*each)]
-    assert moved == [2, 5, 8, 11]  # frozen from the second batch of 3, 4, 5 to the second of 6, 7, 8
-
-
 def test_a_rank_that_unfreezes_alone_does_not_wait_for_ever(forked):
     waiting, unfreezing = refusals(forked[2], OnOneRank, SOON)
     assert "rank 1: new or unfrozen: 'backbone.weight', 'backbone.bias'; but not every other rank" in unfreezing
     assert "waited in vain" in waiting
     forked[2].stop()  # gloo's groups are out of step now
-
-
-class Tied(Freezing):
-    def __init__(self):
-        super().__init__()
-        self.backbone, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.head.weight = self.backbone.weight
-
-
-@pytest.mark.parametrize("compressor", ["topk", "dgc"])
-def test_a_shared_parameter_is_frozen_and_trained_as_one(pair, compressor):
-    history = [weights["backbone.weight"] for weights in one_model(fits(pair, Tied, settings_of(compressor))).batches]
-    assert torch.equal(history[FROZEN.stop - 1], history[FROZEN.start - 1])
-    assert not torch.equal(history[-1], history[FROZEN.start])
 
 
 class Thawing(Parts):
@@ -333,23 +250,9 @@ class Thawing(Parts):
         self.backbone.requires_grad_(self.batches_before >= self.thaws_at)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(  # alternately before and after the save
-    ("compressor", "thaws_at"), [*zip(DIFFERENT_NAMES, cycle([4, 10]))]
-)
-def test_resumed_it_goes_on_to_the_bit_whatever_was_frozen(pair, tmp_path, compressor, thaws_at):
-    assert_goes_on(pair, tmp_path, settings_of(compressor, schedule="layerwise"), partial(Thawing, thaws_at=thaws_at))
-
-
 def test_a_density_may_be_given_for_what_is_frozen_at_first(pair):
     compressor = LAGS(densities={"backbone.weight": 0.5})
     one_model(fits(pair, partial(Thawing, thaws_at=4), {"compressor": compressor, "density": 0.05}))
-
-
-def test_one_process_freezes_and_unfreezes_too(forked):
-    history = [weights["backbone.weight"] for weights in fits(forked[1], Freezing, settings_of("topk"))[0].batches]
-    assert torch.equal(history[7], history[3])
-    assert not torch.equal(history[8], history[7])
 
 
 class AddedWithin(Late):

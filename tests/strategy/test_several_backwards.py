@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 
@@ -76,21 +75,13 @@ class Sharing(Adversaries):
         return one + other, one + 2 * other
 
 
-class Interfering(Adversaries):
-    def __init__(self, *arguments, how, **settings):
+class Replacing(Adversaries):
+    def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **{**settings, "every": (2, 6)})
-        self.how = how
 
     def interfere(self, batch_index):
-        if batch_index != 1:
-            return
-        if self.how in ("cleared", "set to zero"):
-            self.optimizers()[1].zero_grad(set_to_none=self.how == "cleared")
-        elif self.how == "replaced":  # replaced by different values on each rank
-            for parameter in self.critic.parameters():
-                parameter.grad = parameter.detach() * (self.global_rank + 1)
-        else:  # a backward past Lightning, which exchanges nothing
-            self.losses(self.rows(50))[1].backward(inputs=list(self.critic.parameters()))
+        for parameter in self.critic.parameters() if batch_index == 1 else ():
+            parameter.grad = parameter.detach() * (self.global_rank + 1)  # different values on each rank
 
 
 MODELS = {
@@ -98,9 +89,7 @@ MODELS = {
     "one exchanges while the other's wait": (partial(Adversaries, every=(1, 3)), UNUSED),
     "a shared layer": (Sharing, {}),
     "one never steps, and drops no gradient": (partial(Sharing, every=(3, 100)), {}),
-    **{
-        how: (partial(Interfering, how=how), UNUSED) for how in ("cleared", "set to zero", "replaced", "past Lightning")
-    },
+    "replaced": (Replacing, UNUSED),
 }
 CELLS = [(name, kind, {}) for name in MODELS for kind in WITH]
 CELLS += [(name, "AdamW", {"gradient_as_bucket_view": False}) for name in ("a shared layer", "replaced")]
@@ -124,9 +113,6 @@ def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, k
     one_model(fits(pair, partial(module, kind=kind), {**settings, "density": 0.05}))
     whole = one_model(fits(pair, partial(module, kind=kind), {**settings, "density": 1.0}))
     torch.testing.assert_close(whole.batches, with_ddp(name, kind).batches, rtol=1e-4, atol=1e-5)
-
-
-SPARSE = {"density": 0.05, "schedule": "layerwise"}
 
 
 class Cadence(Adversaries):
@@ -198,43 +184,6 @@ class Piecewise(Adversaries):
 
     def configure_optimizers(self):
         return self.optimizer_of(self.parameters())
-
-
-class Attacked(Piecewise):
-    """A model trained on adversarial rows from a separate backward, or from gradients of the rows only.
-
-    More gradients are computed after a batch and in validation.
-    """
-
-    def __init__(self, *arguments, kind, goes_backward):
-        super().__init__(*arguments, kind=kind, pieces=1, by_hand=False)
-        self.goes_backward = goes_backward
-
-    def attacked(self, number):
-        rows = self.rows(number).requires_grad_()
-        loss = (self.network(rows) - 1).square().mean()
-        if self.goes_backward:
-            loss.backward()  # adds to the gradients of parameters
-        return rows.detach() + (rows.grad if self.goes_backward else torch.autograd.grad(loss, rows)[0])
-
-    def training_step(self, batch, batch_index):
-        return self.losses(self.attacked(batch_index))[0]
-
-    def on_train_batch_end(self, *batch):
-        super().on_train_batch_end(*batch)
-        self.attacked(50)
-
-    def validation_step(self, batch, batch_index):
-        with torch.enable_grad():
-            self.attacked(60)
-
-
-@pytest.mark.parametrize("kind", WITH)
-def test_what_goes_backward_before_lightning_does_is_dropped_whole(pair, kind):
-    arguments = {"limit_val_batches": 1, "val_check_interval": 2, "inference_mode": False}
-    modules = [partial(Attacked, kind=kind, goes_backward=how) for how in (True, False)]
-    one, other = (one_model(fits(pair, module, {**SPARSE, **WITH[kind]}, **arguments)) for module in modules)
-    assert_same(one.batches, other.batches)
 
 
 @pytest.mark.sampled(2)

@@ -1,15 +1,11 @@
-import gc
-import os
 import re
 import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from unittest.mock import Mock, patch
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +15,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.settings import Settings
@@ -221,13 +217,6 @@ def test_a_default_warm_up_takes_a_tenth_of_a_short_training(pair):
         assert [stats["density"] for stats in each.stats] == pytest.approx(expected, rel=0.05)
 
 
-def test_the_density_falls_over_the_steps_of_a_warm_up(pair):
-    settings = {"compressor": "topk", "density": 0.01, "warmup_steps": 4}
-    for each in fits(pair, Small, settings, max_epochs=2, limit_train_batches=3):
-        densities = [stats["density"] for stats in each.stats]
-        assert densities == pytest.approx([0.01 ** (min(stage, 5) / 5) for stage in range(1, 7)], rel=0.05)
-
-
 class Complex(Small):
     def __init__(self):
         super().__init__()
@@ -267,44 +256,6 @@ def test_one_process_refuses_what_several_refuse(forked, settings, module, argum
 def thread_names(before=()):
     threads = (thread for thread in threading.enumerate() if thread not in before)
     return [thread.name for thread in threads if thread.name.startswith("lightning_sparse")]
-
-
-def fit_again_and_again(rank, fits):
-    """Fit, validate and test many times. Return the remaining threads, and the growth of threads, files and memory.
-
-    Runs on the CPU, because CPU memory is measured.
-    """
-    usage = []
-    for count in range(fits):
-        trainer = make_trainer(rank, "sparse_topk", accelerator="cpu", limit_train_batches=2)
-        model = Small()
-        trainer.fit(model)
-        if count % 10 == 0:
-            trainer.fit_loop.max_epochs += 1
-            trainer.fit(model)
-            trainer.validate(model, verbose=False)
-            trainer.test(model, verbose=False)
-        del trainer, model
-        gc.collect()
-        if count == 0:
-            gc.freeze()  # excludes modules, because a scan of modules takes longer than a fit
-        usage.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), resident_megabytes()))
-    gc.unfreeze()
-    settled, last = usage[fits // 4], usage[-1]
-    return thread_names(), last[0] - settled[0], last[1] - settled[1], last[2] - settled[2]
-
-
-def resident_megabytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-@pytest.mark.exhaustive
-def test_many_fits_leak_nothing(pair):
-    for threads, new_threads, new_files, new_megabytes in pair.run(fit_again_and_again, 60, timeout=200):
-        assert threads == []
-        assert new_threads <= 0
-        assert new_files <= 0
-        assert new_megabytes < 12
 
 
 class Failing(Small):
@@ -359,15 +310,3 @@ def test_weights_of_forked_processes_are_there_after_fit_but_no_statistics(inter
     assert done.returncode == 0, done.stderr
     saved = torch.load(tmp_path / "fitted.ckpt", weights_only=True)["state_dict"]
     assert not torch.equal(saved["network.0.weight"], Small().network[0].weight)
-
-
-def test_numbers_of_numpy_are_numbers():
-    given = {"density": numpy.float32(0.25), "local_steps": LocalSteps(numpy.int64(5)), "warmup_steps": numpy.int64(2)}
-    settings = SparseDDPStrategy(**given).settings
-    assert settings.density == 0.25
-    first, second, *_ = densities_of(settings)
-    assert second < first
-    assert AdamCorrection(warmup_steps=numpy.int64(3)) == AdamCorrection(warmup_steps=3)
-    assert settings.local_steps == LocalSteps(5)
-    with pytest.raises(ValueError, match="every"):
-        LocalSteps(every=0)

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import fits, one_model
+from tests.helpers.fits import fits
 from tests.helpers.resuming import Numbered
 
 STRATEGIES = {
@@ -55,38 +55,7 @@ class Idle(Optimized):
         return super().training_step(batch, batch_index)
 
 
-class Adversaries(Optimized):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.automatic_optimization = False
-        self.generator, self.discriminator = nn.Linear(32, 32), nn.Linear(32, 1)
-        self.network = nn.Identity()
-
-    def training_step(self, batch, batch_index):
-        rows = self.rows(batch_index)
-        generator, discriminator = self.optimizers()
-        self.toggle_optimizer(generator)
-        generator.zero_grad()
-        self.manual_backward(self.discriminator(self.generator(rows)).square().mean())
-        generator.step()
-        self.untoggle_optimizer(generator)
-        self.toggle_optimizer(discriminator)
-        discriminator.zero_grad()
-        self.manual_backward((self.discriminator(rows) - 1).square().mean())
-        self.manual_backward(self.discriminator(self.generator(rows).detach()).square().mean())
-        discriminator.step()
-        self.untoggle_optimizer(discriminator)
-
-    def configure_optimizers(self):
-        return [self.build(self.generator.parameters()), self.build(self.discriminator.parameters())]
-
-
-class Freezing(Optimized):
-    def on_train_batch_start(self, batch, batch_index):
-        self.network[0].requires_grad_(batch_index not in (2, 3))
-
-
-MODELS = {"partly used": Partly, "idle": Idle, "adversaries": Adversaries, "freezing": Freezing}
+MODELS = {"partly used": Partly, "idle": Idle}
 
 
 @pytest.mark.sampled(3)
@@ -105,13 +74,3 @@ def test_it_runs_without_a_flag(pair, strategy, model, kind):
         assert_same(trained.batches, other.batches)
     for name, before in trained.start.items():
         assert torch.equal(before, trained.end[name]) == name.startswith("never")
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("model", "accumulated"), [("partly used", 1), ("partly used", 2), ("adversaries", 1)])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_with_everything_sent_it_makes_ddps_steps(pair, kind, model, accumulated):
-    module, more = partial(MODELS[model], kind), {"accumulate_grad_batches": accumulated} if accumulated > 1 else {}
-    ours = one_model(fits(pair, module, {"density": 1.0, "optimizer_correction": None}, **more))
-    theirs = fits(pair, module, {"ddp": {"find_unused_parameters": True}}, **more)[0]
-    torch.testing.assert_close(ours.batches, theirs.batches, rtol=1e-5, atol=1e-6)
