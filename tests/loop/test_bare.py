@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
-from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -59,67 +58,6 @@ def train(rank, model, optimizer, steps, apart=nullcontext, after=lambda step: N
         optimizer.step()
         optimizer.zero_grad()
         after(step)
-
-
-def train_in_a_form(rank, form, kind, settings):
-    """Return the tensors of each step. Between steps, rank 0 evaluates an unwrapped model alone."""
-    model, module = built(rank, form)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    notes = []
-
-    def note(step):
-        if form == "bare" and rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(batch(rank, step))
-            model.train()
-        notes.append(tensors_of(module))
-
-    if form == "plain":
-        train(rank, model, optimizer, range(6), model.no_sync, note)
-    else:
-        with sparsify_gradients(model, optimizer, **settings) as handle:
-            train(rank, model, optimizer, range(6), handle.no_sync if form == "bare" else model.no_sync, note)
-    return notes
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("SGD", SPARSE), ("SGD", {**SPARSE, "compressor": DGC()}), ("AdamW", {**SPARSE, **CORRECTED})],
-    ids=["SGD", "momentum", "AdamW"],
-)
-def test_it_is_the_training_of_a_wrapped_one_to_the_bit(pair, kind, settings):
-    bare, wrapped = (pair.run(train_in_a_form, form, kind, settings) for form in ("bare", "wrapped"))
-    assert bare[0][0]["seen"].tolist() != bare[1][0]["seen"].tolist()  # until the next step's first forward
-    assert_same(bare, wrapped)
-
-
-def train_through_a_call(rank, form, settings, way):
-    torch.manual_seed(0)
-    module = Edges().to(DEVICE)
-    model = module if form == "bare" else DistributedDataParallel(module)
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    with sparsify_gradients(model, optimizer, **settings):
-        for step in range(6):
-            module.matrix.requires_grad_(step not in (2, 3))
-            named = {name: each * 1.0 for name, each in model.named_parameters()}
-            if way == "detached":  # forward without a backward
-                functional_call(model, {name: each.detach() for name, each in named.items()}, (batch(rank, step),))
-            called = partial(functional_call, model, named) if way == "replaced" else model
-            called((batch(rank, step),) if way == "replaced" else batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [each.detach().cpu() for each in model.parameters()]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("way", ["replaced", "detached"])
-@pytest.mark.parametrize("settings", [SPARSE, {**SPARSE, "local_steps": 2}], ids=["every step", "rounds"])
-@pytest.mark.parametrize("form", ["bare", "wrapped"])
-def test_weights_may_be_replaced_for_a_forward(pair, form, settings, way):
-    ours, expected = (pair.run(train_through_a_call, form, settings, each) for each in (way, "as it is"))
-    assert_same(ours, expected)
-    assert_same(*ours)
 
 
 def overflow_beside_what_nobody_owns(rank):
