@@ -63,20 +63,6 @@ def recorder_of(*records, local_world_size=1):
     return recorder
 
 
-def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
-    record = step(2.0, 2.25)
-    record.covered_steps = 3
-    records = [step(1.0, 1.5), record, StepRecord.of_dense(100, 400, world_size=4, local_world_size=2)]
-    plain, stats = 2 * 3 / 4 * 400, recorder_of(*records).total_stats()
-    dense = plain * (1 + 3 + 1)
-    assert stats == {
-        "total_wire_bytes": 120 + plain,
-        "total_dense_bytes": dense,
-        "total_compression_ratio": dense / (120 + plain),
-    }
-    assert recorder_of(*records, local_world_size=2).total_stats()["total_inter_node_bytes"] == 120 + plain / 2
-
-
 def test_the_share_is_of_the_median_step_so_that_plain_steps_and_validations_do_not_count(monkeypatch):
     now = iter([0.0, 2.0, 5.0, 7.0, 99.0])
     monkeypatch.setattr("lightning_sparse.engine.observe.perf_counter", lambda: next(now))
@@ -106,14 +92,3 @@ def test_a_wait_after_a_step_counts_once():
     for mark in marks:
         mark.has_passed = True
     assert mean_stats(recorder.last_step, has_levels=False)["exposed_seconds"] == 0.75
-
-
-def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
-    plain, ours = StepRecord.of_dense(100, 400, world_size=4, local_world_size=1), step(1.0, 1.5)
-    stats = mean_stats([plain], has_levels=False)
-    assert stats["density"] == stats["compression_ratio"] == 1.0
-    assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0
-    assert all(math.isnan(stats[name]) for name in ("select_seconds", "exchange_seconds", "exposed_seconds"))
-    ours.step = 1
-    both = mean_stats([plain, ours], has_levels=False)
-    assert (both["wire_bytes"], both["density"], both["exposed_seconds"]) == (330.0, 0.5, 0.5)

@@ -4,9 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.compressors.base import trained_in
-from lightning_sparse.engine.collectives import ExchangeWorker
-from lightning_sparse.engine.local_steps import LocalStepsController
 from lightning_sparse.engine.settings import LocalSteps
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
@@ -92,26 +89,6 @@ def test_rounds_go_as_their_formula_says(pools, ranks, local):
             torch.testing.assert_close(answer["shared"][step], reference.shared, rtol=0, atol=3e-5)
 
 
-def synchronous(rank, local):
-    torch.manual_seed(0)
-    history = []
-    with sparse_ddp(Edges(), "dense", local_steps=local) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for step in range(6):
-            ddp.require_backward_grad_sync = local is None
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            optimizer.step()
-            engine.end_step()
-            history.append(flat(ddp.parameters()))
-    return history
-
-
-def test_rounds_of_one_step_of_sgd_are_ddp(pair):
-    for ours, theirs in zip(*(pair.run(synchronous, local)[0] for local in (LocalSteps(), None))):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize(
@@ -144,13 +121,6 @@ def test_the_shared_model_is_one_to_the_bit(pools, local, wire):
         assert torch.equal(answer["local"][-1], answers[0]["local"][-1])
     assert torch.equal(answers[0]["local"][-1], answers[0]["shared"][-1])
     assert not torch.equal(answers[0]["local"][0], answers[1]["local"][0])
-
-
-@pytest.mark.parametrize("schedule", ["layerwise", "single"])
-def test_no_grouping_changes_a_bit(pair, schedule):
-    settings = {"compressor": "topk", "density": 0.1, "wire": "2bit"}
-    one, other = (pair.run(train, 6, OUTER, {**settings, "schedule": each})[0] for each in ("merged", schedule))
-    assert all(map(torch.equal, one["local"], other["local"]))
 
 
 def test_bytes_travel_in_rounds_only(pair):
@@ -248,48 +218,6 @@ def test_whatever_training_writes_is_one_model(pair, is_assigned):
         assert torch.equal(end["trained"], end["matrix"])
 
 
-def step_unseen(rank):
-    torch.manual_seed(0)
-    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(2)) as (ddp, engine):
-        with torch.no_grad():
-            ddp.module.matrix.sub_(0.5 * rank)
-        engine.replicas.synchronize()
-        return flat(ddp.parameters())
-
-
-def test_what_nobody_has_counted_is_exchanged(pair):
-    torch.manual_seed(0)
-    start = Edges()
-    with torch.no_grad():
-        start.matrix.sub_(0.25)
-    for end in pair.run(step_unseen):
-        torch.testing.assert_close(end, flat(start.parameters()))
-
-
-def change_shapes(rank):
-    torch.manual_seed(0)
-    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=3)) as (ddp, engine):
-        module = ddp.module
-        for step in range(8):
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.sub_(0.01 * (rank + 1))
-            engine.end_step()
-            if step == 3:
-                module.pair = nn.Parameter(torch.ones(5, device=DEVICE))
-                del module.prime
-                names = {name: None if name in ("pair", "prime") else name for name in engine.numels}
-                engine.restart(trained_in(module), names)
-        engine.replicas.synchronize()
-        return [each.detach().clone() for each in module.parameters()]
-
-
-def test_parameters_may_come_and_go_between_rounds(pair):
-    first, second = pair.run(change_shapes)
-    assert all(map(torch.equal, first, second))
-    torch.testing.assert_close(first[1].cpu(), torch.full((5,), 1 - 4 * 0.015))
-
-
 def broken(rank):
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "topk", 0.1, local_steps=LocalSteps(every=1, residual_decay=0.9)) as (ddp, engine):
@@ -327,58 +255,6 @@ def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair):
 def test_numbers_out_of_range_are_refused(changes):
     with pytest.raises(ValueError, match=f"{list(changes)[-1]}="):
         LocalSteps(**changes)
-
-
-class Numbers:
-    """An empty shared model that records the steps of exchanges."""
-
-    is_shown = False
-
-    def __init__(self):
-        self.exchanged = []
-
-    def exchange(self, *arguments):
-        self.exchanged.append(self.now)
-
-    def moved(self):
-        return {"weight": torch.tensor(self.now not in self.exchanged)}
-
-    def nothing(self, *arguments, **named):
-        return ()
-
-    reset_shared_model = unify_rest = swap_out = nothing
-
-
-class Alone:
-    def gather_numbers(self, numbers):
-        return numbers.unsqueeze(0)
-
-
-def count(local, steps, ends=(), optimizers=1):
-    shared, worker = Numbers(), ExchangeWorker(torch.device("cpu"))
-    rounds = LocalStepsController(local, shared, Alone(), worker)
-    for step in range(1, steps + 1):
-        shared.now = step
-        rounds.begin_round()
-        for optimizer in range(optimizers):
-            rounds.count_step(optimizer)
-        if step in ends:
-            rounds.synchronize()
-    worker.close()
-    return shared.exchanged
-
-
-@pytest.mark.parametrize(
-    ("local", "arguments", "exchanged"),
-    [
-        (LocalSteps(4), {}, [4, 8, 12]),
-        (LocalSteps(4), {"ends": (6, 8)}, [4, 6, 8, 12]),
-        (LocalSteps(4), {"ends": (8,)}, [4, 8, 12]),  # no change since the end
-        (LocalSteps(5), {"optimizers": 2}, [5, 10]),
-    ],
-)
-def test_when_changes_are_exchanged(local, arguments, exchanged):
-    assert count(local, 13, **arguments) == exchanged
 
 
 def step_apart(rank, where):

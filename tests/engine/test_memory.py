@@ -24,42 +24,6 @@ def make_step(memory, step, hyperparameters, accepted=YES):
     return before, accumulated
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("is_nesterov", [False, True])
-def test_velocities_and_residuals_are_those_of_the_formula(momentum, is_nesterov):
-    memory = MomentumMemory(Hyperparameters(0.1), masks_momentum=False)
-    velocity, residual = ({name: torch.zeros(size) for name, size in SIZES.items()} for _ in range(2))
-    settings = Hyperparameters(0.1, momentum, is_nesterov and momentum > 0)
-    for step, accepted in enumerate([YES, YES, NO, YES]):
-        accumulated, _ = make_step(memory, step, settings, accepted)
-        for name, gradient in gradients(step).items():
-            if settings.nesterov:
-                next_velocity = (velocity[name] + gradient) * momentum
-                expected = gradient + next_velocity + residual[name]
-            else:
-                next_velocity = velocity[name] * momentum + gradient
-                expected = next_velocity + residual[name]
-            assert torch.equal(accumulated[name], expected)
-            if accepted:
-                velocity[name], residual[name] = next_velocity, expected
-                residual[name][0] = 0.0
-    state = memory.state_dict()
-    for name in SIZES:
-        assert torch.equal(state["residual"][name], residual[name])
-        assert not momentum or torch.equal(state["momentum"][name], velocity[name])
-    assert momentum or not state["momentum"]  # no momentum is stored without momentum
-
-
-def test_momentum_that_begins_later_begins_from_zero_as_the_optimizer_does():
-    memory, parameter = MomentumMemory(Hyperparameters(0.1), masks_momentum=False), torch.nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    for step, momentum in enumerate([0.0, 0.9, 0.9]):
-        make_step(memory, step, Hyperparameters(0.1, momentum))
-        parameter.grad, optimizer.param_groups[0]["momentum"] = gradients(step)["smaller"], momentum
-        optimizer.step()
-    assert torch.equal(memory.state_dict()["residual"]["smaller"][1:], -parameter.detach()[1:])
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_residuals_follow_the_rate_to_a_tenth_of_the_largest_and_a_rate_of_zero_changes_none(momentum):
     memory = MomentumMemory(Hyperparameters(0.1), masks_momentum=False, rescale_on_lr_change=True)

@@ -129,6 +129,13 @@ def test_indices_that_break_the_contract_are_named_with_the_class_and_the_rule(c
         selector.select([LocalGradient("weight", torch.empty(0), True)], [torch.randn(100)], [0.1])
 
 
+def test_a_selection_is_wanted_of_each_parameter():
+    selector = BucketSelector(lawless.ForgetsTheLast(), build_wires("gather", "reduce", torch.float32, 0, 2))
+    bucket = [LocalGradient(name, torch.empty(0), True) for name in ("weight", "bias")]
+    with pytest.raises(ValueError, match=r"ForgetsTheLast\.select returned 1 selections for 2"):
+        selector.select(bucket, [torch.randn(100)] * 2, [0.1] * 2)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_top_k_on_a_lossless_wire_loses_not_one_bit(pools, ranks, schedule):

@@ -138,13 +138,6 @@ def test_edges(nodes, compressor, dtype, schedule):
         torch.testing.assert_close(mass, gradient.double(), rtol=rtol, atol=1e-8, msg=edge)
 
 
-def train_mixed(rank, settings):
-    torch.manual_seed(0)
-    model = Edges()
-    model.pair.data, model.prime.data = model.pair.data.bfloat16(), model.prime.data.bfloat16()
-    return train_steps(rank, model, settings)
-
-
 def train_steps(rank, model, settings, steps=3):
     history = []
     with sparse_ddp(model, **settings) as (ddp, engine):
@@ -154,12 +147,6 @@ def train_steps(rank, model, settings, steps=3):
             history.append(gradients_of(ddp))
             optimizer.step()
     return history
-
-
-def test_gradients_of_two_types_in_one_group(nodes):
-    for history in (histories := nodes.run(train_mixed, settings_of("topk", schedule="single"))):
-        assert_same(history, histories[0])
-        assert history[0]["prime"].dtype is torch.bfloat16
 
 
 def train_clipped(rank, settings, clip_norm):
@@ -208,24 +195,3 @@ def train_in_messages(rank, settings, elements):
     torch.manual_seed(0)
     with mock.patch.object(levels_module, "_MESSAGE_ELEMENTS", elements):
         return train_steps(rank, Edges(), settings)
-
-
-def follow_a_plan(rank, settings, steps):
-    torch.manual_seed(0)
-    history = []
-    with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        for step in range(steps):
-            engine.begin_backward()
-            backpropagate(ddp, engine, ddp(batch(rank, step)))
-            history.append(gradients_of(ddp))
-        engine.worker.drain()
-        return None if engine.plan is None else engine.plan.buckets, history[-3:]
-
-
-@pytest.mark.exhaustive
-def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes):
-    (groups, applied), *others = nodes.run(follow_a_plan, settings_of("topk", schedule="merged"), 72)
-    assert groups is not None
-    assert all(theirs == groups for theirs, _ in others)
-    for _, theirs in (*others, *nodes.run(follow_a_plan, settings_of("topk", schedule="layerwise"), 72)):
-        assert_same(theirs, applied)
