@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.compressors import A2SGD
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
 from tests.helpers.trainers import Adversaries, Late, Rows, Small, WithAdam, run_fit
@@ -217,27 +216,6 @@ def test_backward_takes_time_before_its_first_gradient(fitted, tmp_path):
     fitted(module=LateGradients)
     for row in rows_of(tmp_path / "rows", "sparse/wire_bytes"):
         assert 0.05 <= float(row["sparse/backward_seconds"]) < float(row["sparse/step_seconds"])
-
-
-class LateAverages(Callback):
-    def on_before_optimizer_step(self, trainer, *arguments):
-        if trainer.global_step % 4 == 3:
-            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
-
-
-def fit_averaging(rank):
-    notes = Notes()
-    strategy = SparseDDPStrategy(A2SGD(param_sync_every=4), schedule="single")
-    run_fit(rank, strategy, callbacks=[LateAverages(), notes], limit_val_batches=0, limit_train_batches=8)
-    return notes.stats
-
-
-def test_averages_of_replicas_are_exposed(pair):
-    for stats in pair.run(fit_averaging):
-        for averaged in stats[3::4]:
-            assert averaged["exposed_seconds"] > 0.09
-            assert averaged["exchange_seconds"] > 0.09
-        assert stats[-1]["exposed_share"] > 0.1
 
 
 class LongValidation(Small):

@@ -1,6 +1,3 @@
-import io
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,7 +5,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.compressors import ExDyna, MiCRO
 from lightning_sparse.compressors.base import ModelLayout
-from lightning_sparse.compressors.exdyna import balanced_cuts
 from lightning_sparse.schedule import FixedSize
 from tests.compressors.exdyna_reference import Reference
 from tests.compressors.simulation import Simulation
@@ -219,31 +215,6 @@ def test_the_density_may_change_from_step_to_step(method):
         steps = [simulation.step(gradients_of(simulation, 100 * phase + step)) for step in range(50)]
         mean = sum(len(positions) for chosen in steps[-20:] for positions in chosen) / 20 / 20_000
         assert mean == pytest.approx(density, rel=0.2)
-
-
-@each_method
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(method):
-    simulation = Simulation(METHODS[method], {"weight": 4000, "bias": 10}, ranks=3, density=0.02)
-    for step in range(25):
-        simulation.step(gradients_of(simulation, step))
-    saved = io.BytesIO()
-    torch.save([compressor.state_dict() for compressor in simulation.compressors], saved)
-    residuals = list(simulation.residuals)
-    went_on = [simulation.step(gradients_of(simulation, step)) for step in range(25, 45)]
-    saved.seek(0)
-    simulation.begin()
-    simulation.residuals = residuals
-    for compressor, state in zip(simulation.compressors, torch.load(saved, weights_only=True)):
-        compressor.load_state_dict(state)
-    for step, expected in zip(range(25, 45), went_on):
-        assert all(map(torch.equal, simulation.step(gradients_of(simulation, step)), expected))
-
-
-def test_cuts_leave_a_block_for_everyone_wherever_the_load_is():
-    for loads in ([1.0, 0, 0, 0, 0], [0, 0, 0, 0, 1.0], [0, 1.0, 0, 0, 1.0]):
-        cuts = balanced_cuts(torch.tensor(loads, dtype=torch.float64), world_size=4)
-        assert all(first < last for first, last in pairwise(cuts))
-        assert (cuts[0], cuts[-1]) == (0, 5)
 
 
 @pytest.mark.sampled(1)

@@ -131,16 +131,3 @@ def count_sent(rank):
 def test_what_nobody_uses_wins_no_places(pair):
     for counts in pair.run(count_sent):
         assert counts == [0, 20, 20]
-
-
-def sample(rank):
-    torch.manual_seed(0)
-    with sparse_ddp(Edges(), "omgs", DENSITY, "single") as (ddp, engine):
-        engine.begin_backward()
-        backpropagate(ddp, engine, ddp(batch(rank, 0)))
-        return sum(parameter.numel() for parameter in ddp.parameters()), engine.compression_stats()
-
-
-def test_statistics_count_what_was_sent_of_the_group(pair):
-    for numel, stats in pair.run(sample):
-        assert stats["density"] == round(DENSITY * numel) / numel
