@@ -74,14 +74,6 @@ def test_muon_and_adamw_in_one_are_both_and_resume_to_the_bit():
     assert all(map(torch.equal, trained(6), trained(6, resumed=True)))
 
 
-def test_every_epoch_of_the_gpt_has_windows_of_its_own():
-    def first_batch(epoch):
-        return next(iter(gpt.RandomWindows(torch.arange(10_000), 4, 8, seed=1, epoch_of=lambda: epoch)))
-
-    assert not torch.equal(first_batch(0), first_batch(1))
-    assert torch.equal(first_batch(1), first_batch(1))  # a resumed training reads the same batch
-
-
 @pytest.mark.exhaustive
 def test_text_example_sends_less_than_ddp(pair, text_file):
     flags = ("--fast-dev-run", "--text", text_file.name, "--hidden", "32")
@@ -89,28 +81,3 @@ def test_text_example_sends_less_than_ddp(pair, text_file):
     sparse = outcome_of(pair, "train_text.py", "--schedule", "layerwise", *flags, folder=text_file.parent)
     assert 1 < sparse["score"] < 100
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 10
-
-
-def test_perplexity_is_that_of_all_ranks_columns(pools, text_file):
-    flags = ("--fast-dev-run", "--text", text_file.name, "--hidden", "32", "--lr", "0")
-    alone, together = (
-        outcome_of(pools[ranks], "train_text.py", "--batch-size", str(12 // ranks), *flags, folder=text_file.parent)
-        for ranks in (1, 2)
-    )
-    assert together["score"] == pytest.approx(alone["score"], rel=1e-5)
-
-
-def test_shares_of_ranks_are_disjoint_and_equal():
-    columns = text_data.cut_columns(torch.arange(1000), count=2 * 5, is_complete=False)
-    shares = [text_data.rank_share(columns, rank, 2) for rank in range(2)]
-    words = [set(share.inputs.flatten().tolist()) for share in shares]
-    assert words[0].isdisjoint(words[1])
-    assert words[0] | words[1] == set(range(990))
-    assert [len(text_data.windows(share, bptt=35)) for share in shares] == [3, 3]
-
-
-@pytest.mark.parametrize("length", range(3, 14))
-def test_validation_counts_every_word_once(length):
-    columns = text_data.cut_columns(torch.arange(length), count=2, is_complete=True)
-    counted = columns.targets[columns.targets != text_data.NOT_A_TARGET]
-    assert counted.tolist() == list(range(1, length))

@@ -138,27 +138,6 @@ def test_every_way_of_exchange_goes_over_few_communicators(nccl_like, pools, nam
         assert len(made) == communicators
 
 
-def refused(rank, act):
-    try:
-        act()
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return ""
-
-
-def test_the_backend_minds_what_nccl_minds(nccl_like):
-    two = nccl_like.first(2)
-    assert two.run(refused, partial(sum_up, torch.float32, False)) == [""] * 2
-    assert all("dense" in each for each in two.run(refused, partial(sum_up, torch.float32, True)))
-    assert all("not supported" in each for each in two.run(refused, partial(sum_up, torch.int16, False)))
-
-
-def sum_up(dtype, is_sparse):
-    ones = torch.ones(2, dtype=dtype)
-    dist.all_reduce(ones.to_sparse() if is_sparse else ones)
-    assert ones.tolist() == [dist.get_world_size()] * 2
-
-
 def kept_by_a_failed_rank(rank):
     with taken_for_nccl():
         communicator = Communicator([0, 1], DEVICE)
