@@ -34,7 +34,6 @@ ENTRIES = {
 }
 GONE = {
     "plan": (lambda: main(["plan", "--r=3"]), "estimate"),
-    "SparseAdam": (lambda: sparsify_gradients(MODEL, torch.optim.SparseAdam(MODEL.parameters())), "SparseAdam.*Adam"),
     "AssumptionMonitor": (lambda: callbacks.AssumptionMonitor, "check_assumption"),
     "SparseFabricModelParallelStrategy": (lambda: lightning_sparse.SparseFabricModelParallelStrategy, "sparse_hsdp"),
     "sparse_hsdp": (lambda: Fabric(strategy="sparse_hsdp", accelerator="cpu"), "sparse_hsdp"),

@@ -37,7 +37,7 @@ class Engine(SharedOnCopy):
         timeout: timeout of each collective; by default the timeout of the job.
         log: function that writes a line to the log.
         local_world_size: ranks per node if nodes average gradients first, or ranks per sharded replica; otherwise 1.
-        begin: called before a backward's first gradient; the argument is whether ``prepare_for_backward`` was called.
+        begin: function called before a backward's first gradient.
         end: function called when all gradients are means.
         trained: parameters to exchange, by name; by default all parameters that require a gradient.
 
@@ -53,7 +53,7 @@ class Engine(SharedOnCopy):
         timeout: Optional[timedelta] = None,
         log: Callable[[str], None] = lambda line: None,
         local_world_size: int = 1,
-        begin: Callable[[bool], None] = lambda is_explicit: None,
+        begin: Callable[[], None] = lambda: None,
         end: Callable[[], None] = lambda: None,
         trained: Optional[Mapping[str, Tensor]] = None,
     ) -> None:

@@ -1,20 +1,14 @@
-"""Detect changes between two steps: frozen, new or replaced parameters, and loaded weights or optimizer states."""
+"""Detect changes between two steps: frozen, new or replaced parameters, and loaded weights."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from itertools import compress
-from operator import gt
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
-from lightning_sparse.engine.collectives import SharedOnCopy
-from lightning_sparse.engine.memory.residual import Renaming, optimizer_parameters
-from lightning_sparse.engine.step.topology import reshard
+from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
@@ -47,39 +41,29 @@ class TrainedParameters:
     ) -> None:
         self._module = module
         self.names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
-        self._set_held(optimizer_parameters)
-        before, held = set(exchanged), compress(self.names.items(), self._are_held)
-        self.parameters = {name: each for each, name in held if each.requires_grad or each in before}
+        before, held = set(exchanged), set(optimizer_parameters).intersection(self.names) or self.names
+        trained = ((name, each) for each, name in self.names.items() if each.requires_grad or each in before)
+        self.parameters = {name: each for name, each in trained if each in held}
         self._buffers = {name for name, _ in module.named_buffers()}
-        self._are_exchanged = [name in self.parameters for name in self.names.values()]
+        self.record_use(optimizer_parameters)
 
-    def _set_held(self, optimizer_parameters: Sequence[Tensor]) -> None:
-        self._handled = list(map(id, optimizer_parameters))
-        held = set(optimizer_parameters).intersection(self.names) or self.names
-        self._are_held = [each in held for each in self.names]
+    def record_use(self, optimizer_parameters: Sequence[Tensor]) -> None:
+        """Record which parameters optimizers hold, and which parameters require a gradient."""
+        self._use = self._use_of(optimizer_parameters)
+
+    def _use_of(self, optimizer_parameters: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
+        return list(map(id, optimizer_parameters)), [each.requires_grad for each in self.names]
+
+    def may_have_changed(self, optimizer_parameters: Sequence[Tensor]) -> bool:
+        """Return whether the use differs from the recorded use (ten microseconds for a few hundred parameters)."""
+        if self._use_of(optimizer_parameters) == self._use:
+            return False
+        # Plain tensors do not count: torch.func.functional_call replaces parameters during a forward.
+        return all(isinstance(each, Parameter) for each in self._module.parameters())
 
     def without_optimizer(self) -> list[str]:
         """Return the names of parameters that require a gradient, but are in no optimizer."""
         return [name for each, name in self.names.items() if each.requires_grad and name not in self.parameters]
-
-    def have_changed(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        """Return whether the parameters to exchange have changed (ten microseconds for a few hundred parameters)."""
-        if not self._differ_from(optimizer_parameters):
-            return False
-        reshard(self._module)  # after an evaluation, FSDP's unsharded parameters would count as replaced
-        return self._differ_from(optimizer_parameters)
-
-    def _differ_from(self, optimizer_parameters: Sequence[Tensor]) -> bool:
-        present = list(map(id, optimizer_parameters))
-        if present != self._handled:
-            if self.has_others():
-                # Plain tensors do not count: torch.func.functional_call replaces parameters during a forward.
-                return all(isinstance(each, Parameter) for each in self._module.parameters())
-            self._set_held(optimizer_parameters)
-            if any(map(gt, self._are_exchanged, self._are_held)):
-                return True
-        are_trained = [each.requires_grad and is_held for each, is_held in zip(self.names, self._are_held)]
-        return any(map(gt, are_trained, self._are_exchanged))
 
     def has_others(self) -> bool:
         """Return whether parameters were added to the model, removed, or replaced."""
@@ -89,10 +73,12 @@ class TrainedParameters:
         """Return names in ``present`` of parameters that ``self`` has, too, and the names of buffers of ``self``."""
         return {present.names[each] for each in self.names if each in present.names} | self._buffers
 
-    def lacks_any(self, optimizer_parameters: Sequence[Tensor]) -> bool:
+    def lacks_any(self, optimizer_parameters: Iterable[Tensor]) -> bool:
         """Return whether one of ``optimizer_parameters`` is in the model and has a gradient, but is not exchanged."""
-        others = set(self._module.parameters()).difference(self.parameters.values())
-        return any(each in others and each.requires_grad and each.grad is not None for each in optimizer_parameters)
+        exchanged = set(self.parameters.values())
+        others = [each for each in optimizer_parameters if each not in exchanged]
+        trained = {each for each in others if each.requires_grad and each.grad is not None}
+        return bool(trained) and not trained.isdisjoint(self._module.parameters())
 
     def renaming_to(self, present: "TrainedParameters") -> Renaming:
         """Map each name in ``self`` to the parameter's name in ``present``, or to ``None`` for a removed parameter."""
@@ -124,66 +110,55 @@ def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[s
     return [name for name, parameter in ones.items() if parameter not in known]
 
 
-ROLLED_BACK = (
-    "weights or optimizer states were loaded during training: residuals and momentum of {count} parameters restart at"
-    " zero."
-)
+ROLLED_BACK = "weights were loaded during training: residuals and momentum of {count} parameters restart at zero."
 
 
-class Watch(SharedOnCopy):
-    """A module hook that calls ``act``. On copies of the module the hook does nothing."""
+class Watch:
+    """A module hook that calls ``act``. On deep or pickled copies of the module, the hook does nothing."""
 
-    def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
-        self._module = module
+    def __init__(self, act: Optional[Callable[..., None]] = None) -> None:
         self._act = act
 
-    def __call__(self, module: Module, *arguments: Any) -> None:
-        """Call ``act`` for the original module, and not for copies of the module."""
-        if module is self._module:
+    def __call__(self, *arguments: Any) -> None:
+        """Call ``act`` with the module and the other arguments of the hook."""
+        if self._act is not None:
             self._act(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Watch, (None, None)
+        return Watch, ()
 
 
 class LoadedParameters:
-    """Collect the parameters of all weights and optimizer states that are loaded between two exchanges.
+    """Collect the parameters of all weights that are loaded between two exchanges.
 
     A load does not count if the next exchange finds the weights from before the load. Example: a validation loads
     averaged weights, and then restores the weights of the training.
     """
 
-    def __init__(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        # Fingerprint of the weights before the first load, or None for a parameter with a loaded optimizer state.
-        self._before: dict[Tensor, Optional[Tensor]] = {}
+    def __init__(self, module: Module) -> None:
+        self._before: dict[Tensor, Tensor] = {}  # fingerprint of the weights before the first load
         self._handles: list[Any] = []
-        self.watch(module, optimizers)
+        self.watch(module)
 
-    def watch(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Register hooks on all modules and optimizers, and remove earlier hooks."""
+    def watch(self, module: Module) -> None:
+        """Register hooks on all modules, and remove earlier hooks."""
         self.close()
-        for each in module.modules():
-            self._handles.append(each.register_load_state_dict_pre_hook(Watch(each, partial(self._note, each))))
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self._note_optimizer))
+        self._handles = [each.register_load_state_dict_pre_hook(Watch(self._note)) for each in module.modules()]
 
     def _note(self, module: Module, *load: Any) -> None:
         for parameter in module.parameters(recurse=False):
             self._before.setdefault(parameter, fingerprint(local_tensor(parameter)))
 
-    def _note_optimizer(self, optimizer: Optimizer) -> None:
-        self._before.update(dict.fromkeys(optimizer_parameters(optimizer)))
-
     def clear(self) -> None:
-        """Drop all records. Called at each exchange, and after a load of weights together with residuals."""
+        """Drop all records, after a load of weights together with residuals."""
         self._before.clear()
 
     def take(self) -> set[Tensor]:
-        """Return the parameters with changed weights or a loaded optimizer state, and drop all records."""
-        before, self._before = self._before.items(), {}
-        return {
-            each for each, print in before if print is None or not torch.equal(print, fingerprint(local_tensor(each)))
-        }
+        """Return the loaded parameters if any weights differ from before the load, and drop all records."""
+        before, self._before = self._before, {}
+        # A loaded parameter with equal weights counts, too: its residual may hold gradients of other weights.
+        has_changed = any(not torch.equal(print, fingerprint(local_tensor(each))) for each, print in before.items())
+        return set(before) if has_changed else set()
 
     def close(self) -> None:
         """Remove all hooks."""

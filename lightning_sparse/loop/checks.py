@@ -10,17 +10,19 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch.optim import SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.correction import AdamCorrection
+from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.reducer import NoOpReducer
 from lightning_sparse.engine.step.topology import fsdp_modules
 from lightning_sparse.functional.elements import local_tensor, local_tensors
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.optimizers import calls_hooks, chain_of, listed
+from lightning_sparse.loop.optimizers import calls_hooks, chain_of, is_adaptive, listed
 from lightning_sparse.schedule import Auto
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
@@ -150,8 +152,7 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
         given = f"optimizer={type(optimizer).__name__}"
         if trained.isdisjoint(optimizer_parameters(optimizer)):
             raise ValueError(f"{given} trains no parameter of model: build the optimizer from model.parameters()")
-        check_optimizers(settings, [optimizer])
-        if counts_steps and not calls_hooks(optimizer):
+        if counts_steps and not any(map(calls_hooks, chain_of(optimizer))):
             raise ValueError(
                 f"{given} calls no hooks, and hooks count the steps for local_steps and schedule='auto': call"
                 " torch.optim.Optimizer's __init__ in the constructor"
@@ -159,12 +160,9 @@ def check_trainers(module: Module, optimizers: Sequence[Optimizer], settings: Se
 
 
 def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error for optimizers that the settings do not support, such as optimizers that communicate."""
-    if any(isinstance(chain_of(optimizer)[-1], SparseAdam) for optimizer in optimizers):
-        raise ValueError(
-            "optimizer=SparseAdam needs gradients with a sparse layout, and this package exchanges dense layouts only:"
-            " build layers with sparse=False, and use torch.optim.Adam"
-        )
+    """Raise an error for optimizers that the settings do not support."""
+    if isinstance(settings.optimizer_correction, AdamCorrection):
+        _check_correctable(optimizers)
     for each in chain.from_iterable(map(chain_of, optimizers)) if settings.replicas_diverge else ():
         if type(each).__name__ in _COMMUNICATING:
             raise ValueError(
@@ -172,12 +170,24 @@ def check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> Non
                 " and the optimizer would overwrite the differences. Pass the inner optimizer, such as"
                 " torch.optim.AdamW, or exchange in every step, with local_steps=1"
             )
+    if settings.feedback.momentum is not None:
+        for optimizer in optimizers:
+            check_momentum(optimizer, settings.feedback)
+
+
+def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
+    refused = [each for each in optimizers if not is_correctable(each)]
+    if any(map(is_adaptive, refused)) or len(refused) == len(optimizers):
+        names = ", ".join(type(each).__name__ for each in refused)
+        raise ValueError(
+            f"optimizer_correction=AdamCorrection(...) does not support {names}: use torch.optim.AdamW or"
+            " torch.optim.Adam (with torch's step, without amsgrad, differentiable and maximize), or"
+            " optimizer_correction='auto', which warns of adaptive optimizers with sparse gradients"
+        )
 
 
 def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
-    """Raise an error if momentum is applied before compression, and the optimizer does not support this."""
-    if feedback.momentum is None:
-        return
+    """Raise an error if the optimizer does not support momentum before compression."""
     name, given = type(optimizer).__name__, f"momentum={feedback.momentum!r}"
     if not isinstance(optimizer, SGD):
         raise ValueError(

@@ -27,13 +27,7 @@ from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper, is_in_b
 from lightning_sparse.engine.step.topology import UnwrappedModule
 from lightning_sparse.loop.arguments import pop_settings, with_settings_signature
 from lightning_sparse.loop.changes import Watch
-from lightning_sparse.loop.checks import (
-    check_bare,
-    check_model,
-    check_replicas,
-    check_trainers,
-    check_wrapped,
-)
+from lightning_sparse.loop.checks import check_bare, check_model, check_replicas, check_trainers, check_wrapped
 from lightning_sparse.loop.levels import Node, agreed_ranks_of_node, own_node
 from lightning_sparse.loop.optimizers import unwrapped
 from lightning_sparse.loop.state import exists, save_state
@@ -94,22 +88,22 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         except BaseException:  # a warning filter of the user may raise errors
             self._leave(has_failed=True)
             raise
-        _OPEN.add(self)
+        _EXCHANGED.update(self._parts)
 
     def _register_hooks(self, training: Training, scaler: Optional[GradScaler]) -> None:
         model, module, rounds = self._called, self.module, training.engine.rounds
-        listen = Watch(model, torch.compiler.disable(partial(self._listen, training.engine.reducer)))
+        listen = Watch(torch.compiler.disable(partial(self._listen, training.engine.reducer)))
         self._hooks.append(model.register_forward_hook(listen))
+        forward = Watch(torch.compiler.disable(partial(self._before_forward, training)))
         for called in {model} if rounds is None else {model, module}:  # the user may evaluate the inner module of DDP
-            forward = Watch(called, torch.compiler.disable(partial(self._before_forward, training)))
             self._hooks.append(called.register_forward_pre_hook(forward, prepend=True))
         if rounds is not None:
-            self._hooks.append(module.register_state_dict_pre_hook(Watch(module, self._check_shared)))
+            self._hooks.append(module.register_state_dict_pre_hook(Watch(self._check_shared)))
             if scaler is not None:
                 training.steps.count_skipped(scaler)
 
     def _leave(self, has_failed: bool) -> None:
-        _OPEN.discard(self)
+        _EXCHANGED.difference_update(self._parts)
         for hook in self._hooks:
             hook.remove()
         self._end_training(has_failed)
@@ -214,11 +208,11 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
             raise
         finally:
             if engine is not None:
-                check = torch.compiler.disable(partial(_refuse_training, self._called, self._parts))
-                self._called.register_forward_pre_hook(Watch(self._called, check))
+                check = torch.compiler.disable(partial(_refuse_training, self._parts))
+                self._called.register_forward_pre_hook(Watch(check))
             self._leave(has_failed)
 
-    def _before_forward(self, training: Training, inputs: Any) -> None:
+    def _before_forward(self, training: Training, called: Module, inputs: Any) -> None:
         """Before a training forward, begin a batch. Before an evaluation, check that the model is the shared model."""
         is_training, has_grad = self.module.training, torch.is_grad_enabled()
         if has_grad and is_training and not is_in_backward():  # a forward inside backward recomputes activations
@@ -228,7 +222,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
         elif not (has_grad or is_training):  # evaluation needs the shared model
             self._check_shared()
 
-    def _listen(self, reducer: SparseReducer, inputs: Any, output: Any) -> None:
+    def _listen(self, reducer: SparseReducer, called: Module, inputs: Any, output: Any) -> None:
         """Register hooks on the outputs. The hooks run at the start of a backward, before any gradient is added."""
 
         def on_backward_start(gradient: Tensor) -> None:
@@ -242,7 +236,7 @@ class GradientSparsifier(Session, AbstractContextManager["GradientSparsifier"]):
                 # Until the first forward in training mode, a backward needs no hook: users may call submodules only.
                 reducer.allow_implicit_backward &= not is_training
 
-    def _check_shared(self, *save: Any) -> None:
+    def _check_shared(self, *event: Any) -> None:
         rounds = None if self.engine is None else self.engine.rounds
         if not (rounds is None or rounds.is_shared or rounds.shared.is_shown):
             raise RuntimeError(
@@ -313,14 +307,13 @@ def _refuse_join(**settings: Any) -> Any:
     )
 
 
-_OPEN: WeakSet[GradientSparsifier] = WeakSet()  # open handles
+_EXCHANGED: WeakSet[Module] = WeakSet()  # modules that directly hold trained parameters of open handles
 
 
-def _refuse_training(called: Module, parts: set[Module], inputs: Any) -> None:
+def _refuse_training(parts: set[Module], called: Module, inputs: Any) -> None:
     """After ``close``, raise an error in a training forward, unless another handle or DDP wrapper trains the model."""
-    is_bare = not isinstance(called, (DistributedDataParallel, UnwrappedModule))
-    has_other = _are_attended(parts) or DistributedDataParallel._get_active_ddp_module() is not None
-    if called.training and torch.is_grad_enabled() and not (is_bare and has_other):
+    has_other = not _EXCHANGED.isdisjoint(parts) or DistributedDataParallel._get_active_ddp_module() is not None
+    if called.training and torch.is_grad_enabled() and not has_other:
         raise RuntimeError(_CLOSED)
 
 
@@ -329,16 +322,12 @@ def _trained_parts(module: Module) -> set[Module]:
     return {each for each in module.modules() if any(one.requires_grad for one in each.parameters(recurse=False))}
 
 
-def _are_attended(parts: set[Module]) -> bool:
-    return any(not parts.isdisjoint(each._parts) for each in _OPEN)
-
-
 def _check_unattended(model: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(
             f"model={type(model).__name__} must be a torch.nn.Module, with or without DistributedDataParallel"
         )
-    if _are_attended(_trained_parts(model)):
+    if not _EXCHANGED.isdisjoint(_trained_parts(model)):
         raise RuntimeError(
             f"model={type(model).__name__} has gradients that are already exchanged: give all optimizers in one call of"
             " sparsify_gradients. To begin again, call close() of the earlier handle or of fabric.strategy"

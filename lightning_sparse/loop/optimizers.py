@@ -13,15 +13,13 @@ from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
-from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, optimizer_parameters
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
-from lightning_sparse.functional.elements import local_tensor
-from lightning_sparse.loop.summary import CHANGED, NEEDS_DENSE, UNCOUNTED, UNCOUNTED_BATCHES
+from lightning_sparse.loop.summary import CHANGED, NEEDS_DENSE, UNCOUNTED, UNCOUNTED_BATCHES, warn_user
 
 _ADDED = (
     "momentum correction needs one exchanged backward per optimizer step, because each exchange applies the momentum."
@@ -51,7 +49,7 @@ class OptimizerView:
         feedback: ErrorFeedback,
         target_of: Callable[[str], float],
         memory: Memory,
-        warn: Callable[[str], None],
+        warn: Callable[[str], None] = warn_user,
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
@@ -59,7 +57,7 @@ class OptimizerView:
         if isinstance(memory, AdamMemory):
             corrected = list(filter(is_correctable, optimizers))
             self.adam = AdamSteps(corrected, {}, target_of, memory, partial(warn, CHANGED))
-        self.know(parameters)
+        self.set_names(parameters)
         # Each entry: a parameter group, the user's values, and the values during the update.
         self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._handles: list[Any] = []
@@ -74,7 +72,7 @@ class OptimizerView:
         """Whether the optimizers' momentum is applied before compression, instead of in the optimizers' steps."""
         return self._feedback.momentum == FROM_OPTIMIZER
 
-    def know(self, parameters: Mapping[str, Parameter]) -> None:
+    def set_names(self, parameters: Mapping[str, Parameter]) -> None:
         """Set the model's current parameters, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self.adam is not None:
@@ -139,23 +137,23 @@ class OptimizerView:
 class CountedSteps:
     """Count optimizer steps, also steps through a wrapper. Warn if weights change without a counted step.
 
-    Hooks call ``end(optimizer)`` after every counted step of one of ``optimizers``.
+    Hooks call ``begin`` before every step of an optimizer, and ``end(optimizer)`` after every counted step of one of
+    ``optimizers``.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], end: Callable[[Optimizer], None], warn: Callable[[str], None]
+        self, optimizers: Sequence[Optimizer], begin: Callable[..., Any], end: Callable[[Optimizer], None]
     ) -> None:
-        self._end = end
-        self._warn = warn
+        self._begin, self._end = begin, end
         self._stepping: Any = None  # optimizer of the step in progress, or ``self`` inside :meth:`step_of`
         self._versions, self._uncounted = 0, 0  # sum of version counters; batches that changed weights without a step
         self._optimizers = optimizers
-        self.handles: list[Any] = []  # hooks that ``close`` removes
+        self._handles: list[Any] = []
         for optimizer in optimizers:
             for each in chain_of(optimizer):
                 if calls_hooks(each):
-                    self.handles.append(each.register_step_pre_hook(self._before))
-                    self.handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
+                    self._handles.append(each.register_step_pre_hook(self._before))
+                    self._handles.append(each.register_step_post_hook(partial(self._after, optimizer)))
 
     @contextmanager
     def step_of(self, optimizer: Optimizer) -> Iterator[None]:
@@ -167,14 +165,16 @@ class CountedSteps:
             self._stepping = None
         self._end_step(optimizer)
 
-    def _before(self, optimizer: Optimizer, *step: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _creates_state(optimizer, kwargs):
+            return None
+        step = self._begin(optimizer, args, kwargs)
         self._stepping = self._stepping or optimizer
+        return step
 
-    def _after(self, own: Optimizer, stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stepping is not stepped:
-            return
-        self._stepping = None
-        if not is_torchs_own(stepped, kwargs):
+    def _after(self, own: Optimizer, stepped: Optimizer, *step: Any) -> None:
+        if self._stepping is stepped:
+            self._stepping = None
             self._end_step(own)
 
     def _end_step(self, optimizer: Optimizer) -> None:
@@ -198,12 +198,12 @@ class CountedSteps:
         self._versions, before = versions, self._versions
         self._uncounted += versions != before
         if self._uncounted == UNCOUNTED_BATCHES and versions != before:
-            self._warn(UNCOUNTED)
+            warn_user(UNCOUNTED)
 
     def close(self) -> None:
         """Remove all hooks."""
         self._optimizers = ()
-        for handle in self.handles:
+        for handle in self._handles:
             handle.remove()
 
 
@@ -229,12 +229,12 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_LEARNING.isdisjoint(optimizer.defaults)
 
 
-def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> None:
+def warn_of_adaptive(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
     """Warn of adaptive optimizers, which need dense gradients."""
     for optimizer in optimizers if settings.is_sparse else ():
         is_corrected = settings.adam is not None and is_correctable(optimizer)
         if is_adaptive(optimizer) and not is_corrected:
-            warn(NEEDS_DENSE.format(name=type(optimizer).__name__))
+            warn_user(NEEDS_DENSE.format(name=type(optimizer).__name__))
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:
@@ -262,42 +262,15 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether Adam's updates can be made before selection. An unsupported ``AdamCorrection`` raises an error."""
-    if isinstance(settings.optimizer_correction, AdamCorrection):
-        _check_correctable(optimizers)
+    """Return whether Adam's updates can be made before selection."""
     are_correctable = list(map(is_correctable, optimizers))
     corrects = any(are_correctable) if settings.asked.momentum is None else all(are_correctable)
     return corrects and bool(optimizers) and settings.can_correct_adam
 
 
-def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
-    refused = [each for each in optimizers if not is_correctable(each)]
-    if any(map(is_adaptive, refused)) or len(refused) == len(optimizers):
-        names = ", ".join(type(each).__name__ for each in refused)
-        raise ValueError(
-            f"optimizer_correction=AdamCorrection(...) does not support {names}: use torch.optim.AdamW or"
-            " torch.optim.Adam (with torch's step, without amsgrad, differentiable and maximize), or"
-            " optimizer_correction='auto', which warns of adaptive optimizers with sparse gradients"
-        )
-
-
-def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+def _creates_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Return whether this step changes no weights. Sharded checkpoints of torch make such a step to create states."""
-    if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
-        return False
-    gradients = (each.grad for each in optimizer_parameters(optimizer) if each.grad is not None)
-    return not any(
-        local_tensor(each).any() for each in gradients
-    )  # checked last, because the check synchronizes with a device
-
-
-def before_step_of_training(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step pre-hook that calls ``act``, except before a step of torch's sharded checkpoints."""
-
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if is_torchs_own(optimizer, kwargs) else act(optimizer, args, kwargs)
-
-    return hook
+    return kwargs == {"closure": None} and not any(group["lr"] for group in optimizer.param_groups)
 
 
 def all_optimizer_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:

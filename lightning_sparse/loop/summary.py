@@ -1,9 +1,11 @@
 """Log lines and warnings of a training."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Optional
 
+from lightning_sparse.engine.collectives import default_group
 from lightning_sparse.engine.settings import Settings
 
 WITHOUT_OPTIMIZER = (
@@ -23,11 +25,17 @@ CHANGED = (
 )
 UNCOUNTED_BATCHES = 8  # consecutive batches before the warning, because hooks may change weights during accumulation
 UNCOUNTED = (
-    f"the weights changed in {UNCOUNTED_BATCHES} consecutive batches without a step of a registered optimizer. Rounds,"
-    " momentum and Adam's updates follow the steps of registered optimizers. Update the weights by step() of an"
+    f"the weights changed in {UNCOUNTED_BATCHES} consecutive batches without a step of a registered optimizer."
+    " Warm-ups, rounds, momentum and Adam's updates follow these steps. Update the weights by step() of an"
     " optimizer that configure_optimizers returns, or that sparsify_gradients received (for a new optimizer call"
     " handle.close() and sparsify_gradients again). Or end each round yourself, in a plain loop by handle.synchronize()"
 )
+
+
+def warn_user(message: str) -> None:
+    """Warn on rank 0."""
+    if default_group().rank() == 0:
+        warnings.warn(message, stacklevel=2)
 
 
 def describe(settings: Settings) -> str:

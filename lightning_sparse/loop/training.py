@@ -1,6 +1,5 @@
 """One training from start to end: batches, backwards, optimizer steps, and changes of the model."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -24,18 +23,15 @@ from lightning_sparse.engine.memory.residual import optimizer_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import Wrapper, after_closure
-from lightning_sparse.engine.step.topology import ShardedModel, named_module
+from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
-from lightning_sparse.loop.checks import check_momentum, check_optimizers, check_total_steps, in_one_order
+from lightning_sparse.loop.checks import check_optimizers, check_total_steps, in_one_order
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
     all_optimizer_parameters,
-    before_step_of_training,
-    calls_hooks,
     can_correct,
-    chain_of,
     listed,
     warn_of_adaptive,
 )
@@ -65,11 +61,6 @@ _OWN = (
     " after Lightning's, such as in on_after_backward. Under manual optimization call backward in training_step, or"
     " manual_backward. In a plain loop compute the loss from outputs of the whole model in training mode"
 )
-_OTHER_OPTIMIZERS = (
-    "an optimizer was replaced inside a step: assign trainer.optimizers = [...] between two batches, such as in"
-    " on_train_batch_start, after a step of every optimizer"
-)
-
 Log = Callable[[str], None]
 
 
@@ -107,7 +98,7 @@ class Session:
         self._last, self.final_state = ({}, None), None
         settings = replace(self.settings, adam=None)
         self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
-        _check_optimizers(settings, optimizers)
+        check_optimizers(settings, optimizers)
         module, description = named_module(ddp), summary.describe(settings)
         is_alone = dist.get_world_size(ddp.process_group) == 1
         if is_alone and not goes_alone:
@@ -118,7 +109,7 @@ class Session:
             if is_alone:
                 self._log("one process continues a compressed training, so that the model receives the residuals.")
             self.training = Training(ddp, optimizers, settings, given, self._log)
-        warn_of_adaptive(settings, optimizers, warn_user)
+        warn_of_adaptive(settings, optimizers)
 
     def _expect_steps(self, total_steps: Optional[int]) -> None:
         """Set the optimizer steps of the whole training (``None``: unknown)."""
@@ -176,7 +167,7 @@ class Session:
     def reset_residuals(self) -> None:
         """Set residuals, momentum and unsent updates to zero. Call this after writing weights by ``copy_``.
 
-        All ranks must call, between two steps. After ``load_state_dict`` of weights or optimizers, no call is needed.
+        All ranks must call, between two steps. After ``load_state_dict`` of weights, no call is needed.
         """
         if self.training is not None:
             self.training.reset_residuals()
@@ -188,31 +179,25 @@ class Training:
     def __init__(
         self, ddp: Wrapper, optimizers: Sequence[Optimizer], settings: Settings, given: RuntimeOptions, log: Log
     ) -> None:
-        self.settings, self.optimizers = settings, optimizers
-        self.view: OptimizerView
-        self.backwards = 0  # number of backwards since the last optimizer step
+        self.settings, self.optimizers, self.log, self._given = settings, optimizers, log, given
         self._is_implicit = True  # whether a backward that no caller announces may exchange gradients
-        self._given, self.log = given, log
         module, self.device = named_module(ddp), next(ddp.module.parameters()).device
         ordered = in_one_order(settings, module, backend_of(self.device, ddp.process_group))
-        around = (self._open, self._end_exchange)
         self._trained = TrainedParameters(module, all_optimizer_parameters(optimizers))
         if rest := self._trained.without_optimizer():
             log(summary.WITHOUT_OPTIMIZER.format(names=listed(rest)))
+        around = (self._open, self._end_exchange)
         parts = (ordered, given.timeout, log, given.local_world_size, *around, self._trained.parameters)
-        self.engine = engine = Engine(ddp, *parts)
-        self.choice = AutoBackend(engine, self.device, log) if isinstance(settings.schedule, Auto) else None
+        self.engine = Engine(ddp, *parts)
+        self.choice = AutoBackend(self.engine, self.device, log) if isinstance(settings.schedule, Auto) else None
         self._attend()
-        self._loaded = LoadedParameters(module, optimizers)
+        self._loaded = LoadedParameters(module)
 
     def _attend(self) -> None:
+        self.steps = CountedSteps(self.optimizers, self._before_step, self._end_step)
         parameters, engine = ddp_parameters(self.engine.module), self.engine
-        feedback, optimizers = self.settings.feedback, self.optimizers
-        look = before_step_of_training(self._before_step)
-        hooks = [each.register_step_pre_hook(look) for one in optimizers for each in chain_of(one) if calls_hooks(each)]
-        self.view = OptimizerView(parameters, optimizers, feedback, engine.densities.target, engine.memory, warn_user)
-        self.steps = CountedSteps(optimizers, self._end_step, warn_user)
-        self.steps.handles += hooks
+        parts = (self.settings.feedback, engine.densities.target, engine.memory)
+        self.view = OptimizerView(parameters, self.optimizers, *parts)
 
     def restart_if_changed(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
         """If trained parameters or optimizers have changed since the last batch, use the present objects from now on.
@@ -222,19 +207,22 @@ class Training:
         """
         optimizers = self.optimizers if optimizers is None else optimizers
         has_others = len(optimizers) != len(self.optimizers) or not all(map(is_, optimizers, self.optimizers))
-        before, held = self._trained, all_optimizer_parameters(optimizers)
-        if not (before.have_changed(held) or has_others):
+        before, held, module = self._trained, all_optimizer_parameters(optimizers), self.engine.module
+        if not (before.may_have_changed(held) or has_others):
             return
-        present = TrainedParameters(self.engine.module, held, before.parameters.values())
-        has_new = before.has_others()
+        reshard(module)  # after an evaluation, FSDP's unsharded parameters would count as replaced
+        present = TrainedParameters(module, held, before.parameters.values())
+        has_new, changes = before.has_others(), before.changes_to(present)
         if has_new and isinstance(self.engine.wrapper, ShardedModel):
             raise RuntimeError(_NEW)
-        changes = before.changes_to(present)
+        before.record_use(held)
+        if not (has_new or changes or has_others):
+            return
         description = "; ".join(filter(None, (changes, "other optimizers" * has_others)))
         check_alike(description, dist.get_rank(), self._given.timeout)
         if has_others:
             self._take_optimizers(optimizers)
-        self._loaded.watch(self.engine.module, optimizers)
+        self._loaded.watch(module)
         if has_new or changes:
             self._restart(present)
             self.log(f"the trained parameters have changed: {len(present.parameters)} are exchanged from now on.")
@@ -244,20 +232,17 @@ class Training:
         if before.has_others():
             sync_module_states(module, before.known_in(present))
         self._trained = present
-        self.view.know(ddp_parameters(module))
+        self.view.set_names(ddp_parameters(module))
         self.engine.restart(present.parameters, before.renaming_to(present))
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.backwards:
-            raise RuntimeError(_OTHER_OPTIMIZERS)
         before = self.view.adam
-        _check_optimizers(self.settings, optimizers)
-        can_correct(self.settings, optimizers)  # raises an error if AdamCorrection(...) cannot apply
+        check_optimizers(self.settings, optimizers)
         self.optimizers = optimizers
         self.view.close()
         self.steps.close()
         self._attend()
-        warn_of_adaptive(self.settings, optimizers, warn_user)
+        warn_of_adaptive(self.settings, optimizers)
         if before is not None and self.view.adam is not None:
             self.view.adam.see_other_states()
             self.view.adam.warm_up.resume_from(before.warm_up)
@@ -269,41 +254,31 @@ class Training:
         if is_dense != self.engine.reducer.is_dense:
             self.engine.send_dense(is_dense)
 
+    def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
+        """Before a forward, process changed parameters, and begin the first round of local steps."""
+        self.engine.worker.raise_error()
+        self.restart_if_changed(optimizers)
+        self._begin_round()
+        self.steps.see_weights(self.engine.module)
+
     def _begin_round(self) -> None:
         if self.engine.rounds is not None:
             self.engine.rounds.begin_round()
-
-    def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
-        """Before a forward, process changed parameters and loaded weights, and select the kind of the next step."""
-        self.engine.worker.raise_error()
-        self.restart_if_changed(optimizers)
-        self._select_mode()
-        if (rounds := self.engine.rounds) is not None:
-            rounds.begin_round()
             self._reset_loaded()
-        if self.settings.replicas_diverge or self.choice is not None:
-            self.steps.see_weights(self.engine.module)
 
     def begin(self) -> None:
         """Prepare for a backward that Lightning announces."""
-        self.backwards += 1
-        reducer = self.engine.reducer
-        # Backwards in users' hooks, such as on_after_backward, exchange gradients only in the last batch of a step.
-        reducer.allow_implicit_backward = self._is_implicit or bool(self.engine.wrapper.require_backward_grad_sync)
-        reducer.prepare_for_backward()
+        self.engine.reducer.allow_implicit_backward = True
+        self.engine.reducer.prepare_for_backward()
 
     def set_inside(self, is_inside: bool) -> None:
         """Set whether a backward without a call of :meth:`begin` may exchange gradients (manual optimization)."""
         self._is_implicit = self.engine.reducer.allow_implicit_backward = is_inside
 
-    def _open(self, is_explicit: bool) -> None:
+    def _open(self) -> None:
         """Begin the exchange of a backward, before the first gradient is ready."""
-        if not is_explicit:
-            self.engine.worker.raise_error()
-            self._select_mode()
-            self.backwards += 1
-            if self.view.adam is not None or self.settings.feedback.momentum is not None:
-                self.steps.see_weights(self.engine.module)
+        self.engine.worker.raise_error()
+        self._select_mode()
         adam, reducer = self.view.adam, self.engine.reducer
         continued = reducer.reduced.continued
         if reducer.is_dense:
@@ -351,19 +326,14 @@ class Training:
     def _before_update(self, optimizer: Optimizer) -> None:
         if self.engine.reducer.holds_own(optimizer_parameters(optimizer)):
             raise RuntimeError(_OWN)
-        has_changed = self._trained.have_changed(all_optimizer_parameters(self.optimizers))
-        if has_changed and self._trained.lacks_any(optimizer_parameters(optimizer)):
+        if self._trained.lacks_any(optimizer_parameters(optimizer)):
             raise RuntimeError(_NEW)
         self._begin_round()  # needed if the user has called submodules only, because then no forward hook ran
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        self._begin_round()  # needed if a scaler has skipped the first step, because then no pre-hook ran
-        self.backwards = 0
         if self.choice is not None:
             self.choice.end_step()
         self.engine.reducer.reduced.forget(optimizer_parameters(optimizer))
-        if optimizer not in self.optimizers:
-            raise RuntimeError(_OTHER_OPTIMIZERS)
         self.engine.end_step(self.optimizers.index(optimizer))
 
     def state(self, together: bool = False) -> dict[str, Any]:
@@ -411,15 +381,3 @@ def load_folder(training: Training, folder: str, source: str) -> list[str]:
         before, now = state["header"]["world_size"], training.engine.pipeline.levels.world.world_size
         training.log(f"{before} ranks saved {source}, {now} ranks continue, each from the mean residual.")
     return act_together(partial(training.load, state), f"{source} does not fit this training. {HINT}")
-
-
-def _check_optimizers(settings: Settings, optimizers: Sequence[Optimizer]) -> None:
-    check_optimizers(settings, optimizers)
-    for optimizer in optimizers:
-        check_momentum(optimizer, settings.feedback)
-
-
-def warn_user(message: str) -> None:
-    """Warn on rank 0."""
-    if dist.get_rank() == 0:
-        warnings.warn(message, stacklevel=2)

@@ -83,7 +83,7 @@ class ReducerContext(NamedTuple):
     among: Communicator  # ranks that average dense gradients and agree on the order
     overlaps_backward: bool  # whether buckets are sent during backward
     is_sharded: bool  # whether FSDP shards the model
-    begin: Callable[[bool], None]  # called before the first gradient; the argument is true after prepare_for_backward()
+    begin: Callable[[], None]  # called before the first gradient
     end: Callable[[], None]  # called when all gradients are means
     packages: dict[tuple[str, ...], Package]  # buffers of the previous backward, by parameter names
     warm_up_dtype: Optional[torch.dtype]  # ``dense_dtype`` in Adam's warm-up

@@ -273,7 +273,7 @@ class SparseReducer(SharedOnCopy):
         return self.allow_implicit_backward or graph_number() == self._model_graph
 
     def _open(self, is_announced: bool) -> Backward:
-        self._context.begin(is_announced)
+        self._context.begin()
         used = set(self._order.members) if self._context.is_sharded else self._used  # FSDP: only p.grad shows the use
         if self.is_dense:
             self._backward = DenseBackward(self._context, self._order, used)
