@@ -11,9 +11,11 @@ from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.loop.optimizers import listed
 
 Node = Union[int, str]
-_TOLD_APART = (
-    "The nodes of the ranks are {}. Lightning's environment numbers nodes. In a plain loop, GROUP_RANK (of torchrun)"
-    " or else the host name identifies a node. If containers share a host name, set another GROUP_RANK on each node."
+_NO_LEVELS = (
+    "levels=2 needs several nodes, each with equally many consecutive ranks, at least two (with SLURM use srun"
+    " --distribution=block). The nodes of the ranks are {}. Lightning's environment numbers nodes. In a plain loop,"
+    " GROUP_RANK (of torchrun) or else the host name identifies a node. If containers share a host name, set another"
+    " GROUP_RANK on each node. Use 'auto', which uses two levels if possible"
 )
 
 
@@ -36,17 +38,7 @@ def agreed_ranks_of_node(settings: Settings, node: Node, log: Callable[[str], No
 def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
     """Return the number of ranks per node for two levels, or 1 for one level. ``nodes`` has the node of each rank."""
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
-    reason = None
-    if len(set(nodes)) == 1:
-        reason = "all ranks are on one node, and two levels need several nodes"
-    elif len(sizes) != len(set(nodes)):
-        reason = "the ranks of a node are not consecutive: with SLURM use srun --distribution=block"
-    elif len(set(sizes)) > 1:
-        reason = f"nodes have different numbers of ranks ({listed(sizes)}): start equally many on each"
-    elif sizes[0] == 1:
-        reason = "each node has one rank, so there is no average within a node"
-    if reason is not None and settings.levels == 2:
-        cure = "which uses two levels if possible"
-        raise ValueError(f"levels=2 was given, but {reason}. {_TOLD_APART.format(listed(nodes))} Use 'auto', {cure}")
-    is_wanted = settings.levels != 1 and settings.can_have_levels
-    return sizes[0] if is_wanted and reason is None else 1
+    is_possible = len(sizes) == len(set(nodes)) > 1 and len(set(sizes)) == 1 and sizes[0] > 1
+    if settings.levels == 2 and not is_possible:
+        raise ValueError(_NO_LEVELS.format(listed(nodes)))
+    return sizes[0] if is_possible and settings.levels != 1 and settings.can_have_levels else 1

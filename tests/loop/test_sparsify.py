@@ -374,7 +374,7 @@ def test_nodes_are_told_apart_by_names_of_hosts(pools):
     assert pools[4].run(ranks_of_a_node, ["one", "one", "other", "other"]) == [2] * 4
     assert pools[4].run(ranks_of_a_node, ["one", "other"] * 2) == [1] * 4
     for refusal in pools[2].run(refuse, give, {"levels": 2}):
-        assert refusal.startswith("ValueError: levels=2 was given, but all ranks are on one node")
+        assert refusal.startswith("ValueError: levels=2 needs several nodes")
 
 
 def change_a_bit(rank, settings):
