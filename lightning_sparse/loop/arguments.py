@@ -105,8 +105,6 @@ def pop_settings(
     """
     own = _names(entry)
     settings = Settings.of(compressor, density, **{name: given.pop(name) for name in own & DEFAULTS.keys() & {*given}})
-    if not isinstance(given.get("timeout"), (timedelta, type(None))):
-        raise TypeError(f"timeout={given['timeout']!r} must be a datetime.timedelta, such as timedelta(seconds=60)")
     for name, value in given.items():
         if value is not None and name in REFUSED and DistributedDataParallel in bases:
             raise ValueError(f"{name}={value!r} cannot be given to {entry.__name__}: {REFUSED[name]}")

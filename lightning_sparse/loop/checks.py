@@ -9,7 +9,6 @@ from typing import Any, Optional
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
@@ -33,7 +32,8 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedD
 
 def check_model(model: Module, local: Optional[LocalSteps]) -> None:
     """Raise an error for wrappers that reduce gradients, for unsupported parameters, and for unsupported layers."""
-    if wrappers := [name or "itself" for name, each in model.named_modules() if _is_wrapper(each)]:
+    bases = {name or "itself": {base.__name__ for base in type(each).__mro__} for name, each in model.named_modules()}
+    if wrappers := [name for name, each in bases.items() if each & _WRAPPERS]:
         raise ValueError(
             f"model={type(model).__name__} holds wrappers that reduce gradients themselves, {listed(wrappers)}: remove"
             " the wrappers (in a plain loop the model may be a DistributedDataParallel); for shards use"
@@ -59,10 +59,6 @@ def check_model(model: Module, local: Optional[LocalSteps]) -> None:
             " step: omit sync_batchnorm=True or convert_sync_batchnorm (rounds then average BatchNorm's statistics),"
             " or use local_steps=1"
         )
-
-
-def _is_wrapper(module: Module) -> bool:
-    return not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__)
 
 
 def _has_sync_batch_norm(model: Module) -> bool:
@@ -113,15 +109,13 @@ def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Ite
 
 
 def check_bare(model: Module) -> None:
-    """Raise an error for a model with shards, lazy parameters, or no trained parameter."""
+    """Raise an error for a model with shards, or without a trained parameter."""
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
     if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
         raise ValueError(
             f"{given} holds shards of {listed(cut)}, but plain loops and Fabric support no sharded models: use"
             " Trainer(strategy='sparse_hsdp'), or a model that is complete on each rank"
         )
-    if any(map(is_lazy, named.values())):
-        raise ValueError(f"{given} has lazy parameters without a shape: call the model with a batch first")
     if not any(each.requires_grad for each in named.values()):
         raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
 

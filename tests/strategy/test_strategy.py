@@ -167,7 +167,7 @@ VALUES = [
     {"warmup_epochs": 4},
     *({name: name} for name in ("schedule", "wire", "exchange", "levels")),
 ]
-KINDS = {"compressor": TopK, "schedule": 3, "timeout": 60}
+KINDS = {"compressor": TopK, "schedule": 3}
 NAMES = {
     "densty": "density",
     "find_unused": "find_unused_parameters",
