@@ -14,9 +14,7 @@ from lightning_sparse.removed import refuse_removed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 REFUSED = {
-    "ddp_comm_hook": "the strategy reduces gradients itself; for a hook use DDPStrategy",
-    "ddp_comm_state": "the strategy reduces gradients itself, without a hook; for a hook use DDPStrategy",
-    "ddp_comm_wrapper": "there is no hook to wrap; to send 16-bit values use wire='float16' or wire='bfloat16'",
+    "ddp_comm_hook": "the strategy reduces gradients itself; use wire='bfloat16', or DDPStrategy for a hook",
     "model_averaging_period": "torch's post-localSGD hook is not used; for local steps use local_steps=...",
     "bucket_cap_mb": "the schedule decides the buckets; use schedule=FixedSize(min_elements=...)",
     "bucket_cap_mb_list": "the schedule decides the buckets; use schedule=FixedSize(min_elements=...)",
