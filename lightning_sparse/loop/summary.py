@@ -60,20 +60,19 @@ def describe(settings: Settings) -> str:
     )
 
 
-def report(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
+def report(stats: Mapping[str, float], verdict: Optional[str] = None) -> str:
     """Describe the sent bytes, the time that the exchange takes after backward, and the ``verdict`` of ``sparse_auto``.
 
     Example::
 
         >>> sizes = {"total_wire_bytes": 35.9e6, "total_dense_bytes": 203e6, "total_compression_ratio": 5.65}
         >>> report({**sizes, "total_steps": 165.0, "exposed_share": 0.118})
-        '165 steps sent 35.9 MB where DDP sends 203 MB, compression ratio 5.65; exposed: 11.8 % of the time.'
+        '165 steps sent 35.9 MB instead of 203 MB, compression ratio 5.65; exposed: 11.8 % of the time.'
     """
-    inside = (
-        f" ({in_bytes(stats['total_inter_node_bytes'])} to other nodes)" if "total_inter_node_bytes" in stats else ""
-    )
+    inter = stats.get("total_inter_node_bytes")
+    inside = "" if inter is None else f" ({in_bytes(inter)} to other nodes)"
     parts = [
-        f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} where {dense} sends"
+        f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} instead of"
         f" {in_bytes(stats['total_dense_bytes'])}, compression ratio {stats['total_compression_ratio']:.3g}"
     ]
     if not math.isnan(stats["exposed_share"]):

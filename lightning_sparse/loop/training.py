@@ -132,9 +132,7 @@ class Session:
         can_ask = not has_failed or training.device.type == "cpu"
         self._last = (self.compression_stats(), self.exchange_plan()) if can_ask else ({}, None)
         if self._last[0].get("total_steps") and not has_failed and training.engine.pipeline.levels.world.world_size > 1:
-            dense = "HSDP" if isinstance(training.engine.wrapper, ShardedModel) else "DDP"
-            verdict = None if training.choice is None else training.choice.verdict
-            self._log(summary.report(self._last[0], verdict, dense))
+            self._log(summary.report(self._last[0], None if training.choice is None else training.choice.verdict))
         is_whole = training.close(has_failed)
         self.training = None
         if is_whole and can_ask and keeps_state:  # copies to the CPU, because residuals are as large as the model
