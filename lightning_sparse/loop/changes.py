@@ -1,6 +1,6 @@
 """Detect changes between two steps: frozen, new or replaced parameters, and loaded weights."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Optional
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_sparse.engine.memory.residual import Renaming
 from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
@@ -44,7 +43,6 @@ class TrainedParameters:
         before, held = set(exchanged), set(optimizer_parameters).intersection(self.names) or self.names
         trained = ((name, each) for each, name in self.names.items() if each.requires_grad or each in before)
         self.parameters = {name: each for name, each in trained if each in held}
-        self._buffers = {name for name, _ in module.named_buffers()}
         self.record_use(optimizer_parameters)
 
     def record_use(self, optimizer_parameters: Sequence[Tensor]) -> None:
@@ -69,10 +67,6 @@ class TrainedParameters:
         """Return whether parameters were added to the model, removed, or replaced."""
         return set(map(id, self._module.parameters())) != set(map(id, self.names))
 
-    def known_in(self, present: "TrainedParameters") -> set[str]:
-        """Return names in ``present`` of parameters that ``self`` has, too, and the names of buffers of ``self``."""
-        return {present.names[each] for each in self.names if each in present.names} | self._buffers
-
     def lacks_any(self, optimizer_parameters: Iterable[Tensor]) -> bool:
         """Return whether one of ``optimizer_parameters`` is in the model and has a gradient, but is not exchanged."""
         exchanged = set(self.parameters.values())
@@ -80,15 +74,10 @@ class TrainedParameters:
         trained = {each for each in others if each.requires_grad and each.grad is not None}
         return bool(trained) and not trained.isdisjoint(self._module.parameters())
 
-    def renaming_to(self, present: "TrainedParameters") -> Renaming:
-        """Map each name in ``self`` to the parameter's name in ``present``, or to ``None`` for a removed parameter."""
-        return {name: present.names.get(each) for each, name in self.names.items()}
-
     def changes_to(self, present: "TrainedParameters") -> str:
-        """Describe the parameters that only ``present`` exchanges and the parameters that only ``self`` exchanges."""
-        sides = {"new or unfrozen": (present, self), "gone": (self, present)}
-        found = {change: _without(one.parameters, other.parameters) for change, (one, other) in sides.items()}
-        return "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
+        """Return the names of parameters that only one of ``self`` and ``present`` exchanges, as text."""
+        changed = set(self.parameters.values()) ^ set(present.parameters.values())
+        return listed([name for each, name in {**self.names, **present.names}.items() if each in changed])
 
 
 def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
@@ -97,32 +86,23 @@ def check_alike(changes: str, rank: int, timeout: Optional[timedelta]) -> None:
         everywhere = all_gather_via_store(changes, timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {rank}: {changes}; but not every other rank reported a change within the timeout. {_ALIKE}."
+            f"rank {rank} changes {changes}, but not every other rank reported a change within the timeout. {_ALIKE}."
             f" The backend's error: {error}"
         ) from error
     if len(set(everywhere)) > 1:
-        said = ". ".join(f"Rank {each}: {told or 'nothing'}" for each, told in enumerate(everywhere))
+        said = ". ".join(f"Rank {each} changes {told or 'nothing'}" for each, told in enumerate(everywhere))
         raise RuntimeError(f"ranks are about to train different parameters. {said}. {_ALIKE}")
-
-
-def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
-    known = set(others.values())  # compares tensors, because the name of a parameter may have changed
-    return [name for name, parameter in ones.items() if parameter not in known]
-
-
-ROLLED_BACK = "weights were loaded during training: residuals and momentum of {count} parameters restart at zero."
 
 
 class Watch:
     """A module hook that calls ``act``. On deep or pickled copies of the module, the hook does nothing."""
 
-    def __init__(self, act: Optional[Callable[..., None]] = None) -> None:
+    def __init__(self, act: Callable[..., None] = lambda *event: None) -> None:
         self._act = act
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *event: Any) -> None:
         """Call ``act`` with the module and the other arguments of the hook."""
-        if self._act is not None:
-            self._act(*arguments)
+        self._act(*event)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Watch, ()
@@ -148,10 +128,6 @@ class LoadedParameters:
     def _note(self, module: Module, *load: Any) -> None:
         for parameter in module.parameters(recurse=False):
             self._before.setdefault(parameter, fingerprint(local_tensor(parameter)))
-
-    def clear(self) -> None:
-        """Drop all records, after a load of weights together with residuals."""
-        self._before.clear()
 
     def take(self) -> set[Tensor]:
         """Return the loaded parameters if any weights differ from before the load, and drop all records."""

@@ -53,6 +53,7 @@ class OptimizerView:
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
+        self._takes_momentum = feedback.momentum == FROM_OPTIMIZER  # whether compression applies optimizers' momentum
         self.adam: Optional[AdamSteps] = None
         if isinstance(memory, AdamMemory):
             corrected = list(filter(is_correctable, optimizers))
@@ -61,16 +62,11 @@ class OptimizerView:
         # Each entry: a parameter group, the user's values, and the values during the update.
         self._taken: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._handles: list[Any] = []
-        if self.takes_momentum:
+        if self._takes_momentum:
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(after_closure(self._take)))
                 self._handles.append(optimizer.register_step_post_hook(self._give_back))
                 self._handles.append(optimizer.register_state_dict_pre_hook(self._give_back))
-
-    @property
-    def takes_momentum(self) -> bool:
-        """Whether the optimizers' momentum is applied before compression, instead of in the optimizers' steps."""
-        return self._feedback.momentum == FROM_OPTIMIZER
 
     def set_names(self, parameters: Mapping[str, Parameter]) -> None:
         """Set the model's current parameters, by name."""
@@ -99,7 +95,7 @@ class OptimizerView:
         self._give_back()  # restores the optimizer's momentum if an update failed, or a closure runs again
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
         for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
-            if self.takes_momentum:
+            if self._takes_momentum:
                 momentum = group["momentum"], group["nesterov"]
             else:
                 momentum = float(self._feedback.momentum or 0.0), self._feedback.nesterov

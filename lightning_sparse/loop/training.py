@@ -25,7 +25,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import Wrapper, after_closure
 from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import AutoBackend
-from lightning_sparse.loop.changes import ROLLED_BACK, LoadedParameters, TrainedParameters, check_alike
+from lightning_sparse.loop.changes import LoadedParameters, TrainedParameters, check_alike
 from lightning_sparse.loop.checks import check_optimizers, check_total_steps, in_one_order
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
@@ -216,7 +216,7 @@ class Training:
         before.record_use(held)
         if not (has_new or changes or has_others):
             return
-        description = "; ".join(filter(None, (changes, "other optimizers" * has_others)))
+        description = " and ".join(filter(None, (changes, "the optimizers" * has_others)))
         check_alike(description, dist.get_rank(), self._given.timeout)
         if has_others:
             self._take_optimizers(optimizers)
@@ -228,10 +228,10 @@ class Training:
     def _restart(self, present: TrainedParameters) -> None:
         before, module = self._trained, self.engine.module
         if before.has_others():
-            sync_module_states(module, before.known_in(present))
+            sync_module_states(module, [present.names[each] for each in before.names if each in present.names])
         self._trained = present
         self.view.set_names(ddp_parameters(module))
-        self.engine.restart(present.parameters, before.renaming_to(present))
+        self.engine.restart(present.parameters, {name: present.names.get(each) for each, name in before.names.items()})
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         before = self.view.adam
@@ -244,13 +244,6 @@ class Training:
         if before is not None and self.view.adam is not None:
             self.view.adam.see_other_states()
             self.view.adam.warm_up.resume_from(before.warm_up)
-
-    def _select_mode(self) -> None:
-        """Select, between two steps, whether the next steps are dense (as in DDP) or compressed."""
-        adam, choice = self.view.adam, self.choice
-        is_dense = (adam is not None and adam.warm_up.is_dense) or (choice is not None and choice.wants_dense)
-        if is_dense != self.engine.reducer.is_dense:
-            self.engine.send_dense(is_dense)
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
         """Before a forward, process changed parameters, and begin the first round of local steps."""
@@ -274,17 +267,20 @@ class Training:
         self._is_implicit = self.engine.reducer.allow_implicit_backward = is_inside
 
     def _open(self) -> None:
-        """Begin the exchange of a backward, before the first gradient is ready."""
+        """Begin the dense or compressed exchange of a backward, before the first gradient is ready."""
         self.engine.worker.raise_error()
-        self._select_mode()
-        adam, reducer = self.view.adam, self.engine.reducer
+        adam, choice, reducer = self.view.adam, self.choice, self.engine.reducer
+        is_warm_up = adam is not None and adam.warm_up.is_dense
+        is_dense = is_warm_up or (choice is not None and choice.wants_dense)
+        if is_dense != reducer.is_dense:
+            self.engine.send_dense(is_dense)
         continued = reducer.reduced.continued
-        if reducer.is_dense:
-            self.engine.begin_dense_backward(self.choice is None and adam is not None and adam.warm_up.is_dense)
+        if is_dense:
+            self.engine.begin_dense_backward(is_warm_up and choice is None)
         elif not continued:
             self.engine.recorder.totals.begun += 1
         self._reset_loaded()
-        context = self.view.next_step(reducer.is_dense, continued, reducer.reduced.begun)
+        context = self.view.next_step(is_dense, continued, reducer.reduced.begun)
         if (scaler := self._given.scaler) is not None:  # not `get_scale`, which synchronizes with the device
             context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
         self.engine.begin_backward(context)
@@ -301,7 +297,7 @@ class Training:
         parameters = ddp_parameters(self.engine.module).items()
         names = [name for name, each in parameters if loaded is None or each in loaded]
         self.engine.worker.run(lambda: self.engine.memory.reset(names))
-        self.log(ROLLED_BACK.format(count=len(names)))
+        self.log(f"residuals and momentum of {len(names)} parameters restart at zero.")
         if self.engine.rounds is not None:
             self.engine.rounds.reset_shared_model()
 
@@ -360,7 +356,7 @@ class Training:
             load_states(self.optimizers, state.get("optimizers", ()))
             if self._given.scaler is not None and "scaler" in state:
                 self._given.scaler.load_state_dict(state["scaler"])
-        self._loaded.clear()
+        self._loaded.take()  # drops records, because the residuals belong to the loaded weights
         return unused
 
     def close(self, has_failed: bool) -> bool:

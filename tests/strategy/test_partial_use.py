@@ -230,12 +230,12 @@ def test_a_parameter_that_one_rank_freezes_moves_by_the_gradients_of_others(pair
 def test_ranks_that_unfreeze_differently_say_so_at_once(pair):
     for message in refusals(pair, OneSided, SOON):
         assert message.startswith("RuntimeError: ranks are about to train different parameters")
-        assert "Rank 0: new or unfrozen: 'backbone.weight'. Rank 1: new or unfrozen: 'backbone.bias'" in message
+        assert "Rank 0 changes 'backbone.weight'. Rank 1 changes 'backbone.bias'" in message
 
 
 def test_a_rank_that_unfreezes_alone_does_not_wait_for_ever(forked):
     waiting, unfreezing = refusals(forked[2], OnOneRank, SOON)
-    assert "rank 1: new or unfrozen: 'backbone.weight', 'backbone.bias'; but not every other rank" in unfreezing
+    assert "rank 1 changes 'backbone.weight', 'backbone.bias', but not every other rank" in unfreezing
     assert "waited in vain" in waiting
     forked[2].stop()  # gloo's groups are out of step now
 
