@@ -30,11 +30,10 @@ quick: $(READY)
 	$(BIN)/python -m pytest -m "not clock and not exhaustive" $(TOGETHER) lightning_sparse tests/functional \
 		tests/schedule tests/compressors tests/test_architecture.py tests/testing/test_conformance.py
 
-# The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs, a thousand random
-# trainings; as root, links are cut.
+# The long forms: every rank as victim, three ranks, other random inputs, a thousand random trainings.
 faults: $(READY)
-	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py tests/test_fuzz.py \
-		tests/test_links.py tests/test_trainings.py --timeout 3600
+	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_fuzz.py tests/test_trainings.py \
+		--timeout 3600
 
 # Minutes: 20 000 steps with all that a long job does; memory, threads, files and replicas are looked at.
 soak: $(READY)
