@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.digests import broken_promises, cases, compare, digest, train
+from tests.digests import broken_promises, cases, digest, train
 
 SHORT = ["topk, layerwise, float32", "topk, single, float32", "topk, layerwise, bfloat16", "topk, resumed"]
 CHOSEN = [case for case in cases() if case.name in SHORT]
@@ -34,16 +34,3 @@ def test_a_training_that_is_repeated_resumed_or_grouped_otherwise_has_the_same_d
 def test_a_digest_sees_every_bit():
     ones = torch.ones(4, dtype=torch.bfloat16)
     assert digest(ones) == digest(ones.clone()) != digest(ones.nextafter(2 * ones))
-
-
-def record(parameters="a", kept=("b", "b"), machine="mine"):
-    digests = {"topk": {"parameters": [parameters], "optimizer": [], "kept": list(kept)}}
-    return {"made_with": {"machine": machine}, "digests": digests}
-
-
-def test_differences_are_told():
-    assert compare(record(), record()) == []
-    assert compare(record(), record(parameters="c")) == ["topk: parameters"]
-    assert compare(record(), record(kept=("b", "c"))) == ["topk: kept: 1 of 2 tensors gone, 1 new (b, c)"]
-    assert compare(record(), record(machine="yours")) == ["machine: mine, but yours"]
-    assert compare(record(), {**record(), "digests": {}}) == ["topk: only in one of the two"]

@@ -6,7 +6,7 @@ import torch
 from tests.helpers.commands import begin
 from tests.helpers.examples import EXAMPLES, load
 
-demo, gpt, muon, text_data = map(load, ["demo", "gpt", "muon", "text_data"])
+gpt, muon = map(load, ["gpt", "muon"])
 
 
 @pytest.fixture

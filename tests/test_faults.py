@@ -5,9 +5,6 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -108,39 +105,3 @@ def test_what_a_ranks_own_device_raises_in_an_exchange_is_not_told_as_the_death_
     kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, how, os.devnull + "-unused")]
     forked[2].stop()
     assert kinds == ["ExchangeError", error]
-
-
-SCRIPT = """
-import os, signal, sys
-import torch
-from pytorch_lightning import Trainer
-import lightning_sparse
-from tests.helpers.trainers import Small
-
-class Dies(Small):
-    def training_step(self, batch, batch_index):
-        if batch_index == 3 and self.global_rank == int(sys.argv[1]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_index)
-
-torch.set_num_threads(1)
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-Trainer(strategy="sparse_topk", accelerator="cpu", devices=2, max_epochs=1, **quiet).fit(Dies())
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", [0, 1] if IS_LONG else [1])
-def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path, victim):
-    (tmp_path / "job.py").write_text(SCRIPT)
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "job.py", str(victim)]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
-    ) as job:
-        _, errors = job.communicate(timeout=100)  # returns after every process with the pipe has ended
-        assert job.returncode != 0
-        assert "waited in vain" in errors or victim == 1  # Lightning detects the death of rank 1 and ends rank 0
-        # The init process reaps zombies.
-        assert not [number for number, state, _, session in processes() if session == job.pid and state != "Z"]

@@ -17,7 +17,7 @@ from lightning_sparse.engine.wire import WIRES, build_wires
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import round_to
 from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
-from lightning_sparse.loop.state import VERSION, CheckpointError, _read, _write
+from lightning_sparse.loop.state import VERSION, CheckpointError, _read
 from tests.helpers.lockstep import run_phases
 
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
@@ -209,56 +209,6 @@ def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
     assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
-    header = {
-        "version": VERSION,
-        "compressor": "TopK",
-        "ranks": 2,
-        "local_world_size": 1,
-        "is_sharded": False,
-        "save": "0",
-    }
-    _write({"header": header, "memory": {"residual": {"weight": torch.arange(50.0)}}, "compressor": {}}, str(path))
-    return path.read_bytes()
-
-
-def assert_is_refused_or_read(folder, content):
-    """Read bytes as a part: only our error may be raised, and no code of the bytes may run."""
-    path = folder / "rank_00000.pt"
-    path.write_bytes(content)
-    trace = folder / "executed"
-    try:
-        state = _read(str(path))
-    except CheckpointError as error:
-        has_cure = str(path) in str(error) and "resume_compression=False" in str(error)
-        assert has_cure
-    else:
-        assert isinstance(state["memory"], dict)
-    assert not trace.exists()
-
-
-@examples(60)
-@given(share=some.floats(0, 1, exclude_max=True))
-def test_a_truncated_part_is_refused(whole, tmp_path_factory, share):
-    path = tmp_path_factory.getbasetemp() / "truncated.pt"
-    path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(CheckpointError, match=r"truncated.pt cannot be read: the file is damaged"):
-        _read(str(path))
-
-
-@examples(150)
-@given(
-    flips=some.lists(some.tuples(some.floats(0, 1, exclude_max=True), some.integers(1, 255)), min_size=1, max_size=6)
-)
-def test_a_part_with_flipped_bits_is_refused_or_still_ours(whole, tmp_path_factory, flips):
-    content = bytearray(whole)
-    for share, mask in flips:
-        content[int(share * len(content))] ^= mask
-    assert_is_refused_or_read(tmp_path_factory.getbasetemp(), bytes(content))
-
-
 class Evil:
     def __init__(self, path):
         self.path = path
@@ -268,9 +218,12 @@ class Evil:
 
 
 def test_a_pickle_that_asks_for_more_is_not_obeyed(tmp_path):
-    header = {"version": VERSION}
-    torch.save({"header": header, "memory": Evil(str(tmp_path / "executed"))}, tmp_path / "evil.pt")
-    assert_is_refused_or_read(tmp_path, (tmp_path / "evil.pt").read_bytes())
-    assert_is_refused_or_read(tmp_path, pickle.dumps(Evil(str(tmp_path / "executed"))))
-    with pytest.raises(CheckpointError):
-        _read(str(tmp_path / "evil.pt"))
+    path, evil = tmp_path / "evil.pt", Evil(str(tmp_path / "executed"))
+    for write in (
+        lambda: torch.save({"header": {"version": VERSION}, "memory": evil}, path),
+        lambda: path.write_bytes(pickle.dumps(evil)),
+    ):
+        write()
+        with pytest.raises(CheckpointError, match="resume_compression=False"):
+            _read(str(path))
+    assert not (tmp_path / "executed").exists()

@@ -1,6 +1,5 @@
 """Threads of the quality benchmark give results bitwise identical to processes of the engine."""
 
-import json
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ CORRECTION = AdamCorrection(warmup_steps=3, density_decay_steps=2, second_moment
 STEPS = 9
 
 
-virtual, quality = map(load, ["virtual", "quality"])
+virtual = load("virtual")
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one process train on the CPU")
 
 
@@ -63,11 +62,3 @@ def test_threads_do_what_processes_do(pair, compressor, is_adam):
         found = dict(member.network.named_parameters())
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert ranks.wire_bytes == sent
-
-
-def test_a_task_is_learned_and_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
-    results = tmp_path / "quality.jsonl"
-    run = quality.Run("images", "adamw95", "lags", 0.01, 1, 1e-3, 3, 2, "float32")
-    results.write_text(json.dumps(quality.train(run)))
-    assert len(list(quality.table(quality.known_runs(results)))) == 3

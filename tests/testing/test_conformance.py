@@ -162,15 +162,6 @@ def test_what_a_function_leaves_in_the_environment_is_not_the_next_ones(pair):
     assert [pair.run(seed_found) for _ in range(2)] == [[None, None]] * 2
 
 
-def hash_of_a_word(rank):
-    return hash("word")
-
-
-def test_the_first_rank_orders_its_sets_unlike_the_others(pair):
-    one, other = pair.run(hash_of_a_word)
-    assert one != other
-
-
 @pytest.mark.parametrize(("subject", "kind"), [("topp", ValueError), (3, TypeError), (int, TypeError)])
 def test_what_is_no_compressor_is_refused(subject, kind):
     with pytest.raises(kind, match="compressor"):
