@@ -3,7 +3,6 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
-import torch
 from pytorch_lightning import Trainer
 
 from lightning_sparse import SparseDDPStrategy
@@ -15,10 +14,8 @@ from lightning_sparse.callbacks import (
     OverlapTimeline,
     ReplicaSentinel,
 )
-from lightning_sparse.testing.wrapping import subject_of
 from tests.helpers.fits import refusals
-from tests.helpers.sparse_ddp import DENSITY
-from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, weights
+from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer
 
 CALLBACKS = {
     "AdaptiveDensity": lambda: AdaptiveDensity([ErrorBudget(1)]),
@@ -98,34 +95,6 @@ def test_what_cannot_go_together_is_refused_and_the_rest_is_not(pair, strategy, 
     for answer in refusals(pair, module, settings, callbacks=callbacks, limit_train_batches=2):
         assert named in answer
         assert answer.startswith("ValueError" if named else "was not refused")
-
-
-def onlookers(compressor, directory):
-    subject = subject_of(compressor)
-    timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json")
-    callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True)]
-    return callbacks + ([ReplicaSentinel(1)] if not subject.replicas_diverge else [])
-
-
-def fit_watched(rank, compressor, directory, watched):
-    strategy = SparseDDPStrategy(compressor, density=DENSITY[compressor])
-    callbacks = onlookers(compressor, directory) if watched else []
-    trainer = make_trainer(rank, strategy, callbacks=callbacks, log_every_n_steps=2, limit_train_batches=8)
-    model = Small()
-    trainer.fit(model)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model)
-    trainer.validate(model, verbose=False)
-    return weights(model), trainer.global_step
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("compressor", ["topk", "sdagc", "a2sgd"])
-def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path, compressor):
-    runs = [pair.run(fit_watched, compressor, str(tmp_path), watched) for watched in (True, False)]
-    for (watched, steps), (alone, _) in zip(*runs):
-        assert steps == 16
-        assert all(torch.equal(watched[name], alone[name]) for name in alone)
 
 
 def fit_alone(rank, directory):

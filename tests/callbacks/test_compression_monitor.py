@@ -17,7 +17,7 @@ from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
-from tests.helpers.trainers import Adversaries, Late, Rows, Small, WithAdam, run_fit
+from tests.helpers.trainers import Adversaries, Rows, Small, WithAdam, run_fit
 
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
@@ -205,27 +205,3 @@ def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch_without_froze
         errors = [error for each in of_parameters if each and not math.isnan(error := float(each))]
         assert len(errors) == (6 if int(row["step"]) < 9 else 4)
         assert 0.95 * min(errors) < float(row["sparse/update_error"]) < 1.05 * max(errors)  # mean over ranks
-
-
-class LateGradients(Small):
-    def training_step(self, batch, batch_index):
-        return (Late.apply(self.network(batch), 0.05) - batch).square().mean()
-
-
-def test_backward_takes_time_before_its_first_gradient(fitted, tmp_path):
-    fitted(module=LateGradients)
-    for row in rows_of(tmp_path / "rows", "sparse/wire_bytes"):
-        assert 0.05 <= float(row["sparse/backward_seconds"]) < float(row["sparse/step_seconds"])
-
-
-class LongValidation(Small):
-    def on_validation_start(self):
-        time.sleep(1.2)
-
-    def train_dataloader(self):
-        return DataLoader(Rows(32), batch_size=4)
-
-
-def test_validation_does_not_count_as_training(fitted, tmp_path):
-    fitted(module=LongValidation, num_sanity_val_steps=0, max_epochs=2)
-    assert all(float(row["sparse/step_seconds"]) < 0.3 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])
