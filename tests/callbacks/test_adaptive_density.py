@@ -82,7 +82,6 @@ def test_the_largest_wish_counts_within_bounds(pair):
         assert {density["network.2.weight"] for density in seen.densities} == {0.4}
 
 
-@pytest.mark.exhaustive
 def test_an_error_stays_within_its_budget_on_all_ranks_alike(pair):
     budget, run = 1.5, partial(fit, every_n_steps=2, max_epochs=8)
     (free, _, _), _ = pair.run(run, [])
