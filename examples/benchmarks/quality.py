@@ -372,7 +372,10 @@ def paired_difference(lines: Sequence[dict[str, Any]], ddp: Sequence[dict[str, A
 
 
 def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
-    """Yield a Markdown table: mean and standard error over seeds, beside DDP's."""
+    """Yield a Markdown table: mean and standard error over seeds, beside DDP's.
+
+    If no DDP training has as many steps, the table compares with DDP's longest training.
+    """
     scores: defaultdict[Run, list[dict[str, Any]]] = defaultdict(list)
     for run, line in results.items():
         scores[run._replace(seed=0)].append(line)
@@ -382,7 +385,9 @@ def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
     yield f"| {heads} / ddp |"
     yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"
     for run, lines in sorted(scores.items(), key=lambda item: tuple(map(str, item[0]))):
-        ddp = scores.get(run._replace(system="ddp", density=None, wire="float32", exchange="gather", local=""), [])
+        beside = run._replace(system="ddp", density=None, wire="float32", exchange="gather", local="")
+        of_ddp = [other for other in scores if other._replace(steps=run.steps) == beside]
+        ddp = scores[max(of_ddp, key=lambda other: (other == beside, other.steps))] if of_ddp else []
         values = [line["score"] for line in lines]
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         ratio = fmean(values) / fmean([line["score"] for line in ddp]) if ddp else math.nan
