@@ -288,7 +288,8 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
     settings = {**settings, "save_distributed_checkpoint": is_distributed}
     straight = fits(pools[4], partial(Saving, path, kind), settings, max_steps=9)
     again = pools[4].run(resumed, kind, settings, path)
-    assert_replicas_are_one(straight)
+    if "local_steps" not in settings:
+        assert_replicas_are_one(straight)
     for one, other in zip(straight, again):
         assert_same(one["history"][5:], other["history"])
         assert_same(one["notes"], other["notes"])
