@@ -452,36 +452,3 @@ def test_on_other_numbers_of_ranks_the_mean_continues(pools, tmp_path, ranks):
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "## A plain loop", tmp_path)
     assert {path.name for path in tmp_path.rglob("*.pt")} == {"model.pt", "rank_00000.pt", "rank_00001.pt"}
-
-
-def momenta_of(rank, case):
-    model = Edges().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
-    used, shown = [], []
-
-    def disturb(optimizer, *given):
-        if case == "failing" and step == 1:
-            raise ArithmeticError
-        if case == "warming up":
-            optimizer.param_groups[0]["momentum"] = 0.1 * (step + 1)
-
-    with sparsify_gradients(model, optimizer, "dgc", density=0.05, warmup_steps=0) as handle:
-        optimizer.register_step_pre_hook(disturb)
-        for step in range(4):
-            optimizer.zero_grad()
-            model(batch(rank, step)).backward()
-            used.append(next(iter(handle.engine.pipeline.context.hyperparameters.values())).momentum)
-            with suppress(ArithmeticError):
-                optimizer.step()
-            group = optimizer.state_dict()["param_groups"][0]
-            shown.append((group["momentum"], group["weight_decay"]))
-    return used, shown
-
-
-@pytest.mark.parametrize("case", ["failing", "warming up"])
-def test_momentum_that_is_taken_over_is_what_the_user_has_set(pair, case):
-    for used, shown in pair.run(momenta_of, case):
-        set_by_user = [0.1, 0.2, 0.3, 0.4] if case == "warming up" else [0.9] * 4
-        assert [momentum for momentum, _ in shown] == pytest.approx(set_by_user)
-        assert [decay for _, decay in shown] == pytest.approx([0.1] * 4)
-        assert used == pytest.approx([0.9, *set_by_user[:-1]] if case == "warming up" else [0.9] * len(used))
