@@ -1,3 +1,5 @@
+import io
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -215,6 +217,24 @@ def test_the_density_may_change_from_step_to_step(method):
         steps = [simulation.step(gradients_of(simulation, 100 * phase + step)) for step in range(50)]
         mean = sum(len(positions) for chosen in steps[-20:] for positions in chosen) / 20 / 20_000
         assert mean == pytest.approx(density, rel=0.2)
+
+
+@each_method
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(method):
+    simulation = Simulation(METHODS[method], {"weight": 4000, "bias": 10}, ranks=3, density=0.02)
+    for step in range(60):
+        simulation.step(gradients_of(simulation, step))
+    saved = io.BytesIO()
+    torch.save([compressor.state_dict() for compressor in simulation.compressors], saved)
+    residuals = list(simulation.residuals)
+    went_on = [simulation.step(gradients_of(simulation, step)) for step in range(60, 120)]
+    saved.seek(0)
+    simulation.begin()
+    simulation.residuals = residuals
+    for compressor, state in zip(simulation.compressors, torch.load(saved, weights_only=True)):
+        compressor.load_state_dict(state)
+    for step, expected in zip(range(60, 120), went_on):
+        assert all(map(torch.equal, simulation.step(gradients_of(simulation, step)), expected))
 
 
 @pytest.mark.sampled(1)
