@@ -64,3 +64,23 @@ def steps_with_average(every):
         if step % 16 in (6, 13):  # validation follows
             since = 0
     return steps
+
+
+class Changed(Watched):
+    def on_train_epoch_end(self):
+        assert self.notes["batch"]
+        with torch.no_grad():
+            self.network[0].bias.fill_(float(self.global_rank))
+
+
+def fit_changed(rank, batches):
+    strategy = SparseDDPStrategy(A2SGD(param_sync_every=batches))
+    model = Changed()
+    make_trainer(rank, strategy, limit_train_batches=batches, limit_val_batches=0).fit(model)
+    assert (model.network[0].bias == 0.5).all()
+    return model.state()
+
+
+def test_weights_that_a_callback_has_written_are_made_one_too(pair):
+    first, second = pair.run(fit_changed, 4)
+    assert torch.equal(first, second)
