@@ -155,6 +155,26 @@ def test_weights_that_are_loaded_in_training_are_shared_when_told(pair):
         assert_same(shared, loaded)
 
 
+def end_inside(rank, settings, ends, inside):
+    net = Net().to(DEVICE)
+    optimizer = optimizer_of(net)[0]
+    with sparsify_gradients(net, optimizer, **settings) as handle:
+        train(rank, net, optimizer, range(EVERY + 3))
+        with handle.shared_model() if inside else nullcontext():
+            getattr(handle, ends)()
+            there = tensors_of(net)
+        if ends == "synchronize":
+            train(rank, net, optimizer, range(EVERY + 3, 3 * EVERY))
+    return there, tensors_of(net)
+
+
+@pytest.mark.parametrize("ends", ["synchronize", "close"])
+def test_a_round_ends_while_the_shared_model_is_shown_as_it_does_outside(pair, ends):
+    for ours, expected in zip(*(pair.run(end_inside, SPARSE, ends, inside) for inside in (True, False))):
+        for one, other in zip(ours, expected):
+            assert_same(one, other)
+
+
 def freeze(rank, kind, first):
     ddp, optimizer = wrapped()
     layer = ddp.module.network[0]
