@@ -5,12 +5,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
 from threading import get_ident
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, NoReturn, Optional, Union
 from unittest import SkipTest
 
@@ -20,8 +21,7 @@ from lightning_sparse.engine.store import ExchangeError, default_store
 
 _STATES = ("passed", "not applicable", "waits", "failed", "hangs", "died")  # a row has its ranks' rightmost state
 _BROKEN = {"waits", "hangs", "died"}  # after these states of a rank, no further row can run
-_POLL_SECONDS = 0.1
-_ANSWER_SECONDS = 3.0  # time for a rank's answer when the command ends; a rank without an answer has died
+_ANSWER_SECONDS = 10.0  # after a rank's answer, time for the other answers; a rank without an answer has died
 _WAITS = {"torch", "threading.py", "engine"}  # in the path of code that waits for other ranks
 
 Row = Union[str, Callable[[], str]]  # the reason why a check is not applicable, or a function that returns a detail
@@ -33,16 +33,20 @@ class Rows:
     def __init__(self, rank: int, names: list[str], limit: float) -> None:
         self.names, self._rank, self._end = names, rank, monotonic() + limit
         self._store = default_store().clone()  # threads cannot share a store
-        self._worker = ThreadPoolExecutor(1)  # checks run in a thread, because signals do not interrupt a collective
-        self._thread = self._worker.submit(get_ident).result()
 
     def run(self, table: Mapping[str, Row], output: Optional[Path]) -> NoReturn:
         """Run the checks. Print and store the results. End the process with exit status 1 if a row has failed."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun sends SIGTERM after a rank has died
+        signal.signal(signal.SIGTERM, self._end_now)  # torchrun sends SIGTERM after a rank has died
+        worker = ThreadPoolExecutor(1)  # checks run in a thread, because signals do not interrupt a collective
+        thread = worker.submit(get_ident).result()
         rows, failed = list[dict[str, Any]](), list[str]()
         for name, check in table.items():
-            states, texts = zip(*self._answers(name, check))
+            running = worker.submit(_answer, check)
+            while not running.done() and monotonic() < self._end:
+                wait([running], timeout=0.1)
+            own = running.result() if running.done() else _place(sys._current_frames()[thread])
+            states, texts = zip(*self._answers(name, own))
             state = max(states, key=_STATES.index)
             detail, ranks = texts[states.index(state)], dict(zip(self.names, texts))
             if state not in ("passed", "not applicable"):
@@ -56,24 +60,21 @@ class Rows:
                     output.write_text(json.dumps({"passed": not failed, "rows": rows}, indent=1))
             if not _BROKEN.isdisjoint(states):
                 break
-        with suppress(RuntimeError, KeyboardInterrupt):  # another rank has died
-            barrier(self._store, len(self.names), "check/end", 2 * _ANSWER_SECONDS)  # rank 0 may have the store
+        with suppress(RuntimeError):  # another rank has died
+            barrier(self._store, len(self.names), "check/end", _ANSWER_SECONDS)  # rank 0 may have the store
         os._exit(bool(failed))
 
-    def _answers(self, name: str, check: Row) -> list[tuple[str, str]]:
-        keys = [f"check/{name}/{rank}" for rank in range(len(self.names))]
-        own, store = keys[self._rank], self._store
-        answers = [("died", "died"), *[("waits", "") for _ in keys[1:]]]  # if the store is gone, rank 0 has died
+    def _end_now(self, *signal_and_frame: Any) -> None:
+        self._end = 0.0
+
+    def _answers(self, name: str, own: tuple[str, str]) -> list[tuple[str, str]]:
+        keys, died = [f"check/{name}/{rank}" for rank in range(len(self.names))], ("died", "died")
+        answers = [died, *[("waits", "") for _ in keys[1:]]]  # if the store is gone, rank 0 has died
         with suppress(RuntimeError):
-            self._worker.submit(lambda: default_store().set(own, json.dumps(_answer(check))))
-            with suppress(KeyboardInterrupt):
-                while not store.check(keys) and monotonic() < self._end:
-                    sleep(_POLL_SECONDS)
-            if not store.check([own]):
-                store.set(own, json.dumps(_place(sys._current_frames()[self._thread])))
-            if not store.check(keys):
-                sleep(_ANSWER_SECONDS)
-            answers = [json.loads(store.get(key)) if store.check([key]) else ("died", "died") for key in keys]
+            self._store.set(keys[self._rank], json.dumps(own))
+            with suppress(RuntimeError):
+                self._store.wait(keys, timedelta(seconds=_ANSWER_SECONDS))
+            answers = [json.loads(self._store.get(key)) if self._store.check([key]) else died for key in keys]
         return answers
 
 
