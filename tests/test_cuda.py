@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine.memory.residual import Hyperparameters
+from lightning_sparse.engine.memory import Hyperparameters
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.schedule import FixedSize, Layerwise, Single
 from lightning_sparse.testing.invariants import balance

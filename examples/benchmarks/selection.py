@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.memory.residual import Memory
+from lightning_sparse.engine.memory import Memory
 from lightning_sparse.engine.observe import Clock
 
 _NAME = "parameter"

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, SharedOnCopy
 from lightning_sparse.engine.local_steps import LocalStepsController
-from lightning_sparse.engine.memory.residual import Renaming, renamed
+from lightning_sparse.engine.memory import Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
-from lightning_sparse.engine.memory.residual import Renaming
+from lightning_sparse.engine.memory import Renaming
 from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.shared_model import SharedModel

@@ -15,8 +15,7 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, che
 from lightning_sparse.compressors.registry import build_by_name, checked_name
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.memory.momentum import MomentumMemory
-from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
+from lightning_sparse.engine.memory import Hyperparameters, Memory, MomentumMemory
 from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
 from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.step.topology import FlatTopology

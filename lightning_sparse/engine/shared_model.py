@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_sparse.engine.collectives import ExchangeWorker
-from lightning_sparse.engine.memory.residual import Renaming, renamed, widened
+from lightning_sparse.engine.memory import Renaming, renamed, widened
 from lightning_sparse.engine.replicas import ReplicaAverager, as_real, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import Pipeline

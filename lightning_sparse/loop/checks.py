@@ -15,7 +15,7 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.memory.residual import optimizer_parameters
+from lightning_sparse.engine.memory import optimizer_parameters
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.reducer import NoOpReducer
 from lightning_sparse.engine.step.topology import fsdp_modules

@@ -15,7 +15,7 @@ from torch.optim import ASGD, SGD, Optimizer
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
-from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, optimizer_parameters
+from lightning_sparse.engine.memory import Hyperparameters, Memory, optimizer_parameters
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object, timeout_of_job, translate_backend_errors
-from lightning_sparse.engine.memory.residual import NUMBERS, RATES, waiting_kinds, widened
+from lightning_sparse.engine.memory import NUMBERS, RATES, waiting_kinds, widened
 from lightning_sparse.engine.step.topology import ShardedModel
 from lightning_sparse.functional.elements import as_dtensor, local_tensor, local_tensors
 

@@ -19,7 +19,7 @@ import lightning_sparse.loop.summary as summary
 from lightning_sparse.compressors.base import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
-from lightning_sparse.engine.memory.residual import optimizer_parameters
+from lightning_sparse.engine.memory import optimizer_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.reducer import Wrapper, after_closure

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.memory.residual import Hyperparameters
+from lightning_sparse.engine.memory import Hyperparameters
 from lightning_sparse.engine.step.step import StepContext
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import backpropagate, batch, sparse_ddp

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from lightning_sparse.compressors.selection import FlatSelection
-from lightning_sparse.engine.memory.momentum import MomentumMemory
-from lightning_sparse.engine.memory.residual import Hyperparameters
+from lightning_sparse.engine.memory import Hyperparameters, MomentumMemory
 
 SIZES = {"large": (1 << 18) + 3, "small": 1000, "smaller": 10}
 YES, NO = torch.tensor(True), torch.tensor(False)

@@ -11,7 +11,7 @@ from lightning_fabric import Fabric
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import GradientSparsifier, SparseFabricStrategy, sparsify_gradients
-from lightning_sparse.engine.memory.residual import optimizer_parameters
+from lightning_sparse.engine.memory import optimizer_parameters
 from tests.compatibility.running import changing_hands
 from tests.helpers.devices import DEVICE
 from tests.helpers.random_trainings import (

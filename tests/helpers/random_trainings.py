@@ -34,7 +34,7 @@ from lightning_sparse.callbacks import (
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
 from lightning_sparse.compressors.registry import build_by_name
-from lightning_sparse.engine.memory.residual import optimizer_parameters
+from lightning_sparse.engine.memory import optimizer_parameters
 from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import AutoBackend

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.moments import AdamMoments, first_updates, update_second_moments
-from lightning_sparse.engine.memory.residual import (
+from lightning_sparse.engine.memory import (
     Hyperparameters,
     Memory,
     MemoryState,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.functional.adam import AdamScalars
 

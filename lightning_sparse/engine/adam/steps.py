@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_sparse.engine.adam.correction import WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, DenseNorms
 from lightning_sparse.engine.adam.moments import AdamMoments
-from lightning_sparse.engine.memory.residual import Hyperparameters, in_one, in_widened, optimizer_parameters
+from lightning_sparse.engine.memory import Hyperparameters, in_one, in_widened, optimizer_parameters
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates, to_updates

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
-from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.observe import Timestamp
 from lightning_sparse.engine.step.step import BucketResult, Pipeline
 from lightning_sparse.engine.step.topology import LocalGradient, shard_of

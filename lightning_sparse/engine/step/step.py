@@ -49,7 +49,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection, grouped
-from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
+from lightning_sparse.engine.memory import Hyperparameters, Memory
 from lightning_sparse.engine.step.selecting import BucketSelector, Part
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire import Wires

@@ -11,7 +11,7 @@ from torch.nn import Module, functional
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, Phases, broadcast_buffers
-from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import (
     copy_elements,

@@ -1,1 +1,0 @@
-"""Memories, which store the residual and momentum of each parameter between steps, as flat tensors."""
