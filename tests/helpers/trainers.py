@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, debug
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sparse.engine.adam import moments
+from lightning_sparse.engine.adam import memory
 from tests.helpers.devices import DEVICE
 
 # Lightning's warnings with this torch, and properties of tests: few workers, few batches, one data set on several
@@ -156,7 +156,7 @@ class WithAdam(Small):
 
 def learning_in_turns(learns=True):
     """Refresh second moments of small models in turns, as for large models, if ``learns``."""
-    return mock.patch.object(moments, "_MIN_ELEMENTS", 1 if learns else moments._MIN_ELEMENTS)
+    return mock.patch.object(memory, "_MIN_ELEMENTS", 1 if learns else memory._MIN_ELEMENTS)
 
 
 def expect(*more):

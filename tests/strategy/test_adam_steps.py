@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.engine.adam.moments import AdamMoments, first_updates
+from lightning_sparse.engine.adam.memory import AdamMoments, first_updates
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits, one_model, refusals

@@ -1,7 +1,9 @@
-"""A residual memory for updates of Adam. :class:`AdamCorrection` documents the method and the papers."""
+"""A residual memory for updates of Adam, and updates of second moments. :class:`AdamCorrection` names the papers."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -10,7 +12,6 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
-from lightning_sparse.engine.adam.moments import AdamMoments, first_updates, update_second_moments
 from lightning_sparse.engine.memory import (
     Hyperparameters,
     Memory,
@@ -18,13 +19,40 @@ from lightning_sparse.engine.memory import (
     cloned,
     in_widened,
     state_like,
+    widened,
 )
 from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, denominators, to_gradients
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import norms_of
 
+_GOLDEN = (math.sqrt(5) - 1) / 2  # golden ratio; multiples modulo 1 spread parameters evenly over an interval
+_MIN_ELEMENTS = 1 << 19  # minimum elements per message of mean gradients (1 MiB), so that latency does not dominate
+_MESSAGE_ELEMENTS = 1 << 24  # approximate elements per message of mean gradients (32 MiB)
+_MIN_KEPT = 0.5  # minimum weight of the old second moment, because an update adds the square of a single mean gradient
+_MAX_GROWTH = 16.0  # maximum squared norm of a mean gradient / sum of the second moments, in an update
+_MIN_EPS = torch.finfo(torch.float32).tiny  # smallest ``eps``, so that a zero gradient (padding) gives a zero update
 _GROWTH = 0.1  # interval between two updates / number of steps so far: after step 2000, the interval is 200 steps
+
+
+class AdamMoments(NamedTuple):
+    """Adam's state and settings of a parameter for the next step. Tensors are flat views with the gradient's layout."""
+
+    step: int  # number of the next step, from 1
+    first: Tensor  # first moment; in corrected steps zero, and between exchange and optimizer step the mean update
+    second: Tensor  # second moment of the mean gradient, equal on all ranks
+    parameter: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float  # coupled weight decay; 0 if decoupled
+    numel: int  # number of elements of the whole parameter, not of a shard
+    is_begun: bool  # whether an earlier backward of the same step exchanged gradients; equal on all ranks
+    continues_step: bool  # whether ``p.grad`` contained the mean of an earlier backward of the same step
+
+    def scalars(self, second_step: int) -> AdamScalars:
+        """Return Adam's constants, with the bias of a second moment that was last updated in step ``second_step``."""
+        return AdamScalars(self.beta2, 1 - self.beta2**second_step, max(self.eps, _MIN_EPS))
 
 
 class AdamMemory(Memory):
@@ -65,12 +93,18 @@ class AdamMemory(Memory):
         self._update_second_moments()
 
     def _update_second_moments(self) -> None:
+        """Average the previous step's requested gradients, and update second moments.
+
+        The average overlaps backward. Gradients of the current step are complete only after backward.
+        """
         least, gradients = self.correction.second_moment_interval, dict[str, Tensor]()
         for name, moments in self.moments.items():
             if name in self._gradients and not moments.is_begun:  # a gradient of a completed step
                 gradients[name], step = self._gradients.pop(name), moments.step - 1
                 self._due[name] = step + max(least, int(_GROWTH * step))
-        update_second_moments(gradients, self.moments, self.second_steps, self._levels)
+        for names in list(_messages(gradients, self.moments)):
+            message = {name: gradients.pop(name) for name in names}
+            _average_message(message, self.moments, self.second_steps, self._levels)
         self._due = {**first_updates(self.moments, least), **self._due}
 
     def _turn_to_updates(self, name: str) -> None:
@@ -221,6 +255,60 @@ class AdamMemory(Memory):
         self._gradients = {name: each.to(torch.bfloat16, copy=True) for name, each in held.items()}
         saved = next(iter(state.get("warm_up", {}).values()), None)
         self.warm_up = None if saved is None else WarmUp(*map(int, saved.tolist()))
+
+
+def first_updates(next_step: Mapping[str, AdamMoments], least_steps: int) -> dict[str, int]:
+    """Return the step number of each second moment's first update. The updates are spread over several steps."""
+    turns = min(least_steps, max(1, sum(each.numel for each in next_step.values()) // _MIN_ELEMENTS))
+    return {
+        name: moments.step + int(number * _GOLDEN % 1 * turns) * (least_steps // turns)
+        for number, (name, moments) in enumerate(next_step.items())
+    }
+
+
+def _average_message(
+    gradients: Mapping[str, Tensor],
+    moments: Mapping[str, AdamMoments],
+    second_steps: dict[str, int],
+    levels: FlatTopology,
+) -> None:
+    """Average the gradients in one message, and update the second moments if the means are finite."""
+    seconds = [moments[name].second for name in gradients]
+    numels = [each.numel() for each in seconds]
+    flat = levels.mean_gradients(gradients, numels)
+    is_finite = torch.linalg.vector_norm(flat, math.inf).isfinite()
+    rows = []
+    for name in gradients:
+        beta2, known, step = moments[name].beta2, second_steps[name], moments[name].step - 1
+        # torch stores second moments without bias correction, so the stored values depend on the number of steps.
+        old, new = 1 - beta2**known, 1 - beta2**step
+        share = max(_MIN_KEPT, beta2 ** (step - known))
+        rows.append((old, share * new / old, new / old, (1 - share) * new))
+        second_steps[name] = step
+    weights, factors, factors_without_mean, factors_of_mean = zip(*rows)
+    _limit(flat.split(numels), seconds, weights)
+    means = torch.where(is_finite, flat, 0).to(seconds[0].dtype).split(numels)
+    # If the means are not finite, second moments change only by the ratio of the new bias to the old bias.
+    either = torch.tensor([factors, factors_without_mean], dtype=widened(seconds[0].dtype))
+    finite, non_finite = either.to(flat.device, non_blocking=True)
+    torch._foreach_mul_(seconds, torch.where(is_finite, finite, non_finite).unbind())
+    torch._foreach_addcmul_(seconds, means, means, factors_of_mean)
+
+
+def _limit(means: Sequence[Tensor], seconds: list[Tensor], weights: Sequence[float]) -> None:
+    """Limit the norms of means in place. A spike would otherwise enlarge a second moment, and updates would vanish."""
+    expected = torch.stack(torch._foreach_div(torch._foreach_norm(seconds, 1, torch.float32), weights))
+    squares = torch.stack(torch._foreach_norm(list(means), 2, torch.float32)).square_()
+    factors = (_MAX_GROWTH * expected / squares).sqrt_().clamp_(max=1.0)
+    torch._foreach_mul_(list(means), torch.where(expected > 0, factors, 1.0).to(means[0].dtype).unbind())
+
+
+def _messages(gradients: Mapping[str, Tensor], next_step: Mapping[str, AdamMoments]) -> Iterator[list[str]]:
+    """Yield the gradient names of each message of about 32 MiB. The second moments of a message have one dtype."""
+    starts = accumulate([gradient.numel() for gradient in gradients.values()], initial=0)
+    places = [(start // _MESSAGE_ELEMENTS, next_step[name].second.dtype) for start, name in zip(starts, gradients)]
+    for _, together in groupby(zip(places, list(gradients)), key=lambda each: each[0]):
+        yield [name for _, name in together]
 
 
 class DenseNorms:

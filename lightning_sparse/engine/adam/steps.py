@@ -13,8 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.engine.adam.correction import WarmUp
-from lightning_sparse.engine.adam.memory import AdamMemory, DenseNorms
-from lightning_sparse.engine.adam.moments import AdamMoments
+from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, DenseNorms
 from lightning_sparse.engine.memory import Hyperparameters, in_one, in_widened, optimizer_parameters
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
