@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from lightning_sparse.compressors.selection import Selection, SelectionSize, grouped
+from lightning_sparse.compressors.topk import batched_top_k_indices, indices_reaching, top_k_indices
 from lightning_sparse.engine.wire import WIRES, build_wires
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
 from lightning_sparse.loop.state import VERSION, CheckpointError, _read
 from tests.helpers.lockstep import run_phases
 

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.cli.estimate import COUNTS, PASSES, SECONDS, Estimate, read
 from lightning_sparse.cli.rows import Row, Rows
+from lightning_sparse.compressors.topk import top_k_indices
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
 from lightning_sparse.engine.store import default_store
-from lightning_sparse.functional.topk import top_k_indices
 from lightning_sparse.schedule.costs import Line, dense_bytes, fit
 from lightning_sparse.strategy.lightning import NAME, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy

@@ -14,7 +14,7 @@ class DGC(TopK):
     """Send the largest elements of every parameter's velocity: momentum is accumulated before selection.
 
     Selection is exact. The paper estimates a threshold from a sample of each layer, which is no faster here (see
-    :mod:`lightning_sparse.functional.topk`). As published, the method has momentum correction, optional momentum
+    :mod:`lightning_sparse.compressors.topk`). As published, the method has momentum correction, optional momentum
     factor masking, and clipping of each local gradient to ``clip_norm / sqrt(world_size)`` before accumulation (the
     released code lacks ``sqrt(world_size)``). The warm-up has four stages, for example 25 %, 6.3 %, 1.6 % and 0.4 % for
     a target of 0.1 %. In the paper, a stage is an epoch (``warmup_steps=4 * steps_per_epoch``). By default, all stages

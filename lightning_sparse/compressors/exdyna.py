@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor, Gather, ModelLayout
 from lightning_sparse.compressors.selection import FlatSelection, Selection
+from lightning_sparse.compressors.topk import indices_reaching, top_k_indices
 from lightning_sparse.functional.elements import copied_to, counts_of, repeat_interleave, starts_of
 from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
-from lightning_sparse.functional.topk import indices_reaching, top_k_indices
 
 _SMALLEST = 2.0**-126  # smallest normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127

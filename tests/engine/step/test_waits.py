@@ -116,7 +116,7 @@ CHOOSING = Counter(
     {
         "compressors/exdyna.py:_first_not_finite": 1,
         "compressors/exdyna.py:finish_step": 1,
-        "functional/topk.py:indices_reaching": 1,
+        "compressors/topk.py:indices_reaching": 1,
         "functional/elements.py:counts_of": 1,
     }
 )

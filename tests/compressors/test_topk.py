@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
+from lightning_sparse.compressors.topk import batched_top_k_indices, indices_reaching, top_k_indices
 from tests.helpers.devices import devices
 
 
