@@ -18,10 +18,9 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, Result
-from lightning_sparse.engine.local_steps import LocalStepsController
+from lightning_sparse.engine.local_steps import LocalStepsController, SharedModel
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire.base import Payload

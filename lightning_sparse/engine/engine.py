@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, SharedOnCopy
-from lightning_sparse.engine.local_steps import LocalStepsController
+from lightning_sparse.engine.local_steps import LocalStepsController, SharedModel
 from lightning_sparse.engine.memory import Renaming, renamed
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.backward import ReducerContext
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper
 from lightning_sparse.engine.step.step import EMPTY_CONTEXT, Pipeline, StepContext

@@ -7,19 +7,25 @@ outer Nesterov momentum makes DiLoCo (Douillard et al., arXiv 2311.08105). Top-k
 code divides an element's sum by the number of ranks that sent the element.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, Optional
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
-from lightning_sparse.engine.memory import Renaming
-from lightning_sparse.engine.replicas import Replicas
+from lightning_sparse.engine.memory import Renaming, renamed, widened
+from lightning_sparse.engine.replicas import ReplicaAverager, Replicas, as_real, averaged
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.engine.shared_model import SharedModel
+from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.engine.step.topology import LocalGradient
+from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to
+from lightning_sparse.schedule import Schedule
 
 _UNEQUAL = (
     "ranks differ in the number of steps: rank {first} has made {0} optimizer steps{1}, but rank {other} has made"
@@ -35,7 +41,7 @@ class LocalStepsController(Replicas):
     def __init__(
         self,
         local: LocalSteps,
-        shared: SharedModel,
+        shared: "SharedModel",
         communicator: Communicator,
         worker: ExchangeWorker,
         begin: Callable[[], None] = lambda: None,
@@ -154,3 +160,231 @@ class LocalStepsController(Replicas):
         self.shared.load(state)
         self.has_begun = state["has_begun"]
         self._steps_of, self._begun = dict(state["steps_of"]), dict(state["begun"])
+
+
+class SharedModel:
+    """Copies of model tensors, equal on all ranks. Each exchange moves the copies by the mean of the ranks' changes.
+
+    All ranks hold these values between two rounds. A module may replace or rename tensors, so each method looks up
+    tensors.
+
+    Each exchange includes trained parameters and floating-point buffers. Ranks may also write other tensors: frozen
+    parameters, parameters without an optimizer, integer buffers, new buffers. Other tensors become equal on all ranks
+    when a round ends early: before a validation, and at the end of the training.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        names: Sequence[str],
+        local: LocalSteps,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        worker: ExchangeWorker,
+    ) -> None:
+        self.module = module
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._worker = worker
+        self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
+        self.trained = frozenset(names)  # names of trained parameters, which each exchange includes
+        self._parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self._local = local
+        self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter name
+        self._away: Optional[dict[str, Tensor]] = None  # copies of this rank's tensors while shown() is active
+        tensors = averaged(module)
+        buffers = [name for name, _ in module.named_buffers()]
+        beside = [name for name in buffers if name in tensors and tensors[name].is_floating_point()]
+        self._shared = {  # values of the shared model in fp32 or wider: trained parameters, then buffers
+            name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
+        }
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the context :meth:`shown` is active."""
+        return self._away is not None
+
+    def restarted(self, trained: Sequence[str], names: Renaming) -> "SharedModel":
+        """Return a shared model for other trained parameters. Call this only while replicas are equal.
+
+        Args:
+            trained: names of the parameters to exchange.
+            names: new name of each earlier parameter.
+        """
+        other = SharedModel(self.module, trained, self._local, self._pipeline, self._schedule, self._worker)
+        other._momenta = renamed(self._momenta, names)
+        before = renamed({name: each for name, each in self._shared.items() if name in self.trained}, names)
+        other._shared.update({name: each for name, each in before.items() if name in other.trained})
+        return other
+
+    def moved(self) -> dict[str, Tensor]:
+        """Return a flag for each parameter, bool ``[]``: whether this rank's tensor differs from the shared value.
+
+        An exchange omits a parameter that no rank has moved. Neither outer momentum nor an old residual then changes
+        the parameter. Every rank returns a flag for every parameter, and false for an empty shard.
+        """
+        held = {name: each for name, each in self.exchanged().items() if name in self.trained}
+        moved = {name: each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held.items()}
+        is_unmoved = torch.zeros((), dtype=torch.bool, device=self._averager.device)
+        return {name: moved.get(name, is_unmoved) for name in self._parameters}
+
+    @property
+    def _beside(self) -> list[str]:  # names of buffers that each exchange includes
+        return list(self._shared)[len(self.trained) :]
+
+    def exchanged(self) -> dict[str, Tensor]:
+        """Return the module's tensors that the shared model includes, except tensors with a changed shape.
+
+        Parameters are matched by identity, because a renamed parameter's old name may now belong to another parameter.
+        """
+        present = set(self.module.parameters())
+        known: dict[str, Tensor] = {name: each for name, each in self._parameters.items() if each in present}
+        known.update((name, each) for name, each in self.module.named_buffers() if name not in known)
+        held = {name: as_real(local_tensor(each)) for name, each in known.items() if name in self._shared}
+        return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
+
+    def _unshared(self) -> dict[str, Tensor]:
+        """Return the tensors that no exchange includes. A rank may have written such tensors without an optimizer."""
+        known = self.trained | self.exchanged().keys()
+        return {name: tensor for name, tensor in averaged(self.module).items() if name not in known}
+
+    def reset_shared_model(self) -> None:
+        """Average the ranks' models, and set the shared model to the mean. All ranks must call this."""
+        adopted = averaged(self.module)
+        self._worker.run(lambda: self._averager.average(adopted))
+        self._away = None
+        for name, tensor in self.exchanged().items():
+            if name in adopted:
+                shared = self._shared[name]  # fp32 values that round to the module's values do not change
+                shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
+
+    def exchange(self, moved: Set[str], steps: int) -> None:
+        """Exchange this rank's changes, and set the module to the new shared model.
+
+        All ranks must exchange the same names. A tensor that the module has lost is sent as a change of zero.
+
+        Args:
+            moved: names of trained parameters that have changed on at least one rank.
+            steps: number of optimizer steps since the last exchange.
+        """
+        present, shared = self.exchanged(), self._shared
+        changes = {name: _change(each, present.get(name, each)) for name, each in shared.items() if name in moved}
+        with self._pipeline.recorder.waiting():
+            self._worker.run(partial(self._move, changes, steps))
+            if self._beside:
+                self._unify({name: each for name, each in present.items() if name not in self.trained})
+        if present:
+            rounded = [round_to(shared[name], tensor.dtype) for name, tensor in present.items()]
+            torch._foreach_copy_(list(present.values()), rounded)
+
+    def _move(self, changes: Mapping[str, Tensor], steps: int) -> None:
+        """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
+        pipeline = self._pipeline
+        pipeline.commit([each for bucket in _buckets(changes, self._schedule) for each in pipeline.exchange(bucket)])
+        self._step(changes)
+        pipeline.recorder.current.covered_steps = steps
+        pipeline.selector.release()  # frees working memory until the next exchange, many steps later
+        pipeline.close_record()
+        pipeline.recorder.samples = None  # Each request for samples covers one exchange.
+
+    def _step(self, means: Mapping[str, Tensor]) -> None:
+        """Make a step of SGD on the shared model, with ``means`` as gradients, as ``torch.optim.SGD`` does."""
+        factor, momenta = self._local.outer_momentum, self._momenta
+        for name, mean in means.items():
+            update = mean
+            if factor:
+                momenta[name] = momenta[name].mul_(factor).add_(mean) if name in momenta else mean
+                update = mean.add(momenta[name], alpha=factor) if self._local.nesterov else momenta[name]
+            flatten_as(self._shared[name]).add_(update, alpha=-self._local.outer_lr)
+
+    def unify_rest(self) -> None:
+        """Make all tensors except exchanged parameters equal on all ranks. All ranks must call this."""
+        trained = self.trained.intersection(self.exchanged())
+        self._unify({name: tensor for name, tensor in averaged(self.module).items() if name not in trained})
+
+    def _unify(self, tensors: Mapping[str, Tensor]) -> None:
+        self._worker.run(lambda: self._averager.average(tensors))
+        for name in self._beside:
+            if name in tensors and tensors[name].shape == self._shared[name].shape:
+                self._shared[name].copy_(tensors[name])
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Set the module to the values of the shared model inside the context."""
+        if self._away is not None:
+            yield
+            return
+        self._away = {}
+        for name, tensor in self.exchanged().items():
+            self._away[name] = tensor.clone()
+            tensor.copy_(round_to(self._shared[name], tensor.dtype))
+        try:
+            yield
+        finally:
+            self.swap_out()
+
+    def swap_out(self, own: bool = True) -> None:
+        """End the context :meth:`shown`. If ``own``, restore this rank's tensors. Otherwise change no tensor."""
+        tensors = self.exchanged()
+        for name, tensor in (self._away or {}).items():  # ``None`` after reset_shared_model()
+            if own and name in tensors:
+                tensors[name].copy_(tensor)
+        self._away = None
+
+    def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
+        """Return this rank's state, without copies. Before rounds begin, the state has no tensors."""
+        own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
+        unshared: dict[str, Tensor] = {}
+        if has_begun and together:
+            unshared = self._unshared()
+            # Every rank saves the tensors that differ between ranks. The model's checkpoint has only rank 0's values.
+            differing = self._worker.run(lambda: self._averager.differing(unshared))
+            unshared = {name: unshared[name] for name in differing}
+        return {
+            "local": own,
+            "unshared": unshared,
+            # The model's checkpoint has rounded values of the shared model. This state has the fp32 values.
+            "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
+            "momentum": dict(self._momenta),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state of :meth:`state`. The module must already have the values of the shared model."""
+        if state["local"]:
+            # If the first forward of the saved process changed a buffer's shape, the buffer was not exchanged. In this
+            # process the buffer has the new shape from the start. Remove the buffer from the shared model.
+            known = self.trained | state["local"].keys()
+            self._shared = {name: each for name, each in self._shared.items() if name in known}
+        unshared = self._unshared()
+        for name, tensor in state["unshared"].items():
+            if name in unshared and unshared[name].shape == tensor.shape:
+                unshared[name].copy_(tensor)
+        for name, tensor in self.exchanged().items():
+            self._shared[name].copy_(state["shared"].get(name, tensor))
+            tensor.copy_(state["local"].get(name, tensor))
+        self._momenta = {name: each.to(self._averager.device, copy=True) for name, each in state["momentum"].items()}
+
+
+def _change(shared: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``shared - tensor``, flat, after rounding ``shared`` to the dtype of the module's ``tensor``."""
+    now = flatten_as(tensor, shared)
+    before = _as(flatten_as(shared), now.dtype)
+    return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
+
+
+def _buckets(changes: Mapping[str, Tensor], schedule: Schedule) -> Iterator[list[LocalGradient]]:
+    for _, alike in groupby(changes.items(), key=lambda item: item[1].dtype):  # a bucket has one dtype
+        bucket, numel = list[LocalGradient](), 0
+        for name, change in alike:
+            bucket.append(LocalGradient(name, change, None))
+            numel += change.numel()
+            if schedule.closes_bucket(name, numel):
+                yield bucket
+                bucket, numel = [], 0
+        if bucket:
+            yield bucket
+
+
+def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round values to the module's ``dtype``, and convert the result back, so that rounding is not a change."""
+    return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)
