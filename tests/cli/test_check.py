@@ -50,7 +50,7 @@ if fault == "nothing":
         return found
     TopK.select = select_zeros
 if fault == "rounds":
-    from lightning_sparse.engine.wire.gather import GatherFormat
+    from lightning_sparse.engine.wire.base import GatherFormat
     write = GatherFormat._write
     GatherFormat._write = lambda own, selected: (write(own, selected)[0], selected.values)
 if fault == "slow" and rank == 1:

@@ -7,8 +7,7 @@ import torch
 
 from lightning_sparse.compressors.registry import checked_name
 from lightning_sparse.compressors.selection import SelectionSize
-from lightning_sparse.engine.wire.base import LocalFormat, WireFormat
-from lightning_sparse.engine.wire.gather import GatherFormat
+from lightning_sparse.engine.wire.base import GatherFormat, LocalFormat, WireFormat
 from lightning_sparse.engine.wire.owners import MIN_OWNER_NUMEL, OwnersFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat, UnionFormat
 
