@@ -327,7 +327,7 @@ class Training:
     def _end_step(self, optimizer: Optimizer) -> None:
         if self.choice is not None:
             self.choice.end_step()
-        self.engine.reducer.reduced.forget(optimizer_parameters(optimizer))
+        self.engine.reducer.reduced.drop(optimizer_parameters(optimizer))
         self.engine.end_step(self.optimizers.index(optimizer))
 
     def state(self, together: bool = False) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def sparse_ddp(
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
     """Run ``loss.backward()``, which writes means over ranks to ``p.grad``. Raise errors of the exchange."""
     ddp.zero_grad()
-    engine.reducer.reduced.forget(ddp.parameters())  # ends the previous step, even without optimizer.step()
+    engine.reducer.reduced.drop(ddp.parameters())  # ends the previous step, even without optimizer.step()
     loss.backward()
     engine.worker.raise_error()
 

@@ -130,7 +130,7 @@ class ReducedGradients:
                 if parameter not in unused:
                     self.begun.add(parameter)
 
-    def forget(self, parameters: Iterable[Tensor]) -> None:
+    def drop(self, parameters: Iterable[Tensor]) -> None:
         """Drop the records of parameters after an optimizer step of these parameters."""
         for parameter in parameters:
             self.begun.discard(parameter)
@@ -171,7 +171,7 @@ class SparseReducer(SharedOnCopy):
     def track(self, trained: Mapping[str, Tensor]) -> None:
         """Exchange the gradients of the parameters in ``trained`` (by name) from the next backward on."""
         self.reduced.unwatch()  # watch() then registers hooks on the new parameters.
-        self.reduced.forget(self._hooked.keys() - set(trained.values()))
+        self.reduced.drop(self._hooked.keys() - set(trained.values()))
         named = {each: name for name, each in ddp_parameters(named_module(self._wrapper)).items()}
         for parameter in self._hooked.keys() - named.keys():
             self._hooked.pop(parameter)[1].remove()
