@@ -1,9 +1,12 @@
+import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.strategy.cluster import REQUIRED, Cluster, missing
@@ -33,6 +36,23 @@ def work(tmp_path):
     for name in ("configs", "examples", "lightning_sparse"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
+
+
+def wait_for(happened, timeout, cluster, log):
+    deadline = time.monotonic() + timeout
+    while not happened():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout} s\n{log.read_text() if log.exists() else ''}\n{cluster.logs()}")
+        time.sleep(0.2)
+
+
+def lines_of(path):
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def reached(path):
+    return {(line["restarts"], line["step"]) for line in lines_of(path) if "step" in line}
 
 
 @pytest.mark.exhaustive
@@ -75,3 +95,30 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, wor
     assert scalars.Scalars("accuracy")[-1].value > 0.9
     sent, whole = scalars.Scalars("sparse/total_wire_bytes")[-1], scalars.Scalars("sparse/dense_bytes")[-1]
     assert 0 < sent.value < sent.step * whole.value / 8  # one step of ten, and each validation
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_a_signalled_job_saves_is_requeued_and_resumes(cluster, work):
+    script = (work / "examples" / "slurm" / "several_nodes.sbatch").read_text()
+    changed = script.replace("--config configs/lags.yaml", f"--config {ROOT}/tests/strategy/slow.yaml")
+    (work / "job.sbatch").write_text(changed)
+    job = cluster.submit("job.sbatch", folder=work)
+    log, steps = work / f"sparse-several-nodes-{job}.log", work / "steps.jsonl"
+    wait_for(lambda: (0, 13) in reached(steps), 150, cluster, log)
+    cluster.run("scancel", "--signal=USR1", job)
+    wait_for(lambda: (1, 28) in reached(steps), 150, cluster, log)
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait_until_ended(job, timeout=120)["JobState"] == "COMPLETED", log.read_text()
+    *written, end = lines_of(steps)
+    assert [line["restarts"] for line in written] == sorted(line["restarts"] for line in written)
+    made = [[line["step"] for line in written if line["restarts"] == times] for times in range(3)]
+    assert [each[0] for each in made] == [1, 15, 30]  # until SLURM ends a requeued job, the job trains on
+    assert made[2] == list(range(30, 49))
+    for number, step in ((1, 14), (2, 29)):
+        checkpoint = work / "jobs" / job / f"hpc_ckpt_{number}.ckpt"
+        assert torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"] == step
+    assert end["hosts"] == ["n1", "n2"]
+    assert end["identical"]
+    assert end["stats"]["compression_ratio"] > 5
+    assert end["loss"] < 0.9
