@@ -2,17 +2,12 @@
 
 from typing import NoReturn
 
-from lightning_sparse.callbacks.adaptive_density import (
-    AdaptiveDensity,
-    DensityRule,
-    ErrorBudget,
-    Measurement,
-    RuleContext,
-)
+from lightning_sparse.callbacks.adaptive_density import AdaptiveDensity
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
 from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
+from lightning_sparse.compressors.density import DensityRule, ErrorBudget, Measurement, RuleContext
 from lightning_sparse.removed import refuse_removed
 
 
