@@ -36,9 +36,9 @@ class AdaptiveDensity(StepObserver):
         every_n_steps: optimizer steps between two measurements. A measurement reads all gradients and residuals.
 
     Raises:
-        ValueError: without a rule, or for an argument out of range. At the start of ``fit``, for a compressor
+        ValueError: for an argument out of range. At the start of ``fit``, for a compressor
             without densities per parameter, for ``schedule="auto"``, or for a second ``AdaptiveDensity``.
-        TypeError: for an object that is not a rule.
+        TypeError: without a rule, or for an object that is not a rule.
 
     Example::
 
@@ -50,10 +50,8 @@ class AdaptiveDensity(StepObserver):
 
     def __init__(self, rules: Sequence[DensityRule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
         example = "rules=[ErrorBudget(budget=10.0)], of lightning_sparse.callbacks"
-        if isinstance(rules, DensityRule) or not all(isinstance(rule, DensityRule) for rule in rules):
-            raise TypeError(f"rules={rules!r} must be a list of rules, such as {example}")
-        if not rules:
-            raise ValueError(f"rules=[] sets no density: give a rule, such as {example}")
+        if not isinstance(rules, Sequence) or not rules or not all(isinstance(rule, DensityRule) for rule in rules):
+            raise TypeError(f"rules={rules!r} must be a list of at least one rule, such as {example}")
         self.rules = list(rules)
         self.max_density = checked_density("max_density", max_density)
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
