@@ -10,8 +10,8 @@ from typing_extensions import override
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object
 from lightning_sparse.engine.observe import ParameterFacts, ParameterSamples
-from lightning_sparse.engine.requirements import FEATURES, missing_capabilities, refuse
 from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule, Trainer
+from lightning_sparse.strategy.trainer import SparseStrategy
 
 
 class StepObserver(Callback):
@@ -39,24 +39,19 @@ class StepObserver(Callback):
         name = type(self).__name__
         if not isinstance(trainer, Trainer):
             raise TypeError(f"this {name} is {HINT}")
-        holds_shards = getattr(trainer.strategy, "holds_shards", None)
-        if holds_shards and not self.works_on_shards:
-            raise TypeError(
-                f"{name} needs whole parameters, but each rank holds only shards of parameters: remove the callback, or"
-                " use CompressionMonitor() without by_parameter"
-            )
-        if holds_shards is None:
+        if not isinstance(trainer.strategy, SparseStrategy):
             self._refuse(
                 f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: choose one, such as"
                 " Trainer(strategy='sparse_topk'), or remove the callback"
             )
+        elif trainer.strategy.holds_shards and not self.works_on_shards:
+            raise TypeError(
+                f"{name} needs whole parameters, but each rank holds only shards of parameters: remove the callback, or"
+                " use CompressionMonitor() without by_parameter"
+            )
         alike = [type(each).__name__ for each in trainer.callbacks if isinstance(each, type(self))]  # type: ignore[attr-defined]
         if len(alike) > 1:
             raise ValueError(f"callbacks has {' and '.join(alike)}, which overwrite each other: remove duplicates")
-        if stage == "fit" and holds_shards is not None:
-            settings: Any = getattr(trainer.strategy, "settings", None)
-            for feature in FEATURES.keys() & {kind.__name__ for kind in type(self).__mro__}:
-                refuse(missing_capabilities(feature, settings))
         self._is_observed = False
 
     def _refuse(self, message: str) -> None:

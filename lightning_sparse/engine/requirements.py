@@ -122,6 +122,9 @@ FEATURES = {
         f"{_OUT}, or use `topk`, `lags` or `dgc` with `schedule='merged'` and `local_steps=1`",
     ),
     "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),
+    **dict.fromkeys(
+        ("ModelPruning", "StochasticWeightAveraging"), Feature(("replicas",), f"{_OUT}, or use `sparse_lags`")
+    ),
     "ReplicaSentinel": Feature(("replicas",), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
     "in a plain loop or Fabric": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
     "in a sharded model": Feature(("one model", "shares"), _BY_ELEMENT),

@@ -21,7 +21,7 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.callbacks import LambdaCallback, ModelPruning, StochasticWeightAveraging
+    from pytorch_lightning.callbacks import LambdaCallback
     from pytorch_lightning.cli import ArgsType, LightningCLI
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.plugins import AsyncCheckpointIO
@@ -34,7 +34,7 @@ else:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import LambdaCallback, ModelPruning, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.cli import ArgsType, LightningCLI
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO

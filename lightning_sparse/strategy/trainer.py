@@ -15,6 +15,7 @@ from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.replicas import sync_module_states
+from lightning_sparse.engine.requirements import FEATURES, missing_capabilities, refuse
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.topology import UnwrappedModule, reshard
 from lightning_sparse.engine.store import post_error
@@ -31,9 +32,7 @@ from lightning_sparse.strategy.lightning import (
     LambdaCallback,
     LightningModule,
     MisconfigurationException,
-    ModelPruning,
     ParallelStrategy,
-    StochasticWeightAveraging,
     Trainer,
 )
 from lightning_sparse.strategy.stop import GracefulStop
@@ -98,10 +97,10 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
             self._start(trainer)
 
     def _start(self, trainer: Trainer) -> None:
-        if self.settings.replicas_diverge:
-            _check_ranks_apart(trainer)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        given = RuntimeOptions(self._timeout, scaler, self._node_ranks)
+        callbacks = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}  # type: ignore[attr-defined]
+        for feature in filter(callbacks.__contains__, FEATURES):
+            refuse(missing_capabilities(feature, self.settings))
+        given = RuntimeOptions(self._timeout, getattr(self.precision_plugin, "scaler", None), self._node_ranks)
         # A single process compresses only if a compressed training resumes, because residuals would be lost otherwise.
         self._begin_training(self._bare, self.optimizers, given, self._checkpointer.has_loaded_save)
         if self.training is not None:
@@ -299,20 +298,3 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     except MisconfigurationException:  # ``accumulate_grad_batches`` changes during training
         return None
     return None if total == float("inf") or total < 0 else int(total)  # -1 if a data loader has no length
-
-
-def _check_ranks_apart(trainer: Trainer) -> None:
-    """Raise an error if ``val_check_interval`` is a time or a callback changes weights. Call this if models diverge."""
-    # If the interval is a time, Lightning does not set the attribute to a number.
-    if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):
-        raise ValueError(
-            "val_check_interval is a time, and clocks differ between ranks. A validation averages the replicas, so all"
-            " ranks must validate after the same step. Set a number of batches or a fraction of an epoch, such as"
-            " val_check_interval=0.5."
-        )
-    for each in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(each, (ModelPruning, StochasticWeightAveraging)):
-            raise ValueError(
-                f"{type(each).__name__} changes weights of each rank's local model, and local models differ"
-                " between ranks. Exchange gradients in every step (strategy='sparse_lags')."
-            )

@@ -104,7 +104,7 @@ ROWS = (
         checks.averaged,
         checks.averaging,
         use=checks.fit_noting_starts,
-        refusals=dict.fromkeys(("sparse_a2sgd", "sparse_loco"), "changes weights of each rank's local model"),
+        refusals=dict.fromkeys(("sparse_a2sgd", "sparse_loco"), "replicas drift apart between two averages"),
     ),
     Feature("`self.log(..., sync_dist=True)`", checks.means),
     Feature(
