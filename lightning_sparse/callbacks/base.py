@@ -11,6 +11,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import all_gather_object
 from lightning_sparse.engine.observe import ParameterFacts, ParameterSamples
 from lightning_sparse.strategy.lightning import HINT, Callback, LightningModule, Trainer
+from lightning_sparse.strategy.sharded import SparseModelParallelStrategy
 from lightning_sparse.strategy.trainer import SparseStrategy
 
 
@@ -44,7 +45,7 @@ class StepObserver(Callback):
                 f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: choose one, such as"
                 " Trainer(strategy='sparse_topk'), or remove the callback"
             )
-        elif trainer.strategy.holds_shards and not self.works_on_shards:
+        elif isinstance(trainer.strategy, SparseModelParallelStrategy) and not self.works_on_shards:
             raise TypeError(
                 f"{name} needs whole parameters, but each rank holds only shards of parameters: remove the callback, or"
                 " use CompressionMonitor() without by_parameter"

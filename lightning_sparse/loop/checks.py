@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, is_whole
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_count
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.steps import is_correctable
@@ -200,17 +200,16 @@ def check_momentum(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
             )
 
 
-def check_total_steps(settings: Settings, total_steps: Any) -> None:
-    """Raise an error if ``total_steps`` is no positive whole number, or is missing for a fraction ``warmup_steps``."""
-    if not (total_steps is None or is_whole(total_steps, 1)):
-        raise ValueError(
-            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None for an open end"
-        )
-    if isinstance(settings.warmup_steps, float) and total_steps is None:
+def checked_total_steps(settings: Settings, total_steps: Any) -> Optional[int]:
+    """Return ``total_steps`` as an integer or ``None``. A fraction ``warmup_steps`` requires an integer."""
+    if total_steps is not None:
+        return checked_count("total_steps", total_steps, "optimizer steps")
+    if isinstance(settings.warmup_steps, float):
         raise ValueError(
             f"warmup_steps={settings.warmup_steps:g} is a fraction of the training's optimizer steps, and the"
             " number of steps is missing: give total_steps=... (the Trainer's max_steps=...), or warmup_steps=1000"
         )
+    return None
 
 
 class ReplicaError(RuntimeError):

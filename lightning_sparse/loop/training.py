@@ -26,7 +26,7 @@ from lightning_sparse.engine.step.reducer import Wrapper, after_closure
 from lightning_sparse.engine.step.topology import ShardedModel, named_module, reshard
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.loop.changes import LoadedParameters, TrainedParameters, check_alike
-from lightning_sparse.loop.checks import check_optimizers, check_total_steps, in_one_order
+from lightning_sparse.loop.checks import check_optimizers, checked_total_steps, in_one_order
 from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
@@ -113,10 +113,9 @@ class Session:
 
     def _expect_steps(self, total_steps: Optional[int]) -> None:
         """Set the optimizer steps of the whole training (``None``: unknown)."""
-        check_total_steps(self.settings, total_steps)
+        total_steps = checked_total_steps(self.settings, total_steps)
         if (training := self.training) is None:
             return
-        total_steps = None if total_steps is None else int(total_steps)  # converts numpy's integers
         training.engine.densities.expect_steps(total_steps)
         if (adam := training.view.adam) is not None:
             adam.warm_up.total_steps = total_steps

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, Optional, Union
 
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import is_whole
 from lightning_sparse.engine.collectives import all_gather_object, broadcast_tensors
 from lightning_sparse.engine.requirements import missing_capabilities, refuse
 from lightning_sparse.engine.settings import AUTO, Settings
@@ -53,8 +54,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         >>> SparseModelParallelStrategy(density=0.01, replicas=2).compression_stats()
         {}
     """
-
-    holds_shards: ClassVar[bool] = True
 
     @with_settings_signature("schedule", "overlaps_backward", "levels")
     def __init__(
@@ -126,6 +125,5 @@ def _of_shards(settings: Settings, given: Mapping[str, Any], replicas: Any, shar
             " and would count several times in the norms of shards. Use data_parallel_size to shard over these ranks."
         )
     for name, size, word in (("replicas", replicas, NODES), ("data_parallel_size", shards, AUTO)):
-        is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        if not is_number and size != word:
+        if size != word and not is_whole(size, 1):
             yield f"{name}={size!r} must be {word!r}, or an integer of at least 1"

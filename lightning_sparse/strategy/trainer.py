@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -65,7 +65,6 @@ class SparseBase:
 class SparseStrategy(SparseBase, Session, ParallelStrategy):
     """Common base of the Trainer's strategies."""
 
-    holds_shards: ClassVar[bool] = False  # whether each rank holds only a shard of the model
     _bare: UnwrappedModule  # replacement for the DDP wrapper
     _timeout: Optional[timedelta]
     _node_ranks = 1  # number of ranks that average gradients first: per node (two levels), or per replica (FSDP)
