@@ -8,7 +8,7 @@ classes from this module, which chooses a package at import time. Type checkers 
 
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 _PACKAGES = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric")
 _DEFAULT = "pytorch_lightning" if find_spec("pytorch_lightning") else "lightning.pytorch"
@@ -44,3 +44,12 @@ else:
 
 OTHER = "pytorch_lightning" if NAME == "lightning.pytorch" else "lightning.pytorch"
 HINT = f"for {NAME}, which this process has imported first; to use {OTHER}, import {OTHER} before {NAME}"
+
+
+def total_steps_of(trainer: Trainer) -> Optional[int]:
+    """Return the maximum number of optimizer steps of the training, or ``None`` if Lightning has no estimate."""
+    try:
+        total = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # ``accumulate_grad_batches`` changes during training
+        return None
+    return None if total == float("inf") or total < 0 else int(total)  # -1 if a data loader has no length

@@ -31,9 +31,9 @@ from lightning_sparse.strategy.lightning import (
     DDPStrategy,
     LambdaCallback,
     LightningModule,
-    MisconfigurationException,
     ParallelStrategy,
     Trainer,
+    total_steps_of,
 )
 from lightning_sparse.strategy.stop import GracefulStop
 
@@ -96,6 +96,13 @@ class SparseStrategy(SparseBase, Session, ParallelStrategy):
             self._start(trainer)
 
     def _start(self, trainer: Trainer) -> None:
+        interval = getattr(trainer, "val_check_interval", None)  # no number if the interval is a time
+        if self.settings.replicas_diverge and not isinstance(interval, (int, float)):
+            raise ValueError(
+                "val_check_interval is a time, and clocks differ between ranks. A validation averages the replicas, so"
+                " all ranks must validate after the same step. Set a number of batches or a fraction of an epoch, such"
+                " as val_check_interval=0.5."
+            )
         callbacks = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}  # type: ignore[attr-defined]
         for feature in filter(callbacks.__contains__, FEATURES):
             refuse(missing_capabilities(feature, self.settings))
@@ -288,12 +295,3 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._restore()
-
-
-def total_steps_of(trainer: Trainer) -> Optional[int]:
-    """Return the maximum number of optimizer steps of the training, or ``None`` if Lightning has no estimate."""
-    try:
-        total = trainer.estimated_stepping_batches
-    except MisconfigurationException:  # ``accumulate_grad_batches`` changes during training
-        return None
-    return None if total == float("inf") or total < 0 else int(total)  # -1 if a data loader has no length

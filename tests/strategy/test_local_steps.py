@@ -166,11 +166,12 @@ def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, batches
     ("module", "arguments", "named"),
     [
         (Local, {"sync_batchnorm": True}, "SyncBatchNorm"),
+        (Local, {"val_check_interval": "00:00:00:01"}, "val_check_interval"),
         (Small, {"callbacks": [ReplicaSentinel()]}, "drift"),
         (Small, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning"),
         (Small, {"callbacks": [StochasticWeightAveraging(0.01)]}, "StochasticWeightAveraging"),
     ],
-    ids=["SyncBatchNorm", "compared", "pruned", "averaged"],
+    ids=["SyncBatchNorm", "clock", "compared", "pruned", "averaged"],
 )
 def test_what_would_drive_ranks_apart_is_refused(pair, module, arguments, named):
     for answer in refusals(pair, module, ROUNDS["diloco"], **arguments):

@@ -242,9 +242,10 @@ def test_one_process_trains_and_says_that_nothing_is_compressed(forked):
         ({"compressor": LAGS(densities={"netwrok.0.weight": 1.0})}, Small, {}, "network.0.weight"),
         ({"compressor": "dgc", "optimizer_correction": None}, WithAdam, {}, "Adam needs gradients"),
         ({"optimizer_correction": AdamCorrection()}, Small, {}, "does not support SGD"),
+        ({"local_steps": 2}, Small, {"val_check_interval": "00:00:00:01"}, "val_check_interval"),
         ({"compressor": "a2sgd"}, Small, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning"),
     ],
-    ids=["name of a parameter", "momentum of Adam", "correction of SGD", "pruned"],
+    ids=["name of a parameter", "momentum of Adam", "correction of SGD", "clock", "pruned"],
 )
 def test_one_process_refuses_what_several_refuse(forked, settings, module, arguments, named):
     (alone,), (one, other) = (refusals(forked[ranks], module, settings, **arguments) for ranks in (1, 2))
