@@ -3,6 +3,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,6 +15,26 @@ from tests.helpers.examples import BENCHMARKS, load
 network, paced = map(load, ["network", "paced"])
 BACKPROP = Path(__file__).parent / "schedule" / "resnet50_backprop.csv"
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
+
+RECEIVE = """
+import socket, time
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print("listening", flush=True)
+    connection, _ = server.accept()
+    connection.sendall(connection.recv(1))
+    start, received = time.monotonic(), 0
+    while data := connection.recv(1 << 20):
+        received += len(data)
+    print(received * 8 / (time.monotonic() - start))
+"""
+SEND = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5000))
+start = time.monotonic()
+connection.sendall(b"x"), connection.recv(1)
+print(time.monotonic() - start)
+connection.sendall(bytes(4_000_000))
+"""
 
 
 @pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
@@ -58,3 +79,35 @@ def test_a_paced_resnet50_is_the_published_one():
     model = paced.PACED["resnet50"]
     assert [torch.Size(shape).numel() for shape in reversed(model.shapes())] == list(elements)
     assert model.ready_seconds() == pytest.approx(list(accumulate(seconds)), rel=1e-6)
+
+
+def test_a_paced_model_hands_each_gradient_over_when_it_is_due():
+    layers = [paced.Layer((3, 2), 1.0), paced.Layer((5,), 2.0), paced.Layer((), 1.0)]
+    model = paced.Paced(paced.PacedModel(0.02, 0.04, layers), slower=2.0)
+    arrived = []
+    for weight in model.weights:
+        weight.register_post_accumulate_grad_hook(
+            lambda weight: arrived.append((tuple(weight.shape), time.perf_counter()))
+        )
+    begin = time.perf_counter()
+    outputs = model(torch.zeros(1))
+    forward_seconds = time.perf_counter() - begin
+    outputs.backward()
+    assert forward_seconds >= 0.04
+    assert [shape for shape, _ in arrived] == [(5,), (3, 2)]
+    # A busy machine may be late, but never early. The first gradient also waits for the layer without parameters.
+    assert [moment - begin >= due for (_, moment), due in zip(arrived, (0.04 + 0.06, 0.04 + 0.08))] == [True, True]
+    assert all(weight.grad.abs().sum() > 0 for weight in model.weights)
+
+
+@needs_network
+def test_network_keeps_rate_and_delay_and_leaves_nothing_behind():
+    with network.ShapedNetwork(2, "100mbit", "2ms", f"lstest{os.getpid()}") as hosts:
+        receiver = hosts.start(1, [sys.executable, "-S", "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
+        assert receiver.stdout.readline() == "listening\n"
+        command = [sys.executable, "-S", "-c", SEND, hosts.address(1)]
+        round_trip = float(hosts.start(0, command, stdout=subprocess.PIPE).communicate(timeout=20)[0])
+        bits_per_second = float(receiver.communicate(timeout=20)[0])
+    assert 1e7 < bits_per_second < 1.1e8
+    assert "WITHOUT" in hosts.description or round_trip >= 4e-3
+    assert f"lstest{os.getpid()}" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout

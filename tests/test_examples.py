@@ -81,3 +81,11 @@ def test_text_example_sends_less_than_ddp(pair, text_file):
     sparse = outcome_of(pair, "train_text.py", "--schedule", "layerwise", *flags, folder=text_file.parent)
     assert 1 < sparse["score"] < 100
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 10
+
+
+def test_every_epoch_of_the_gpt_has_windows_of_its_own():
+    def first_batch(epoch):
+        return next(iter(gpt.RandomWindows(torch.arange(10_000), 4, 8, seed=1, epoch_of=lambda: epoch)))
+
+    assert not torch.equal(first_batch(0), first_batch(1))
+    assert torch.equal(first_batch(1), first_batch(1))  # a resumed training reads the same batch

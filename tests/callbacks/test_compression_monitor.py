@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
+from lightning_sparse.compressors import A2SGD
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
-from tests.helpers.trainers import Adversaries, Rows, Small, WithAdam, run_fit
+from tests.helpers.trainers import Adversaries, Late, Rows, Small, WithAdam, run_fit
 
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
@@ -205,3 +206,48 @@ def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch_without_froze
         errors = [error for each in of_parameters if each and not math.isnan(error := float(each))]
         assert len(errors) == (6 if int(row["step"]) < 9 else 4)
         assert 0.95 * min(errors) < float(row["sparse/update_error"]) < 1.05 * max(errors)  # mean over ranks
+
+
+class LateGradients(Small):
+    def training_step(self, batch, batch_index):
+        return (Late.apply(self.network(batch), 0.05) - batch).square().mean()
+
+
+def test_backward_takes_time_before_its_first_gradient(fitted, tmp_path):
+    fitted(module=LateGradients)
+    for row in rows_of(tmp_path / "rows", "sparse/wire_bytes"):
+        assert 0.05 <= float(row["sparse/backward_seconds"]) < float(row["sparse/step_seconds"])
+
+
+class LateAverages(Callback):
+    def on_before_optimizer_step(self, trainer, *arguments):
+        if trainer.global_step % 4 == 3:
+            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
+
+
+def fit_averaging(rank):
+    notes = Notes()
+    strategy = SparseDDPStrategy(A2SGD(param_sync_every=4), schedule="single")
+    run_fit(rank, strategy, callbacks=[LateAverages(), notes], limit_val_batches=0, limit_train_batches=8)
+    return notes.stats
+
+
+def test_averages_of_replicas_are_exposed(pair):
+    for stats in pair.run(fit_averaging):
+        for averaged in stats[3::4]:
+            assert averaged["exposed_seconds"] > 0.09
+            assert averaged["exchange_seconds"] > 0.09
+        assert stats[-1]["exposed_share"] > 0.1
+
+
+class LongValidation(Small):
+    def on_validation_start(self):
+        time.sleep(1.2)
+
+    def train_dataloader(self):
+        return DataLoader(Rows(32), batch_size=4)
+
+
+def test_validation_does_not_count_as_training(fitted, tmp_path):
+    fitted(module=LongValidation, num_sanity_val_steps=0, max_epochs=2)
+    assert all(float(row["sparse/step_seconds"]) < 0.3 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])

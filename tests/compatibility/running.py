@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
@@ -14,7 +15,8 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import make_trainer, weights
 
 ROUND = 2  # local steps
-# Strategies that train in different ways. The densities select some elements of a small model, but not all.
+# The densities select some elements of a small model, but not all. The first four strategies train in different ways
+# and run with every feature, and each of the others with every fourth.
 STRATEGIES = {
     "sparse_topk": {"compressor": "topk", "density": 0.05},
     "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
@@ -25,17 +27,23 @@ STRATEGIES = {
         "wire": "2bit",
         "local_steps": LocalSteps(ROUND, residual_decay=0.95),
     },
+    "ddp": None,
+    "sparse_exdyna": {"compressor": "exdyna", "density": 0.05},
+    "sparse_sdagc": {"compressor": "sdagc", "density": 0.001},
+    "sparse_omgs": {"compressor": "omgs", "density": 0.05},
 }
+IN_EVERY_ROW = tuple(STRATEGIES)[:4]
 
 NEEDS_GPU = "SyncBatchNorm"
 
 
 class Batch(NamedTuple):
+    size: int  # rows on this rank
     total: float  # sum of the elements
     loss: float  # loss on this rank
     step: int  # optimizer steps so far
     norm: float  # norm of the optimizers' gradients
-    stats: dict[str, float]  # statistics of the strategy
+    stats: dict[str, float]  # statistics of the strategy; empty with DDP
     is_dense: bool  # whether DDP ran the step
     checksum: float  # sum of all parameters
     logged: dict[str, float]
@@ -62,6 +70,8 @@ class Outcome(NamedTuple):
     after: dict[str, Tensor]
     batches: list[Batch]
     updates: list[Update]
+    buffers: dict[str, list[float]]
+    validated: int  # batches
     kept: set[str]
     notes: dict[str, Any]
 
@@ -70,6 +80,7 @@ class Watch(Callback):
     def __init__(self):
         self.batches = []
         self.updates = []
+        self.validated = 0
         self.kept = set()
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
@@ -77,19 +88,24 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         strategy = trainer.strategy
+        is_ours = isinstance(strategy, SparseDDPStrategy)
         self.batches.append(
             Batch(
+                len(batch),
                 float(batch.sum()),
                 float(outputs["loss"]) if outputs else math.nan,
                 trainer.global_step,
                 norm_of_gradients(pl_module),
-                strategy.compression_stats(),
-                strategy.training is not None and strategy.engine.reducer.is_dense,
+                strategy.compression_stats() if is_ours else {},
+                is_ours and strategy.training is not None and strategy.engine.reducer.is_dense,
                 float(sum(parameter.detach().double().sum() for parameter in pl_module.parameters())),
                 {name: float(value) for name, value in trainer.callback_metrics.items()},
                 buffers_of(pl_module),
             )
         )
+
+    def on_validation_batch_end(self, trainer, *args):
+        self.validated += not trainer.sanity_checking
 
     def on_train_end(self, trainer, *args):
         self.kept = {kind for state in trainer.optimizers[0].state.values() for kind in state}
@@ -154,9 +170,12 @@ class Feature(NamedTuple):
 
 
 def build_strategy(name, arguments):
-    if name in ("sparse_a2sgd", "sparse_loco"):  # no delayed gradients, and nothing to correct
+    settings = STRATEGIES[name]
+    if name in ("ddp", "sparse_a2sgd", "sparse_loco"):  # no delayed gradients, and nothing to correct
         arguments = {key: value for key, value in arguments.items() if key != "optimizer_correction"}
-    return SparseDDPStrategy(**{**STRATEGIES[name], **arguments})
+    if settings is None:
+        return DDPStrategy(**{"find_unused_parameters": True, **arguments})  # only DDP needs the flag
+    return SparseDDPStrategy(**{**settings, **arguments})
 
 
 def run_cell(rank, strategy, feature, folder):
@@ -167,4 +186,7 @@ def run_cell(rank, strategy, feature, folder):
     before = weights(module)
     with changing_hands():
         notes = feature.use(trainer, module)
-    return Outcome(before, weights(module), watch.batches, watch.updates, watch.kept, notes or {})
+    buffers = buffers_of(module)
+    return Outcome(
+        before, weights(module), watch.batches, watch.updates, buffers, watch.validated, watch.kept, notes or {}
+    )

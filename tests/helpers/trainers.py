@@ -1,4 +1,5 @@
 import os
+import time
 import warnings
 from functools import cache
 from unittest import mock
@@ -86,6 +87,18 @@ class Small(LightningModule):
         return DataLoader(Rows(16), batch_size=4)
 
     test_dataloader = val_dataloader
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, seconds):
+        ctx.seconds = seconds
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
 
 
 class Adversaries(Small):

@@ -148,8 +148,8 @@ def test_an_adaptive_optimizer_inside_another_one_is_warned_of_once(pair):
     assert [len(lines) for lines in pair.run(train_with, "ZeRO", {"density": 0.05, "warmup_steps": 0})] == [1, 0]
 
 
-def train_scaled(rank, kind, overflow_at):
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=2)
+def train_scaled(rank, kind, is_scaled, overflow_at=None):
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=is_scaled, init_scale=2.0**10, growth_interval=2)
     notes = []
     with sparsified(kind, density=0.05, scaler=scaler) as (ddp, optimizer, handle):
 
@@ -171,7 +171,7 @@ def train_scaled(rank, kind, overflow_at):
 
 @each_optimizer
 def test_an_overflow_is_skipped_and_leaves_what_is_kept(pair, optimizer):
-    for notes in pair.run(train_scaled, optimizer, 4):
+    for notes in pair.run(train_scaled, optimizer, True, 4):
         assert notes[-1][3] == 6  # steps in the statistics
         for step, (before, after) in enumerate(pairwise(notes)):
             assert (after[2] < before[2]) == (step == 4)
@@ -452,3 +452,10 @@ def test_on_other_numbers_of_ranks_the_mean_continues(pools, tmp_path, ranks):
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "## A plain loop", tmp_path)
     assert {path.name for path in tmp_path.rglob("*.pt")} == {"model.pt", "rank_00000.pt", "rank_00001.pt"}
+
+
+@each_optimizer
+def test_a_changing_loss_scale_changes_nothing(pair, optimizer):
+    for scaled, plain in zip(*(pair.run(train_scaled, optimizer, is_scaled) for is_scaled in (True, False))):
+        assert scaled[-1][2] > scaled[0][2]
+        assert_same(scaled[-1][0], plain[-1][0])

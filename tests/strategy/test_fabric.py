@@ -1,6 +1,7 @@
 import copy
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,3 +207,27 @@ def test_the_example_of_the_page_runs(interpreter, tmp_path):
     result = train_as_on_page(interpreter, "## Fabric", tmp_path)
     assert "SparseFabricStrategy: LAGS sends 0.01 of each gradient" in result.stderr
     assert (tmp_path / "half.ckpt.sparse").is_dir()
+
+
+def save_or_load(rank, path, is_saved):
+    with launched(rank, sparse(density=0.05)) as fabric:
+        model, optimizer = set_up(fabric, "SGD")
+        if is_saved:
+            train(fabric, model, optimizer, range(3), {})
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+            fabric.save(path + ".weights", {"model": model})
+        else:
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        engine = fabric.strategy.handle(model).engine
+        return {} if engine is None else copy.deepcopy(engine.state_dict()["memory"]["residual"])
+
+
+def test_other_numbers_of_ranks_go_on_with_the_mean(pools, tmp_path):
+    path = str(tmp_path / "three.ckpt")
+    saved = pools[3].run(save_or_load, path, True)
+    assert not Path(path + ".weights.sparse").exists()
+    for loaded in pools[2].run(save_or_load, path, False):
+        for name, residual in loaded.items():
+            mean = sum(each[name].double() for each in saved) / 3
+            torch.testing.assert_close(residual.double(), mean, rtol=1e-6, atol=1e-9)
+    assert pools[1].run(save_or_load, path, False) == [{}]

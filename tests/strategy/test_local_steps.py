@@ -5,6 +5,7 @@ import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
@@ -12,6 +13,7 @@ from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
+from tests.helpers.resuming import Numbered
 from tests.helpers.rounds import ROUNDS, Local, Overflowing, scaling
 from tests.helpers.trainers import Small, weights
 
@@ -193,3 +195,24 @@ def test_what_would_drive_ranks_apart_is_refused(pair, module, arguments, named)
 def test_what_cannot_go_together_is_refused(arguments, named):
     with pytest.raises(ValueError, match=named):
         SparseDDPStrategy(**{"local_steps": 5, **arguments})
+
+
+class Renaming(Numbered):
+    def __init__(self, thaws):
+        super().__init__()
+        self.network[2].requires_grad_(not thaws)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            prune.identity(self.network[0], "weight")
+            self.network[2].requires_grad_(True)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("thaws", [True, False])
+@pytest.mark.parametrize("kind", ["diloco", "sparse"])
+def test_a_parameter_that_gets_another_name_in_a_round_is_exchanged(pair, kind, thaws):
+    answers = fits(pair, partial(Renaming, thaws), ROUNDS[kind])
+    assert_same(answers[0].end, answers[1].end)
+    name = "network.0.weight_orig"
+    assert not torch.equal(answers[0].end[name], answers[0].batches[6][name])

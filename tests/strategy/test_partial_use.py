@@ -3,6 +3,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import BackboneFinetuning
 from torch import nn
 
 from lightning_sparse import AdamCorrection, LocalSteps
@@ -277,3 +278,14 @@ class ThawedWithin(Parts):
 def test_what_is_trained_changes_between_two_steps(pair, module, more):
     for message in refusals(pair, module, {**SOON, **more}):
         assert message.startswith("RuntimeError: the model has other parameters to train")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
+def test_a_finetuning_callback_keeps_replicas_together(pair, compressor):
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)
+    answers = fits(pair, Late, settings_of(compressor), callbacks=[callback])
+    first = one_model(answers) if compressor in AGREEING_NAMES else answers[0]
+    history = [weights["backbone.weight"] for weights in first.batches]
+    assert torch.equal(history[5], first.start["backbone.weight"])
+    assert not torch.equal(history[6], history[5])

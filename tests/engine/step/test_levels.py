@@ -195,3 +195,24 @@ def train_in_messages(rank, settings, elements):
     torch.manual_seed(0)
     with mock.patch.object(levels_module, "_MESSAGE_ELEMENTS", elements):
         return train_steps(rank, Edges(), settings)
+
+
+def follow_a_plan(rank, settings, steps):
+    torch.manual_seed(0)
+    history = []
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        for step in range(steps):
+            engine.begin_backward()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
+            history.append(gradients_of(ddp))
+        engine.worker.drain()
+        return None if engine.plan is None else engine.plan.buckets, history[-3:]
+
+
+@pytest.mark.exhaustive
+def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes):
+    (groups, applied), *others = nodes.run(follow_a_plan, settings_of("topk", schedule="merged"), 72)
+    assert groups is not None
+    assert all(theirs == groups for theirs, _ in others)
+    for _, theirs in (*others, *nodes.run(follow_a_plan, settings_of("topk", schedule="layerwise"), 72)):
+        assert_same(theirs, applied)
