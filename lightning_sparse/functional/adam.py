@@ -15,9 +15,9 @@ from lightning_sparse.functional.elements import in_batches
 Tensors = Sequence[Tensor]  # flat tensors
 
 # Weight of this step's squared gradient in the divisor of an update. In Adam, the weight is 1. A larger weight
-# shortens the updates of outliers (unusually large gradients). For the GPT of the benchmarks at
-# density 0.01, the loss was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. With a weight of 0, some
-# trainings did not recover from outliers.
+# shortens the updates of outliers (unusually large gradients). For the GPT of the benchmarks at density 0.01, the loss
+# was 1.6, 1.2 and 2.8 % above DDP with weights of 1, 4 and 16. With a weight of 0, some trainings did not recover from
+# outliers.
 _OUTLIERS = 4.0
 
 
