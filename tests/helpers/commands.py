@@ -58,9 +58,8 @@ def forked():
         while len(codes) < len(children):
             child, status = os.wait()
             codes[child] = os.waitstatus_to_exitcode(status)
-            if status and len(codes) == 1:
-                for other in set(children) - {{child}}:
-                    os.kill(other, signal.SIGKILL)
+            for other in set(children) - set(codes) if status else ():
+                os.kill(other, signal.SIGKILL)
         print(json.dumps([codes[child] for child in children]), flush=True)
     os._exit(0)
 
