@@ -1,6 +1,5 @@
 import copy
 import time
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,11 +23,14 @@ from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.requirements import refuse as refuse_reasons
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.checks import of_the_model
-from lightning_sparse.testing.tensors import assert_same
+from lightning_sparse.testing.invariants import assert_mass_is_conserved
+from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import NotingLogger, listening, refuse
 from tests.helpers.issued import recording, stuck_at
-from tests.helpers.trainers import Rows, forget_groups, make_trainer
+from tests.helpers.trainers import Rows, expect, forget_groups, make_trainer
 
+SPARSE_HSDP = partial(SparseModelParallelStrategy, replicas=2)
+NATIVE = {"strategy": partial(ModelParallelStrategy, data_parallel_size=4, tensor_parallel_size=1)}
 KINDS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
@@ -99,29 +101,31 @@ def held(module):
     return {name: local_tensor(each).clone() for name, each in module.named_parameters()}
 
 
-def fit(rank, module, settings, arguments):
+def residuals(module):
+    kept = module.trainer.strategy.engine.memory.state_dict().get("residual", {})
+    return {name: kept[name].clone() if name in kept else 0 * each.view(-1) for name, each in held(module).items()}
+
+
+def fit(rank, module, settings, arguments, source=None):
     forget_groups()
-    model = module()
-    if settings is None:
-        strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
-    else:
-        strategy = SparseModelParallelStrategy(**{"replicas": 2, **copy.deepcopy(dict(settings))})
+    model, settings = module(), {"strategy": SPARSE_HSDP, **copy.deepcopy(dict(settings))}
+    strategy = settings.pop("strategy")(**settings)
     with listening() as said:
         trainer = make_trainer(rank, strategy, **{"limit_train_batches": 20, "limit_val_batches": 0, **arguments})
-        trainer.fit(model)
+        expect(".*dataloader is not resumable.*")
+        trainer.fit(model, ckpt_path=source)
     return {
         "history": model.history,
         "end": held(model),
-        "stats": strategy.compression_stats() if settings is not None else {},
+        "stats": strategy.compression_stats() if settings else {},
         "said": said,
-        "notes": getattr(model, "notes", None),
-        "saved": getattr(model, "saved", None),
         "told": getattr(trainer.logger, "told", None),
+        **{name: getattr(model, name, None) for name in ("notes", "saved", "first")},
     }
 
 
-def fits(pool, module, settings=None, **arguments):
-    return pool.run(fit, module, settings, arguments)
+def fits(pool, module, settings, source=None, **arguments):
+    return pool.run(fit, module, settings, arguments, source)
 
 
 def whole(answers, step, replica=0):
@@ -143,7 +147,7 @@ def assert_replicas_are_one(answers):
 )
 def test_density_1_is_native_hsdp(pools, kind, trainer):
     arguments = {**trainer, "limit_train_batches": 8 * trainer.get("accumulate_grad_batches", 1)}
-    dense = fits(pools[4], partial(Native, kind), None, **arguments)
+    dense = fits(pools[4], partial(Native, kind), NATIVE, **arguments)
     sparse = fits(pools[4], partial(Sharded, kind), {"compressor": "dense"}, **arguments)
     assert_replicas_are_one(sparse)
     for one, other in zip(dense, sparse):
@@ -167,21 +171,16 @@ class Booked(Sharded):
         stream = strategy.engine.reducer
         # With overlap, means may arrive before the note.
         stream._context = stream._context._replace(overlaps_backward=False)
-        finish, memory = stream.finalize_backward, strategy.engine.memory
+        finish = stream.finalize_backward
 
-        def books():
-            parameters = dict(self.named_parameters())
-            kept = memory.state_dict().get("residual", {})
-            gradients = {
-                name: local_tensor(each.grad).clone().view(-1) for name, each in parameters.items() if each.numel()
-            }
-            waiting = {name: kept[name].clone() if name in kept else 0 * each for name, each in gradients.items()}
-            return {"gradient": gradients, "residual": waiting}
+        def gradients():
+            shards = ((name, local_tensor(each.grad)) for name, each in self.named_parameters())
+            return {name: each.clone().view(-1) for name, each in shards if each.numel()}
 
         def book():
-            before = {f"{kind} before": each for kind, each in books().items()}
+            before = {"gradient": gradients(), "before": residuals(self)}
             finish()
-            self.notes.append({**before, **{f"{kind} after": each for kind, each in books().items()}})
+            self.notes.append({**before, "applied": gradients(), "after": residuals(self)})
 
         stream.finalize_backward = book
 
@@ -201,18 +200,14 @@ def test_mass_is_conserved_and_replicas_are_one(pools, compressor):
     answers = fits(pools[4], Booked, {**SPARSE, **momentum}, limit_train_batches=6)
     assert_replicas_are_one(answers)
     for shard in (0, 1) if compressor != "dgc" else ():
-        for one, other in zip(answers[shard]["notes"], answers[shard + 2]["notes"]):
-            assert any((one["gradient before"][name] != each).any() for name, each in one["gradient after"].items())
-            for name, arrived in one["gradient after"].items():
-                sent = [
-                    each["residual before"][name] + each["gradient before"][name] - each["residual after"][name]
-                    for each in (one, other)
-                ]
-                torch.testing.assert_close(arrived, (sent[0] + sent[1]) / 2, atol=1e-6, rtol=1e-5)
-                assert torch.equal(arrived, other["gradient after"][name])
+        books = [answer["notes"] for answer in answers[shard::2]]
+        assert_mass_is_conserved(books)
+        for one, other in zip(*books):
+            assert differences(one["gradient"], one["applied"])
+            assert_same(one["applied"], other["applied"])
     numels = [sum(each.numel() for each in answer["end"].values()) for answer in answers]
     for answer, numel in zip(answers, numels):
-        assert sum(each.numel() for each in answer["notes"][-1]["residual after"].values()) == numel
+        assert sum(each.numel() for each in answer["notes"][-1]["after"].values()) == numel
         assert answer["stats"]["dense_bytes"] == 4 * numel  # an all-reduce between two replicas
         assert answer["stats"]["wire_bytes"] < answer["stats"]["dense_bytes"] / 4
 
@@ -223,10 +218,10 @@ def test_what_overflows_on_a_rank_moves_nothing_on_any(pools):
     assert_replicas_are_one(answers)
     for answer in answers:
         step, weights = answer["notes"][3], answer["history"]
-        assert_same(step["residual before"], step["residual after"])
+        assert_same(step["before"], step["after"])
         assert_same(weights[2], weights[3])
-        assert any((weights[3][name] != weights[4][name]).any() for name in weights[3])
-        assert any(each.any() for each in step["residual after"].values())
+        assert differences(weights[3], weights[4])
+        assert any(each.any() for each in step["after"].values())
 
 
 class Saving(Sharded):
@@ -254,20 +249,6 @@ class Saving(Sharded):
         self.notes = self.kept()
 
 
-def resumed(rank, kind, settings, path, steps=9, later=""):
-    forget_groups()
-    model = Saving(later, kind, steps if later else -1)
-    arguments = copy.deepcopy(dict(settings))
-    kind_of = arguments.pop("strategy", partial(SparseModelParallelStrategy, replicas=2))
-    strategy = kind_of(**arguments)
-    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
-    with listening() as said:
-        trainer = make_trainer(rank, strategy, max_steps=steps, limit_val_batches=0)
-        trainer.fit(model, ckpt_path=path)
-    ends = {"end": held(model), "notes": model.notes, "saved": model.saved}
-    return {"history": model.history, "said": said, "first": model.first, **ends}
-
-
 ROUNDS = {
     "sparse": {**SPARSE, "local_steps": LocalSteps(4, residual_decay=0.9)},
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, outer_lr=0.7, outer_momentum=0.9, nesterov=True)},
@@ -287,7 +268,7 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
     path = str(tmp_path / "mid.ckpt")
     settings = {**settings, "save_distributed_checkpoint": is_distributed}
     straight = fits(pools[4], partial(Saving, path, kind), settings, max_steps=9)
-    again = pools[4].run(resumed, kind, settings, path)
+    again = fits(pools[4], partial(Saving, "", kind, None), settings, path, max_steps=9)
     if "local_steps" not in settings:
         assert_replicas_are_one(straight)
     for one, other in zip(straight, again):
@@ -310,41 +291,33 @@ NOT_RESUMED = {
 def test_shards_that_cannot_be_taken_up_are_refused(pools, tmp_path, before, after, words):
     path = str(tmp_path / "mid.ckpt")
     fits(pools[4], partial(Saving, path), before, max_steps=5)
-    for failure in pools[4].run(refuse, resumed, "sgd", after, path):
+    for failure in pools[4].run(refuse, fit, partial(Saving, "", save_after=None), after, {"max_steps": 9}, path):
         assert "CheckpointError" in failure
         assert words in failure
 
 
-def all_gather_shares(kept, shards):
-    replicas = [kept[first : first + shards] for first in range(0, len(kept), shards)]
-    return [{name: torch.cat([each[name] for each in of if name in each]) for name in kept[0]} for of in replicas]
-
-
-# Residual kind, and ranks and replicas before and after. The fit then returns to the numbers before.
+# Residual kind, with one shard. The fit then returns to two ranks.
 MOVED = {
-    "replicas": ("update", {**SPARSE, **ADAMW["adamw"]}, (2, 2), (3, 3)),
-    "replicas, in a round": ("residual", ROUNDS["sparse"], (2, 2), (3, 3)),
-    "replicas, DiLoCo": ("parameters", ROUNDS["diloco"], (2, 2), (3, 3)),
+    "replicas": ("update", {**SPARSE, **ADAMW["adamw"]}),
+    "replicas, in a round": ("residual", ROUNDS["sparse"]),
+    "replicas, DiLoCo": ("parameters", ROUNDS["diloco"]),
 }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("waits", "settings", "one", "other"), MOVED.values(), ids=MOVED)
-def test_on_other_numbers_of_replicas_the_mean_stays(pools, tmp_path, waits, settings, one, other):
-    path, later = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
-    here, there = pools[4].first(one[0]), pools[4].first(other[0])
-    first = fits(here, partial(Saving, path, "adamw"), settings, max_steps=5)
-    second = there.run(resumed, "adamw", {**settings, "replicas": other[1]}, path, 7, later)
-    third = here.run(resumed, "adamw", settings, later)
-    for before, after, sizes in ((first, second, (one, other)), (second, third, (other, one))):
-        had, has = (ranks // replicas for ranks, replicas in sizes)  # shards
-        kept = all_gather_shares([each["saved"][waits] for each in before], had)
-        for replica in all_gather_shares([each["first"][waits] for each in after], has):
-            for name, each in replica.items():
-                torch.testing.assert_close(each, torch.stack([every[name] for every in kept]).mean(dim=0))
-            assert any(each.any() for each in replica.values())
-        for rank, answer in enumerate(after):
-            assert_same(answer["end"], after[rank % has]["end"])
+@pytest.mark.parametrize(("waits", "settings"), MOVED.values(), ids=MOVED)
+def test_on_other_numbers_of_replicas_the_mean_stays(pools, tmp_path, waits, settings):
+    before, source = None, None
+    for replicas, steps in ((2, 5), (3, 7), (2, 9)):
+        path = str(tmp_path / f"{steps}.ckpt")
+        module = partial(Saving, path, "adamw", steps)
+        after = fits(pools[replicas], module, {**settings, "replicas": replicas}, source, max_steps=steps)
+        for answer in after if source else ():
+            for name, each in answer["first"][waits].items():
+                torch.testing.assert_close(each, torch.stack([had["saved"][waits][name] for had in before]).mean(dim=0))
+            assert any(each.any() for each in answer["first"][waits].values())
+            assert_same(answer["end"], after[0]["end"])
+        before, source = after, path
 
 
 class ByHand(Sharded):
@@ -509,16 +482,17 @@ def test_layers_may_be_frozen_and_unfrozen_between_steps(pools, frozen):
     assert not torch.equal(history[frozen[1]], history[5])
 
 
+def negative(module):
+    return {name: -each.view(-1) for name, each in held(module).items() if each.numel()}
+
+
 class Accounted(Sharded):
+    """A model with a book of its parameters, which a round moves as a step moves gradients."""
+
     def __init__(self):
         super().__init__()
         self.notes = []
         self.register_buffer("seen", torch.zeros(3))
-
-    def residuals(self):
-        strategy = self.trainer.strategy
-        kept = strategy.engine.memory.state_dict().get("residual", {})
-        return {name: kept[name].clone() if name in kept else 0 * each.view(-1) for name, each in held(self).items()}
 
     def training_step(self, batch, batch_index):
         self.seen += self.global_rank
@@ -530,30 +504,25 @@ class Accounted(Sharded):
         return optimizer
 
     def note(self, *step):
-        self.notes.append({"before": held(self), "waits before": self.residuals()})
+        self.notes.append({"gradient": negative(self), "before": residuals(self)})
 
     def on_train_batch_end(self, *batch):
         super().on_train_batch_end(*batch)
-        self.notes[-1] |= {"after": held(self), "waits after": self.residuals(), "seen": {"": self.seen.clone()}}
+        self.notes[-1] |= {"applied": negative(self), "after": residuals(self), "seen": self.seen.clone()}
 
 
 def test_a_round_conserves_mass_and_makes_replicas_one(pools):
     settings = {"compressor": "lags", "density": 0.1, "warmup_steps": 0, "local_steps": 4}
     answers = fits(pools[4], Accounted, settings, limit_train_batches=12)
     for shard in (0, 1):
-        one, other = answers[shard]["notes"], answers[shard + 2]["notes"]
-        for step in (3, 7, 11):
-            assert_same(one[step]["after"], other[step]["after"])
-            for name, arrived in one[step]["after"].items():
-                owed = [
-                    each["before"][name].view(-1) - each["waits before"][name] + each["waits after"][name]
-                    for each in (one[step], other[step])
-                ]
-                torch.testing.assert_close(arrived.view(-1), (owed[0] + owed[1]) / 2, atol=1e-6, rtol=1e-5)
-            assert torch.equal(one[step]["seen"][""], other[step]["seen"][""])
-            assert one[step]["seen"][""][0] == (shard + 1) * (step + 1)  # mean over ranks with the same shard
-        assert not torch.equal(one[4]["after"]["network.0.weight"], other[4]["after"]["network.0.weight"])
-        assert all(note["waits after"]["network.0.weight"].any() for note in one[3:])
+        books = [[answer["notes"][step] for step in (3, 7, 11)] for answer in answers[shard::2]]
+        for number, (one, other) in enumerate(zip(*books), 1):
+            assert_same([one["applied"], one["seen"]], [other["applied"], other["seen"]])
+            assert one["seen"][0] == (shard + 1) * 4 * number  # mean over ranks with the same shard
+        assert_mass_is_conserved(books)
+        one, other = (answer["notes"] for answer in answers[shard::2])
+        assert differences(one[4]["applied"], other[4]["applied"])
+        assert all(note["after"]["network.0.weight"].any() for note in one[3:])
     stats = answers[0]["stats"]
     assert stats["total_wire_bytes"] < stats["total_dense_bytes"] / 3
     assert stats["local_steps"] == 4
