@@ -230,10 +230,15 @@ def as_it_is(net):
     return net
 
 
+def static(net):
+    return DistributedDataParallel(net, static_graph=True, gradient_as_bucket_view=True)
+
+
 ENTRY_POINTS = {
     "the Trainer": through_the_trainer,
     "Fabric": through_fabric,
     "a plain loop": through_a_plain_loop,
     "a plain loop, without a wrapper": partial(through_a_plain_loop, wrap=as_it_is),
+    "a plain loop, a static graph": partial(through_a_plain_loop, wrap=static),
     "Hugging Face": through_hugging_face,
 }

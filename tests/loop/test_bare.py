@@ -111,37 +111,6 @@ def test_a_new_optimizer_that_nobody_has_told_of_is_warned_of(pair, kind):
     assert (len(told), others) == (1, [])
 
 
-def train_summed(rank, form, kind, is_apart):
-    torch.manual_seed(0)
-    module = Edges().to(DEVICE)
-    model = module if form == "bare" else DistributedDataParallel(module)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    with sparsify_gradients(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
-        for step in range(6):
-            inputs = [batch(rank, 100 * step + number) for number in range(2)]
-            if is_apart:
-                with handle.no_sync():
-                    model(inputs[0]).backward()
-                    assert any(each.grad.any() for each in model.parameters())
-                model(inputs[1]).backward()
-            else:
-                (model(inputs[0]) + model(inputs[1])).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        sent = handle.compression_stats()["total_wire_bytes"]
-    return tensors_of(module), sent
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("form", ["bare", "wrapped"])
-def test_gradients_that_accumulate_are_exchanged_once_as_their_sum(pair, form, kind):
-    (ours, sent), _ = pair.run(train_summed, form, kind, True)
-    (theirs, sent_at_once), _ = pair.run(train_summed, form, kind, False)
-    assert sent == sent_at_once
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
-
-
 def step_by_own_gradients(rank, form, kind, is_inside):
     model, module = built(rank, form)
     optimizer = OPTIMIZERS[kind](model.parameters())

@@ -60,35 +60,6 @@ def train(rank, ddp, optimizers, steps, micro_batches=1, clip=lambda: None):
             optimizer.zero_grad()
 
 
-def train_both(rank, kind, micro_batches, settings, arguments):
-    with sparsified(kind, wrapped(**arguments), density=1.0, **settings) as (ddp, optimizer, _):
-        train(rank, ddp, [optimizer], range(5), micro_batches)
-    twin = wrapped()
-    train(rank, twin, [OPTIMIZERS[kind](twin.parameters())], range(5), micro_batches)
-    return parameters_of(ddp), parameters_of(twin)
-
-
-def assert_close(ours, theirs):
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "micro_batches", "settings", "arguments"),
-    [
-        ("AdamW", 3, {}, {}),
-        ("SGD", 1, {}, {"static_graph": True}),
-        ("SGD", 1, {"overlaps_backward": False}, {"static_graph": True}),
-        ("SGD", 3, {"schedule": "layerwise"}, {"gradient_as_bucket_view": True}),
-        ("AdamW", 1, {"schedule": "single"}, {"bucket_cap_mb": 25}),
-    ],
-    ids=str,
-)
-def test_density_one_equals_ddp_however_that_was_built(pair, optimizer, micro_batches, settings, arguments):
-    for ours, twin in pair.run(train_both, optimizer, micro_batches, settings, arguments):
-        assert_close(ours, twin)
-
-
 def buckets_left(rank):
     ddp = wrapped(gradient_as_bucket_view=True)
     ddp(batch(rank, 0)).backward()
@@ -216,20 +187,15 @@ def fail(rank):
     broken = sparsified("SGD", compressor=Broken(), density=0.05)
     with broken as (ddp, _, handle), pytest.raises(OSError, match="cannot select"):
         ddp(batch(rank, 0)).backward()
-    handle.close()
-    with pytest.raises(RuntimeError) as refusal:
-        handle.save_state("closed")
     with sparsified("SGD", density=0.05) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(1))
     with pytest.raises(RuntimeError) as late:
         ddp(batch(rank, 0)).backward()
-    return True, str(refusal.value), str(late.value), handle.compression_stats()
+    return str(late.value), handle.compression_stats()
 
 
 def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_closed(pair):
-    for has_raised, refusal, late, stats in pair.run(fail):
-        assert has_raised
-        assert "closed" in refusal
+    for late, stats in pair.run(fail):
         assert "new DistributedDataParallel" in late
         assert stats["wire_bytes"] > 0
 
@@ -273,32 +239,6 @@ class Layers(nn.Module):
 
 def inputs(rank, step):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(DEVICE)
-
-
-def train_replaced(rank, wraps, change):
-    torch.manual_seed(0)
-    model = Layers().to(DEVICE)
-    called = DistributedDataParallel(model) if wraps else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(rank)  # new layers differ
-    with sparsify_gradients(called, optimizer, density=0.5, warmup_steps=0):
-        for step in range(6):
-            if step == 3 and change == "added":
-                model.layers.append(nn.Linear(8, 8).to(DEVICE))
-            elif step == 3:
-                model.layers[2] = nn.Linear(8, 16 if change == "wider" else 8).to(DEVICE)
-            optimizer.param_groups[0]["params"] = list(model.parameters())
-            optimizer.zero_grad()
-            called(inputs(rank, step)).backward()
-            optimizer.step()
-    return [each.detach().cpu() for each in model.parameters()]
-
-
-@pytest.mark.parametrize("change", ["added", "replaced", "wider"])
-@pytest.mark.parametrize("wraps", [True, False], ids=["DDP", "bare"])
-def test_layers_may_be_added_and_replaced(pair, wraps, change):
-    first, second = pair.run(train_replaced, wraps, change)
-    assert all(map(torch.equal, first, second))
 
 
 class Stopping(torch.autograd.Function):
@@ -399,19 +339,10 @@ def refused_states(rank, folder):
         train(rank, ddp, [optimizer], range(1))
         handle.save_state(folder / "whole")
         handle.load_state(folder / "whole")
-        state = torch.load(folder / "whole" / f"rank_{rank:05d}.pt", weights_only=True)
-        layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1]]}
-        changes = {
-            "format 4": {"header": {**state["header"], "version": 4}},
-            "files in .* are of several saves": {"header": {**state["header"], "save": str(rank)}},
-            "'matrix' was saved with the shape": {"layouts": layouts},
-            "unused parts .the state of gone": {"memory": {"residual": {"gone": torch.ones(4)}}},
-        }
-        for number, (words, change) in enumerate(changes.items()):
-            (folder / str(number)).mkdir(exist_ok=True)
-            torch.save({**state, **change}, folder / str(number) / f"rank_{rank:05d}.pt")
-            with pytest.raises((ValueError, CheckpointError), match=words):
-                handle.load_state(folder / str(number))
+        file = folder / "whole" / f"rank_{rank:05d}.pt"
+        torch.save({**torch.load(file), "memory": {"residual": {"gone": torch.ones(4)}}}, file)
+        with pytest.raises(ValueError, match="the state of gone"):
+            handle.load_state(folder / "whole")
         with pytest.raises(CheckpointError, match=r"rank_00000.pt is missing"):
             handle.load_state(folder / "nowhere")
         with pytest.raises(AttributeError, match=r"state_dict, which .* no longer has: use save_state\(folder\)"):
@@ -427,27 +358,6 @@ def refused_states(rank, folder):
 
 def test_states_of_others_are_refused(pair, tmp_path):
     pair.run(refused_states, tmp_path)
-
-
-def resumed_from(rank, folder, has_saved):
-    with sparsified("SGD", compressor="dgc", density=0.05) as (ddp, optimizer, handle):
-        if has_saved:
-            handle.load_state(folder)
-        else:
-            train(rank, ddp, [optimizer], range(3))
-            handle.save_state(folder)
-        return copy.deepcopy(handle.engine.memory.state_dict())
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_on_other_numbers_of_ranks_the_mean_continues(pools, tmp_path, ranks):
-    saved = pools[4].run(resumed_from, tmp_path, False)
-    for loaded in pools[ranks].run(resumed_from, tmp_path, True):
-        for kind, tensors in loaded.items():
-            assert any(each.any() for each in tensors.values())
-            for name, each in tensors.items():
-                mean = torch.stack([one[kind][name] for one in saved]).double().mean(dim=0)
-                torch.testing.assert_close(each.double(), mean, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.exhaustive
