@@ -3,7 +3,6 @@ import io
 import math
 import re
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors import A2SGD
+from tests.helpers.fits import fits
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
 from tests.helpers.trainers import Adversaries, Late, Rows, Small, WithAdam, run_fit
@@ -24,30 +24,28 @@ TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
 NAMES = [name for name, _ in Small().named_parameters()]
 BY_PARAMETER = ["density", "gradient_norm", "residual_norm", "residual_to_gradient"]
-EVERYTHING = {"progress_bar": True, "by_parameter": True}
-
-
-def fit_monitored(rank, directory, monitor=None, strategy=None, module=Small, **arguments):
-    settings = {
-        "logger": [TensorBoardLogger(directory, name="", version=""), CSVLogger(directory, name="rows", version="")],
-        "log_every_n_steps": 4,
-        "callbacks": [CompressionMonitor(**(monitor or {}))],
-        **arguments,
-    }
-    trainer = run_fit(
-        rank, SparseDDPStrategy(**{"compressor": "topk", **(strategy or {"density": 0.01})}), module(), **settings
-    )
-    return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+SPARSE, EVERYTHING = {"density": 0.01}, {"progress_bar": True, "by_parameter": True}
 
 
 @pytest.fixture
 def fitted(pair, tmp_path):
-    return lambda **arguments: pair.run(partial(fit_monitored, directory=str(tmp_path), **arguments))
+    def fit(strategy=SPARSE, module=Small, pool=pair, monitor=(), callbacks=(), **arguments):
+        loggers = [TensorBoardLogger(tmp_path, name="", version=""), CSVLogger(tmp_path, name="rows", version="")]
+        callbacks = [CompressionMonitor(**dict(monitor)), *callbacks]
+        more = {"max_epochs": 1, "limit_train_batches": 16, "log_every_n_steps": 4, **arguments}
+        return fits(pool, module, {"compressor": "topk", **strategy}, callbacks=callbacks, logger=loggers, **more)
+
+    return fit
+
+
+class Shown(Small):
+    def on_train_end(self):
+        self.notes = set(self.trainer.progress_bar_metrics)
 
 
 def test_everything_reaches_any_logger(fitted, tmp_path):
-    shown, _ = fitted(monitor={"by_parameter": True})
-    assert not {"compression", "exposed_ms"} & shown.keys()
+    shown, _ = fitted(module=Shown, monitor={"by_parameter": True})
+    assert not {"compression", "exposed_ms"} & shown.notes
     rows, events = rows_of(tmp_path / "rows", "sparse/wire_bytes"), events_of(tmp_path)
     assert [int(row["step"]) for row in rows] == [event.step for event in events.Scalars("sparse/density")] == STEPS
     tags = TAGS | {f"sparse_parameters/{each}/{name}" for each in BY_PARAMETER for name in NAMES}
@@ -120,22 +118,8 @@ def fit_with_bar(rank, bar):
     return screen.getvalue(), {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
 
-class Notes(Callback):
-    def __init__(self):
-        self.stats = []
-
-    def on_train_batch_end(self, trainer, *arguments):
-        self.stats.append(trainer.strategy.compression_stats())
-
-
-def fit_noted(rank, directory, strategy, module, monitor):
-    notes = Notes()
-    fit_monitored(rank, directory, None, strategy, module, callbacks=[CompressionMonitor(**monitor), notes])
-    return notes.stats
-
-
-def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(pair, tmp_path):
-    noted = pair.run(fit_noted, str(tmp_path), {"compressor": "exdyna", "density": 0.05}, Small, {})
+def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(fitted, tmp_path):
+    noted = [each.stats for each in fitted({"compressor": "exdyna", "density": 0.05})]
 
     def means(name, step):
         return [sum(each[name] for each in rank[step - 3 : step + 1]) / 4 for rank in noted]
@@ -152,9 +136,9 @@ def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(
         assert first != second
 
 
-def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
+def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(fitted, tmp_path):
     strategy = {"density": 0.01, "optimizer_correction": AdamCorrection(warmup_steps=6, density_decay_steps=0)}
-    noted, _ = pair.run(fit_noted, str(tmp_path), strategy, WithAdam, EVERYTHING)
+    noted = fitted(strategy, WithAdam, monitor=EVERYTHING)[0].stats
     first, second, *_ = rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert [int(row["step"]) for row in rows] == STEPS
     known = {"density": 1, "compression_ratio": 1, "total_compression_ratio": 1, "wire_bytes": noted[0]["dense_bytes"]}
@@ -175,12 +159,11 @@ class Alike(Small):
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-def test_norms_are_those_of_whole_parameters_whoever_has_a_part_of_them(pools, tmp_path, levels):
+def test_norms_are_those_of_whole_parameters_whoever_has_a_part_of_them(pools, fitted, tmp_path, levels):
     model, batch = Alike(), next(iter(Alike().train_dataloader()))
     (model.network(batch) - batch).square().mean().backward()
-    arguments = {"monitor": EVERYTHING, "module": Alike, "use_distributed_sampler": False, "local_world_size": 2}
-    strategy = {"density": 0.05, "levels": levels}
-    pools[4].run(partial(fit_monitored, directory=str(tmp_path), strategy=strategy, log_every_n_steps=1, **arguments))
+    arguments = {"use_distributed_sampler": False, "local_world_size": 2, "log_every_n_steps": 1}
+    fitted({"density": 0.05, "levels": levels}, Alike, pools[4], EVERYTHING, limit_train_batches=4, **arguments)
     row = rows_of(tmp_path / "rows", "sparse/wire_bytes")[0]
     for name, parameter in model.named_parameters():
         norm = float(parameter.grad.norm())
@@ -198,7 +181,7 @@ class Freezing(Adversaries):
 
 def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch_without_frozen_layers(fitted, tmp_path):
     correction = AdamCorrection(warmup_steps=2, density_decay_steps=0)
-    fitted(monitor=EVERYTHING, strategy={"density": 0.05, "optimizer_correction": correction}, module=Freezing)
+    fitted({"density": 0.05, "optimizer_correction": correction}, Freezing, monitor=EVERYTHING)
     rows = rows_of(tmp_path / "rows", "sparse/update_error")
     assert [int(row["step"]) for row in rows] == STEPS
     for row in rows:
@@ -225,15 +208,9 @@ class LateAverages(Callback):
             trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
 
 
-def fit_averaging(rank):
-    notes = Notes()
-    strategy = SparseDDPStrategy(A2SGD(param_sync_every=4), schedule="single")
-    run_fit(rank, strategy, callbacks=[LateAverages(), notes], limit_val_batches=0, limit_train_batches=8)
-    return notes.stats
-
-
-def test_averages_of_replicas_are_exposed(pair):
-    for stats in pair.run(fit_averaging):
+def test_averages_of_replicas_are_exposed(fitted):
+    strategy = {"compressor": A2SGD(param_sync_every=4), "schedule": "single"}
+    for stats in (each.stats for each in fitted(strategy, callbacks=[LateAverages()], limit_train_batches=8)):
         for averaged in stats[3::4]:
             assert averaged["exposed_seconds"] > 0.09
             assert averaged["exchange_seconds"] > 0.09
@@ -249,5 +226,5 @@ class LongValidation(Small):
 
 
 def test_validation_does_not_count_as_training(fitted, tmp_path):
-    fitted(module=LongValidation, num_sanity_val_steps=0, max_epochs=2)
+    fitted(module=LongValidation, num_sanity_val_steps=0, limit_val_batches=1, limit_train_batches=4, max_epochs=2)
     assert all(float(row["sparse/step_seconds"]) < 0.3 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])

@@ -9,11 +9,12 @@ import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors import A2SGD
+from tests.helpers.fits import fits
 from tests.helpers.loggers import rows_of
-from tests.helpers.trainers import Small, run_fit
+from tests.helpers.trainers import Small
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
 KINDS = ("wire_bytes", "dense_bytes")
@@ -37,27 +38,12 @@ class Often(Small):
         return self.kind(self.parameters(), lr=0.01)
 
 
-class Notes(Callback):
-    def __init__(self):
-        self.stats = []
-        self.steps = 0
+class LateAtEnd(Callback):
+    """Delay the last exchange far beyond a step."""
 
     def on_train_batch_start(self, trainer, *arguments):
-        """Delay the last exchange far beyond a step."""
         if trainer.is_last_batch:
             trainer.strategy.engine.worker.submit(lambda: time.sleep(0.5))
-
-    def on_train_batch_end(self, trainer, *arguments):
-        if trainer.global_step > self.steps:
-            self.steps = trainer.global_step
-            self.stats.append(trainer.strategy.compression_stats())
-
-
-def fit_noted(rank, directory, strategy, module, arguments):
-    notes, logger = Notes(), CSVLogger(directory, name="", version="")
-    callbacks = [CompressionMonitor(), notes]
-    run_fit(rank, SparseDDPStrategy(**strategy), module(), callbacks=callbacks, logger=logger, **arguments)
-    return notes.stats
 
 
 TWICE, DENSE_FIRST = partial(Often, 2), AdamCorrection(warmup_steps=6, density_decay_steps=0)
@@ -80,8 +66,11 @@ STRATEGIES = {
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("strategy", "module", "arguments"), STRATEGIES.values(), ids=STRATEGIES)
 def test_steps_add_up_to_the_totals_and_shares_to_one_at_most(pair, tmp_path, strategy, module, arguments):
-    arguments = {"log_every_n_steps": 4, "limit_train_batches": 16, "limit_val_batches": 0, **arguments}
-    ranks = pair.run(fit_noted, str(tmp_path), strategy, module, arguments)
+    callbacks, logger = [CompressionMonitor(), LateAtEnd()], CSVLogger(tmp_path, name="", version="")
+    more = {"max_epochs": 1, "log_every_n_steps": 4, "limit_train_batches": 16, **arguments}
+    batches = more.get("accumulate_grad_batches", 1)
+    answers = fits(pair, module, strategy, callbacks=callbacks, logger=logger, **more)
+    ranks = [each.stats[batches - 1 :: batches] for each in answers]
     every = strategy.get("local_steps", 1)
     for stats in ranks:
         steps = [*filter(None, stats), *[stats[-1]] * (every - 1)]  # a round has statistics at its end
