@@ -24,45 +24,6 @@ def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair, ar
         torch.testing.assert_close(one.batches, other.batches, rtol=1e-4, atol=1e-6)
 
 
-class InPieces(WithSGD):
-    def __init__(self, pieces, **arguments):
-        super().__init__(**arguments)
-        self.automatic_optimization = False
-        self.pieces = pieces
-        self.notes = {}
-        self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
-
-    def training_step(self, batch, batch_index):
-        optimizer = self.optimizers()
-        optimizer.zero_grad(set_to_none=batch_index % 2 == 0)
-        for piece in range(self.pieces):
-            outputs = self.network(batch)
-            loss = (outputs - batch).square().mean() / self.pieces
-            for head, its_piece in zip(self.heads, (0, self.pieces - 1)):
-                if piece == its_piece:
-                    loss = loss + (head(outputs.detach()) - batch).square().mean()
-            self.manual_backward(loss)
-        for name, parameter in self.named_parameters():
-            self.notes[name] = self.notes.get(name, 0) + parameter.grad.flatten()
-        optimizer.step()
-
-
-def in_pieces(pair, compressor, density, **arguments):
-    settings = {"compressor": compressor, "density": density, "warmup_steps": 0, "find_unused_parameters": True}
-    return (fits(pair, partial(InPieces, pieces, **arguments), settings) for pieces in (1, 3))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("compressor", ["topk", "omgs"])
-def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(pair, compressor):
-    # The learning rate is so small that gradients do not depend on earlier selections.
-    one, several = (
-        {name: sum(each.notes[name] + each.kept["memory"]["residual"][name] for each in of) for name in of[0].notes}
-        for of in in_pieces(pair, compressor, 0.05, lr=1e-6, momentum=0.0)
-    )
-    torch.testing.assert_close(several, one, rtol=1e-3, atol=1e-4)
-
-
 class Watched(WithSGD):
     def __init__(self, path):
         super().__init__(weight_decay=0.01, nesterov=True)
