@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import assert_goes_on, fits, one_model
+from tests.helpers.fits import fits, one_model
 from tests.helpers.resuming import Numbered
 from tests.helpers.trainers import Small
 
@@ -87,12 +87,6 @@ def test_a_resume_with_more_epochs_does_not_go_back(pair, tmp_path):
     densities(pair, partial(Watched, 36, path), max_epochs=6)
     for epochs in (200, 100_000):
         assert max(densities(pair, partial(Watched, stop_after=6), SPARSE, path, max_epochs=epochs)) < 1.2 * DENSITY
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("save_after", [3, 7, 10, 11, 14])
-def test_resumed_in_the_midst_of_it_goes_on_to_the_bit(pair, tmp_path, save_after):
-    assert_goes_on(pair, tmp_path, SPARSE, Watched, save_after, max_epochs=4)
 
 
 class TwoKinds(Small):

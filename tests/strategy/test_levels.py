@@ -58,13 +58,9 @@ class Trained(Small):
 
 CORRECTION = AdamCorrection(warmup_steps=4, density_decay_steps=4, second_moment_interval=2)
 FITS = {
-    "AdamW": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {}),
     "AdamW, clipped": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {"gradient_clip_val": 0.1}),
     "AdamW, owners": ({"optimizer_correction": CORRECTION, "exchange": "owners"}, torch.optim.AdamW, {}),
-    "SGD, accumulated": ({}, torch.optim.SGD, {"accumulate_grad_batches": 2, "max_epochs": 10}),
-    "momentum": ({"compressor": "dgc", "warmup_steps": 5}, torch.optim.SGD, {}),
     "clipped before": ({"compressor": DGC(clip_norm=0.5), "warmup_steps": 0}, torch.optim.SGD, {}),
-    "bf16": ({"wire": "bfloat16"}, torch.optim.SGD, {"precision": "bf16-mixed"}),
     "auto": ({"schedule": "auto"}, torch.optim.SGD, {}),
 }
 

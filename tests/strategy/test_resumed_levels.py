@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_sparse import AdamCorrection
-from tests.helpers.fits import assert_goes_on, fits
+from tests.helpers.fits import fits
 from tests.helpers.resuming import Starting
 
 TOPK = {"compressor": "topk", "density": 0.05}
@@ -31,22 +31,6 @@ class WithAdamW(Odd):
 
 def module_for(settings):
     return WithAdamW if settings is CORRECTED else Odd
-
-
-EXACT = {
-    "topk": (TOPK, {}),
-    "owners": ({**TOPK, "exchange": "owners"}, {}),
-    "dense, sixteen bits": ({"compressor": "dense", "wire": "bfloat16"}, {}),
-    "AdamW": (CORRECTED, {"gradient_clip_val": 0.1}),
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("settings", "arguments"), EXACT.values(), ids=EXACT)
-def test_on_the_same_nodes_it_goes_on_to_the_bit(pools, tmp_path, settings, arguments):
-    assert_goes_on(pools[4], tmp_path, settings, module_for(settings), 8, local_world_size=2, **arguments)
-    headers = [torch.load(path, weights_only=True)["header"] for path in tmp_path.rglob("rank_*.pt")]
-    assert [each["local_world_size"] for each in headers] == [2] * 4
 
 
 class Stage(NamedTuple):
