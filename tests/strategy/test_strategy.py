@@ -1,7 +1,7 @@
 import re
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from unittest.mock import Mock, patch
@@ -9,9 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelPruning
-from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
@@ -24,7 +22,7 @@ from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
-from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, backpropagate, sparse_ddp
+from tests.helpers.sparse_ddp import backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
 from tests.helpers.trainers import Small, WithAdam, make_trainer
 
@@ -99,24 +97,6 @@ def test_density_one_trains_parameters_of_several_types_as_ddp_does(pair):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
 def test_precisions_train_and_stay_identical(pair, precision):
     one_model(fits(pair, Small, {"density": 0.05}, precision=precision))
-
-
-class Scale(Callback):
-    def on_train_end(self, trainer, pl_module):
-        pl_module.notes = trainer.precision_plugin.scaler.get_scale()
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
-def test_a_changing_loss_scale_changes_nothing(pair, compressor):
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
-    plugin = MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)
-    plugin.forward_context = nullcontext  # the forward stays in fp32
-    settings = {"compressor": compressor, "density": DENSITY[compressor], "wire": "float16"}
-    unscaled, *_ = fits(pair, Small, settings)
-    scaled, *_ = fits(pair, Small, settings, plugins=[plugin], callbacks=[Scale()])
-    assert scaled.notes == 2.0**14
-    assert_same(scaled.batches, unscaled.batches)
 
 
 def count_bytes(rank, settings):
