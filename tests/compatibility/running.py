@@ -38,7 +38,6 @@ NEEDS_GPU = "SyncBatchNorm"
 
 
 class Batch(NamedTuple):
-    size: int  # rows on this rank
     total: float  # sum of the elements
     loss: float  # loss on this rank
     step: int  # optimizer steps so far
@@ -70,8 +69,6 @@ class Outcome(NamedTuple):
     after: dict[str, Tensor]
     batches: list[Batch]
     updates: list[Update]
-    buffers: dict[str, list[float]]
-    validated: int  # batches
     kept: set[str]
     notes: dict[str, Any]
 
@@ -80,7 +77,6 @@ class Watch(Callback):
     def __init__(self):
         self.batches = []
         self.updates = []
-        self.validated = 0
         self.kept = set()
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
@@ -91,7 +87,6 @@ class Watch(Callback):
         is_ours = isinstance(strategy, SparseDDPStrategy)
         self.batches.append(
             Batch(
-                len(batch),
                 float(batch.sum()),
                 float(outputs["loss"]) if outputs else math.nan,
                 trainer.global_step,
@@ -103,9 +98,6 @@ class Watch(Callback):
                 buffers_of(pl_module),
             )
         )
-
-    def on_validation_batch_end(self, trainer, *args):
-        self.validated += not trainer.sanity_checking
 
     def on_train_end(self, trainer, *args):
         self.kept = {kind for state in trainer.optimizers[0].state.values() for kind in state}
@@ -186,7 +178,4 @@ def run_cell(rank, strategy, feature, folder):
     before = weights(module)
     with changing_hands():
         notes = feature.use(trainer, module)
-    buffers = buffers_of(module)
-    return Outcome(
-        before, weights(module), watch.batches, watch.updates, buffers, watch.validated, watch.kept, notes or {}
-    )
+    return Outcome(before, weights(module), watch.batches, watch.updates, watch.kept, notes or {})

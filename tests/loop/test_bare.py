@@ -1,6 +1,5 @@
 import copy
 import gc
-import io
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from lightning_sparse.compressors import DGC
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
-from tests.helpers.entry_points import tensors_of
+from tests.helpers.entry_points import pickled, tensors_of
 from tests.helpers.fits import refuse
 from tests.helpers.trainers import weights
 
@@ -171,13 +170,6 @@ def train_a_copy(rank, again):
     else:
         train(rank, DistributedDataParallel(model), optimizer, range(2, 4))
     return copies, {name: each for name, each in tensors_of(module).items() if name != "seen"}
-
-
-def pickled(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("again", ["sparsify_gradients", "DDP"])

@@ -1,5 +1,4 @@
 import copy
-import io
 import re
 from contextlib import nullcontext
 
@@ -11,7 +10,7 @@ from lightning_sparse import LocalSteps, sparsify_gradients
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
-from tests.helpers.entry_points import Net, optimizer_of, rows_of, tensors_of
+from tests.helpers.entry_points import Net, optimizer_of, pickled, rows_of, tensors_of
 from tests.helpers.fits import refuse
 from tests.helpers.rounds import ROUNDS
 
@@ -122,13 +121,6 @@ def forget(rank, folder):
     return said
 
 
-def pickled(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def test_what_is_forgotten_is_refused_with_its_cure(pair, tmp_path):
     for said in pair.run(forget, tmp_path):
         expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "gradients are"]
@@ -229,9 +221,3 @@ def give(rank, arguments, kind):
 def test_local_steps_need_an_optimizer_with_hooks(pair):
     for said in pair.run(refuse, give, {}, Unhooked):
         assert re.match("ValueError.*optimizer=", said)
-
-
-def test_one_process_trains_as_ever(pools):
-    ((_, ends, stats),) = pools[1].run(train_accumulating, True)
-    assert stats == {}
-    assert ends
