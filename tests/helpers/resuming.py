@@ -2,8 +2,6 @@ import re
 
 import torch
 
-from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.tensors import differences
 from tests.helpers.trainers import Small, expect, make_trainer, weights
 
 BATCHES = 6  # batches per epoch
@@ -73,22 +71,6 @@ def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
     expect(*_EXPECTED_WARNINGS)
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
-
-
-def kept_at_end(trainer):
-    return trainer.strategy.final_state
-
-
-def resume_exactly(rank, build, path, save_after, arguments, module=Numbered):
-    first = module(save_after, path)
-    never_stopped = fit_numbered(rank, build(), first, **arguments)
-    second = module()
-    resumed = fit_numbered(rank, build(), second, ckpt_path=path, **arguments)
-    expected = {seen: first.history[seen] for seen in second.history}
-    found = differences(expected, second.history)
-    if isinstance(resumed.strategy, SparseDDPStrategy):
-        found += differences(kept_at_end(never_stopped), kept_at_end(resumed))
-    return sorted(second.history), found
 
 
 def files_in(folder):

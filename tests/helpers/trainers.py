@@ -1,7 +1,6 @@
 import os
-import time
 import warnings
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import torch
@@ -89,16 +88,11 @@ class Small(LightningModule):
     test_dataloader = val_dataloader
 
 
-class Late(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, seconds):
-        ctx.seconds = seconds
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient, None
+class Failing(Small):
+    def training_step(self, batch, batch_index):
+        if batch_index == 3:
+            raise ZeroDivisionError("of the user's")
+        return super().training_step(batch, batch_index)
 
 
 class Adversaries(Small):
@@ -153,18 +147,18 @@ class WithSGD(Small):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class WithOptimizer(Small):
-    def __init__(self, kind, **arguments):
-        super().__init__()
-        self.kind, self.arguments = kind, arguments
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), **self.arguments)
-
-
 class WithAdam(Small):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
+
+
+OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
+
+
+def with_optimizer(kind, module=Small, **arguments):
+    model = module()
+    model.configure_optimizers = lambda: kind(model.parameters(), **arguments)
+    return model
 
 
 def learning_in_turns(learns=True):

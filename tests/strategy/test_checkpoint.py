@@ -17,8 +17,8 @@ from lightning_sparse.loop import state as state_module
 from lightning_sparse.loop.state import CheckpointError
 from lightning_sparse.strategy import checkpoint as checkpoint_module
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import fit, fits, strategy_of
-from tests.helpers.resuming import Numbered, files_in, fit_numbered
+from tests.helpers.fits import fit, fits, refusals
+from tests.helpers.resuming import Numbered, files_in
 
 DGC = {"compressor": "dgc", "density": 0.05}
 RANKS = ["rank_00000.pt", "rank_00001.pt"]
@@ -82,9 +82,7 @@ def test_what_the_ranks_kept_is_kept_and_deleted_with_its_checkpoint(pair, tmp_p
     saved = fits(pair, Numbered, DGC, callbacks=[callback], enable_checkpointing=True, max_epochs=3)
     assert files_in(tmp_path) == expected
     if name:
-        _, address, file = name.rpartition("file://")
-        first = 9 if name == "step=8.ckpt" else 17
-        assert_went_on(pair, f"{address}{tmp_path / file}", saved, first, max_epochs=3)
+        assert_went_on(pair, tmp_path / name, saved, 9 if name == "step=8.ckpt" else 17, max_epochs=3)
     content = torch.load(tmp_path / "step=16.ckpt", weights_only=True)
     assert ("lightning_sparse" in content) == bool(name)
 
@@ -173,18 +171,6 @@ def test_a_full_disk_is_an_error_on_every_rank_and_spares_the_old_checkpoint(pai
         assert_same(resumed.batches, expected[4:])
 
 
-def go_on_elsewhere(rank, path, settings=DGC):
-    model = Numbered()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", message=".*residuals start empty")
-        try:
-            fit_numbered(rank, strategy_of(settings), model, path)
-        except CheckpointError as error:
-            return str(error), len(model.history)
-    return " ".join(str(each.message) for each in caught), len(model.history)
-
-
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
@@ -241,22 +227,29 @@ BROKEN = {
 @pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)
 def test_what_is_broken_is_refused_with_a_cure(pair, copied, damage, message):
     damage(copied)
-    answers = pair.run(go_on_elsewhere, str(copied / "model.ckpt"))
-    assert any(re.search(message, text, re.DOTALL) and "resume_compression=False" in text for text, _ in answers)
-    assert all(batches == 0 for _, batches in answers)
+    answers = refusals(pair, Numbered, DGC, str(copied / "model.ckpt"))
+    assert any(re.search(message, text, re.DOTALL) and "resume_compression=False" in text for text in answers)
+    assert all(text.startswith("CheckpointError") for text in answers)
 
 
 def test_it_goes_on_without_what_is_broken_if_told_to(pair, copied):
     truncate(copied)
     path = str(copied / "model.ckpt")
-    assert pair.run(go_on_elsewhere, path, {**DGC, "resume_compression": False}) == [("", 8)] * 2
-    assert pair.run(go_on_elsewhere, path, None) == [("", 8)] * 2  # plain DDP reads the file
+    for settings in ({**DGC, "resume_compression": False}, None):  # plain DDP reads the file
+        assert [len(each.batches) for each in fits(pair, Numbered, settings, path)] == [8, 8]
     assert Numbered.load_from_checkpoint(path, map_location="cpu").network[0].weight.any()
+
+
+def go_on_warned(rank, path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = fit(rank, Numbered, DGC, path, {}).batches
+    return " ".join(str(each.message) for each in caught), len(batches)
 
 
 def test_the_file_alone_goes_on_with_empty_residuals_and_says_so(pair, tmp_path, saved):
     path = shutil.copy(saved / "model.ckpt", tmp_path / "alone.ckpt")
-    (first, batches), (_, others) = pair.run(go_on_elsewhere, str(path))
+    (first, batches), (_, others) = pair.run(go_on_warned, str(path))
     assert re.search(r"residuals start empty, because there is no .*alone.ckpt.sparse", first)
     assert batches == others == 8
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse.loop.training as training_module
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection
 from lightning_sparse.compressors import A2SGD
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import in_one_order
 from tests.compatibility.modules import NormTogether, SumOverRanks
 from tests.helpers.fits import strategy_of
-from tests.helpers.issued import Issued, recording, stuck_at
+from tests.helpers.issued import recording, stuck_at
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.tiers import exhaustive
 
@@ -120,11 +120,6 @@ class OwnCollective(Partly):
         return self.network[3](SumOverRanks.apply(hidden)).square().mean()
 
 
-class Outcome(NamedTuple):
-    issued: list[Issued]
-    settings: Settings
-
-
 def fit(rank, module, settings, arguments, seconds, backend):
     model, strategy = module(), strategy_of(settings)
     if rank == SLOW_BACKWARD:
@@ -135,7 +130,8 @@ def fit(rank, module, settings, arguments, seconds, backend):
     more = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, **arguments}
     with check, claim, recording(seconds if rank == SLOW_WORKER else 0) as issued:
         fit_numbered(rank, strategy, model, **more)
-    return Outcome(issued, strategy.settings)
+    assert strategy.settings.overlaps_backward == settings.get("overlaps_backward", True)  # for a later fit
+    return issued
 
 
 class Case(NamedTuple):
@@ -145,13 +141,10 @@ class Case(NamedTuple):
     arguments: Mapping[str, Any] = MappingProxyType({})
 
     def issued(self, pools, seconds=SECONDS, backend=None):
-        return [outcome.issued for outcome in self.fits(pools, seconds, backend)]
-
-    def fits(self, pools, seconds=SECONDS, backend=None):
         given = (self.module, self.settings, dict(self.arguments), seconds, backend)
-        outcomes = pools[self.ranks].run(fit, *given)
-        assert all(len({each.communicator for each in outcome.issued}) > 1 for outcome in outcomes)
-        return outcomes
+        recordings = pools[self.ranks].run(fit, *given)
+        assert all(len({each.communicator for each in issued}) > 1 for issued in recordings)
+        return recordings
 
 
 def orders_differ(fit_once):
@@ -210,11 +203,7 @@ THREE = {"limit_train_batches": 3}
 def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools):
     case = Case(LAYERS, SyncedEmbedded, arguments=THREE)
     assert orders_differ(lambda: case.issued(pools, LONG_SECONDS))
-    outcomes = case.fits(pools, LONG_SECONDS, "nccl")
-    assert stuck_at([outcome.issued for outcome in outcomes]) is None
-    given = SparseDDPStrategy(**case.settings).settings
-    for outcome in outcomes:  # the user's choice stays for a later fit
-        assert outcome.settings.overlaps_backward == given.overlaps_backward
+    assert stuck_at(case.issued(pools, LONG_SECONDS, "nccl")) is None
 
 
 class Cut(nn.Linear):

@@ -15,13 +15,9 @@ from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
-from tests.helpers.trainers import accelerator, expect, weights
+from tests.helpers.trainers import OPTIMIZERS, accelerator, expect, weights
 
 CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)
-OPTIMIZERS = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-}
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 import math
 from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.levels import ranks_of_node
 from tests.helpers.fits import fits, one_model
-from tests.helpers.trainers import Small
+from tests.helpers.resuming import Starting
+from tests.helpers.trainers import Small, with_optimizer
 
 CHOICES = {
     "two nodes of two": ("topk", [0, 0, 1, 1], 2),
@@ -35,33 +38,13 @@ def test_two_levels_are_refused_where_there_are_none(nodes):
         ranks_of_node(Settings.of("topk", 0.01, levels=2), nodes)
 
 
-@pytest.mark.parametrize("levels", [0, 3, "two", None])
-def test_other_numbers_of_levels_are_refused(levels):
-    with pytest.raises(ValueError, match=f"levels={levels!r}"):
-        SparseDDPStrategy(levels=levels)
-
-
-class Trained(Small):
-    def __init__(self, kind=torch.optim.SGD):
-        super().__init__()
-        self.kind = kind
-        self.notes = []
-
-    def training_step(self, batch, batch_index):
-        loss = super().training_step(batch, batch_index)
-        self.notes.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), lr=1e-2 if self.kind is torch.optim.AdamW else 0.1)
-
-
-CORRECTION = AdamCorrection(warmup_steps=4, density_decay_steps=4, second_moment_interval=2)
+CORRECTED = {"optimizer_correction": AdamCorrection(warmup_steps=3, density_decay_steps=2, second_moment_interval=2)}
+ADAMW = partial(with_optimizer, torch.optim.AdamW, lr=1e-2)
 FITS = {
-    "AdamW, clipped": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {"gradient_clip_val": 0.1}),
-    "AdamW, owners": ({"optimizer_correction": CORRECTION, "exchange": "owners"}, torch.optim.AdamW, {}),
-    "clipped before": ({"compressor": DGC(clip_norm=0.5), "warmup_steps": 0}, torch.optim.SGD, {}),
-    "auto": ({"schedule": "auto"}, torch.optim.SGD, {}),
+    "AdamW, clipped": (CORRECTED, ADAMW, {"gradient_clip_val": 0.1}),
+    "AdamW, owners": ({**CORRECTED, "exchange": "owners"}, ADAMW, {}),
+    "clipped before": ({"compressor": DGC(clip_norm=0.5), "warmup_steps": 0}, Small, {}),
+    "auto": ({"schedule": "auto"}, Small, {}),
 }
 
 
@@ -70,12 +53,11 @@ NODES = {"local_world_size": 2, "max_epochs": 4, "limit_train_batches": 8}
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("settings", "kind", "trainer"), FITS.values(), ids=FITS)
-def test_a_fit_on_two_nodes(pools, settings, kind, trainer):
-    answers = fits(pools[4], partial(Trained, kind), {**SPARSE, **settings}, **{**NODES, **trainer})
+@pytest.mark.parametrize(("settings", "module", "trainer"), FITS.values(), ids=FITS)
+def test_a_fit_on_two_nodes(pools, settings, module, trainer):
+    answers = fits(pools[4], module, {**SPARSE, **settings}, **{**NODES, **trainer})
     one_model(answers)
     for each in answers:
-        assert sum(each.notes[-8:]) < sum(each.notes[:8])  # one epoch each
         assert each.total["inter_node_bytes"] < each.total["wire_bytes"] or math.isnan(each.total["select_seconds"])
         assert 0 < each.total["total_inter_node_bytes"] < each.total["total_wire_bytes"]
     assert any("two levels: the 2 ranks of each of 2 nodes" in line for line in answers[0].said)
@@ -83,6 +65,64 @@ def test_a_fit_on_two_nodes(pools, settings, kind, trainer):
 
 
 def test_one_level_on_two_nodes_if_it_is_asked_for(pools):
-    for each in fits(pools[4], Trained, {**SPARSE, "levels": 1}, local_world_size=2):
+    for each in fits(pools[4], Small, {**SPARSE, "levels": 1}, local_world_size=2):
         assert "inter_node_bytes" not in each.total
         assert not any("two levels" in line for line in each.said)
+
+
+class Odd(Starting):
+    """A model with parts of unequal sizes."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.network = nn.Sequential(nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 32))
+
+
+class OddWithAdamW(Odd):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.95))
+
+
+class Stage(NamedTuple):
+    ranks: int
+    local_world_size: int
+    levels: Any = "auto"
+
+    @property
+    def shared_by(self):
+        return self.local_world_size if self.levels != 1 and 1 < self.local_world_size < self.ranks else 1
+
+
+def owed(states, shared_by):
+    numels = {name: tensor.numel() for name, tensor in Odd().named_parameters()}
+    found = {}
+    for kind in ("residual", "update", "momentum"):
+        for name in states[0].get(kind, {}):
+            shares = [state[kind][name].double() for state in states]
+            wholes = [torch.cat(shares[first : first + shared_by]) for first in range(0, len(shares), shared_by)]
+            found[f"{kind} of {name}"] = torch.stack(wholes).mean(dim=0)[: numels[name]]
+    return found
+
+
+MOVES = [Stage(4, 2), Stage(4, 2, levels=1), Stage(4, 2, levels=2), Stage(2, 2), Stage(4, 2), Stage(1, 1), Stage(4, 2)]
+
+
+OWED = {"topk": (Odd, {}), "dgc": (Odd, {"compressor": "dgc"}), "AdamW": (OddWithAdamW, CORRECTED)}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("model", "settings"), OWED.values(), ids=OWED)
+def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, model, settings):
+    source, expected, before = None, {}, None
+    for number, stage in enumerate(MOVES):
+        path, limits = str(tmp_path / f"{number}.ckpt"), {"max_steps": 7 * (number + 1), "max_epochs": -1}
+        module, strategy = partial(model, None, path), {**SPARSE, **settings, "levels": stage.levels, "warmup_steps": 0}
+        answers = fits(pools[stage.ranks], module, strategy, source, local_world_size=stage.local_world_size, **limits)
+        if before is not None:
+            present = owed([each.notes["memory"] for each in answers], stage.shared_by)
+            torch.testing.assert_close(present, expected, rtol=1e-6, atol=1e-9)
+            told = f"{before.ranks} ranks saved"
+            assert sum(told in line for line in answers[0].said) == 1
+        source, before = path, stage
+        expected = owed([each.kept["memory"] for each in answers], stage.shared_by)
+        assert any(tensor.any() for tensor in expected.values())

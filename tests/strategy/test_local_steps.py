@@ -3,15 +3,11 @@ from functools import partial
 import pytest
 import torch
 from pytorch_lightning import Callback
-from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.nn.utils import prune
 
-from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.callbacks import ReplicaSentinel
-from lightning_sparse.compressors import DGC, LAGS
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import assert_goes_on, fits, refusals
+from tests.helpers.fits import assert_goes_on, fits
 from tests.helpers.random_trainings import AverageAtValidation, write
 from tests.helpers.resuming import Numbered
 from tests.helpers.rounds import ROUNDS, Local, Overflowing, scaling
@@ -53,19 +49,6 @@ def test_other_numbers_of_ranks_take_up_the_mean(pools, tmp_path):
         for name, tensor in taken_up.notes.items():
             mean = sum(each.batches[1][name].double() for each in saved) / 3
             torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-6)
-
-
-def test_rounds_and_gradients_keep_different_things(pair, tmp_path):
-    path, gradients = str(tmp_path / "middle.ckpt"), {"density": 0.1}
-    rounds = {**gradients, "local_steps": 4}
-    for before, after, told in (
-        (rounds, gradients, "the changes of the last round"),
-        (gradients, rounds, "this training stores other tensors"),
-    ):
-        fits(pair, partial(Local, 6, path), before, max_epochs=1)
-        first, other = fits(pair, Local, after, path)
-        assert any(told in line for line in first.said)
-        assert len(first.batches) == len(other.batches) == 6
 
 
 class Validated(Local):
@@ -162,35 +145,6 @@ def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, batches
     assert not [name for name in one.end if not name.endswith(own) and not torch.equal(one.end[name], other.end[name])]
     for name in one.notes:
         torch.testing.assert_close(one.end[name], (one.notes[name] + other.notes[name]) / 2, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "named"),
-    [
-        (Local, {"sync_batchnorm": True}, "SyncBatchNorm"),
-        (Local, {"val_check_interval": "00:00:00:01"}, "val_check_interval"),
-        (Small, {"callbacks": [ReplicaSentinel()]}, "drift"),
-        (Small, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning"),
-        (Small, {"callbacks": [StochasticWeightAveraging(0.01)]}, "StochasticWeightAveraging"),
-    ],
-    ids=["SyncBatchNorm", "clock", "compared", "pruned", "averaged"],
-)
-def test_what_would_drive_ranks_apart_is_refused(pair, module, arguments, named):
-    for answer in refusals(pair, module, ROUNDS["diloco"], **arguments):
-        assert named in answer
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"compressor": DGC(momentum=None, clip_norm=1.0)}, "clip_norm="),
-        ({"compressor": LAGS(adaptive_density=True)}, "adaptive_density="),
-    ],
-    ids=["clipping", "adapting"],
-)
-def test_what_cannot_go_together_is_refused(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        SparseDDPStrategy(local_steps=5, **arguments)
 
 
 class Renaming(Numbered):

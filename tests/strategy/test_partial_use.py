@@ -1,5 +1,5 @@
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY, DIFFERENT_NAMES, EXACT_NAMES, KEEPING_NAMES
+from tests.helpers.trainers import with_optimizer
 
 FROZEN = range(4, 8)  # twelve batches in all
 UNUSED = {"find_unused_parameters": True}
@@ -60,15 +61,6 @@ def whole(compressor, **others):
     return settings_of(compressor, **{"density": None if DENSITY[compressor] is None else 1.0, **others})
 
 
-@pytest.fixture(scope="module")
-def with_ddp(pools):
-    @cache
-    def fitted(module, accumulated=1):
-        return fits(pools[2], module, accumulate_grad_batches=accumulated)[0]
-
-    return fitted
-
-
 def assert_close(ours, expected):
     torch.testing.assert_close(ours.batches, expected.batches, rtol=1e-4, atol=1e-6)
 
@@ -85,11 +77,11 @@ def assert_close(ours, expected):
     ],
     ids=str,
 )
-def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, with_ddp, settings, arguments):
+def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, settings, arguments):
     ours = one_model(fits(pair, Freezing, settings, **arguments))
     # DGC and SDAGC update momentum without messages, and clipping includes the dropped gradients.
     if settings["compressor"] not in ("dgc", "sdagc") and "gradient_clip_val" not in arguments:
-        assert_close(ours, with_ddp(Discarding, *arguments.values()))
+        assert_close(ours, fits(pair, Discarding, **arguments)[0])
 
 
 @pytest.mark.sampled(2)
@@ -142,10 +134,9 @@ SOON = settings_of("topk", timeout=timedelta(seconds=3))
 
 
 class Succeeding(Numbered):
-    def __init__(self, *arguments, width, kind):
-        super().__init__(*arguments)
-        self.width, self.kind = width, kind
-        self.notes = []
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.notes = width, []
 
     def on_train_batch_start(self, batch, batch_index):
         if self.current_epoch == 1 and batch_index == 0:
@@ -157,9 +148,6 @@ class Succeeding(Numbered):
     def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
         return 0 * self.network(rows).sum() if self.current_epoch else super().training_step(batch, batch_index)
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), lr=0.01)
 
 
 WITH_MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
@@ -180,7 +168,8 @@ SUCCESSIONS = {
 @pytest.mark.parametrize("width", [32, 48], ids=["same size", "wider"])
 @pytest.mark.parametrize(("settings", "kind"), SUCCESSIONS.values(), ids=SUCCESSIONS)
 def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(pair, settings, kind, width):
-    answers = fits(pair, partial(Succeeding, width=width, kind=kind), {"warmup_steps": 0, **settings})
+    module = partial(with_optimizer, kind, partial(Succeeding, width), lr=0.01)
+    answers = fits(pair, module, {"warmup_steps": 0, **settings})
     (start,) = answers[0].notes
     for each in answers:
         assert all(torch.equal(weights["network.2.weight"], start) for weights in each.batches[6:])
@@ -190,19 +179,12 @@ def test_a_new_layer_is_not_moved_by_what_is_kept_of_the_one_that_had_its_name(p
 
 
 class Moved(Numbered):
-    def __init__(self, *arguments, kind, is_renamed):
-        super().__init__(*arguments)
-        self.kind, self.is_renamed = kind, is_renamed
-
     def on_train_batch_start(self, batch, batch_index):
-        if self.is_renamed and self.current_epoch == 1 and batch_index == 0:
+        if self.current_epoch == 1 and batch_index == 0:
             first, activation, last = self.network
             last.added = nn.Linear(2, 2).to(self.device, self.dtype)
             self.network = nn.Sequential(nn.Identity(), first, activation, last)
             self.optimizers().add_param_group({"params": last.added.parameters()})
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), lr=0.01)
 
 
 @pytest.mark.sampled(2)
@@ -212,8 +194,8 @@ def test_what_is_stored_follows_a_parameter_to_another_name(pair, stored):
     settings = {"warmup_steps": 0, "schedule": "layerwise", **settings}
     precision = "bf16-true" if "local_steps" in settings else "32-true"  # the shared model stays in fp32
     (renamed, other), (plain, _) = (
-        fits(pair, partial(Moved, kind=kind, is_renamed=is_renamed), settings, precision=precision)
-        for is_renamed in (True, False)
+        fits(pair, partial(with_optimizer, kind, module, lr=0.01), settings, precision=precision)
+        for module in (Moved, Numbered)
     )
     assert_same(renamed.end, other.end)
     for ours, theirs in zip(renamed.batches[6:], plain.batches[6:]):
@@ -291,3 +273,34 @@ def test_a_finetuning_callback_keeps_replicas_together(pair, compressor):
     history = [weights["backbone.weight"] for weights in first.batches]
     assert torch.equal(history[5], first.start["backbone.weight"])
     assert not torch.equal(history[6], history[5])
+
+
+CORRECTED = {"optimizer_correction": AdamCorrection(3, 2, 2)}
+IDLE = {
+    "LAGS": (torch.optim.SGD, {"compressor": "lags"}),
+    "LAGS, AdamW": (torch.optim.AdamW, {"compressor": "lags", **CORRECTED}),
+    "ExDyna": (torch.optim.SGD, {"compressor": "exdyna"}),
+    "ExDyna, AdamW": (torch.optim.AdamW, {"compressor": "exdyna", **CORRECTED}),
+    "DGC": (torch.optim.SGD, {"compressor": "dgc", "warmup_steps": 0}),
+    "auto": (torch.optim.SGD, {"compressor": "lags", "schedule": "auto"}),
+    "local steps": (torch.optim.AdamW, {"local_steps": 3}),
+}
+
+
+class Idle(Numbered):
+    """A model without a gradient in one batch of all ranks, and in one batch of rank 1."""
+
+    def training_step(self, batch, batch_index):
+        if batch_index == 1 or (batch_index == 2 and self.global_rank == 1):
+            return torch.zeros((), requires_grad=True, device=self.device)
+        return super().training_step(batch, batch_index)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("kind", "settings"), IDLE.values(), ids=IDLE)
+def test_a_step_without_a_gradient_needs_no_flag(pair, kind, settings):
+    trained, other = fits(pair, partial(with_optimizer, kind, Idle, lr=0.01), {"density": 0.1, **settings})
+    assert_same(trained.end, other.end)
+    if "local_steps" not in settings:
+        assert_same(trained.batches, other.batches)
+    assert not any(torch.equal(before, trained.end[name]) for name, before in trained.start.items())

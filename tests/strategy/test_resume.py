@@ -8,7 +8,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, one_model
-from tests.helpers.resuming import Numbered, Starting, fit_numbered, kept_at_end, momenta
+from tests.helpers.resuming import Numbered, Starting, fit_numbered, momenta
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES
 
 # Methods that depend on the bucketing need a fixed bucketing to be exact.
@@ -55,10 +55,10 @@ def test_a_save_between_two_batches_of_a_step_is_ddps(pair, tmp_path):
 def fit_twice(rank, path):
     first, second = Numbered(8, path), Numbered()
     trainer = fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), first)
-    once = kept_at_end(trainer)
+    once = trainer.strategy.final_state
     trainer.fit(second, ckpt_path=path)
     found = differences({seen: first.history[seen] for seen in (9, 10, 11, 12)}, second.history)
-    return found + differences(once, kept_at_end(trainer))
+    return found + differences(once, trainer.strategy.final_state)
 
 
 def test_a_second_fit_goes_on_from_a_checkpoint(pair, tmp_path):
@@ -100,6 +100,7 @@ def test_on_other_numbers_of_ranks_the_mean_of_what_is_kept_stays(pools, tmp_pat
 
 
 EXDYNA, DENSE = ({"compressor": name, "density": DENSITY[name]} for name in ("exdyna", "dense"))
+IN_ROUNDS = {**TOPK, "local_steps": 4}
 SWITCHES = {
     "dense to sparse": (None, TOPK, False, "holds no state of a sparse strategy"),
     "sparse to dense": (TOPK, None, False, None),
@@ -108,6 +109,8 @@ SWITCHES = {
     "learned": (EXDYNA, TOPK, True, "unused parts of .*: the state of ExDyna, because TopK continues"),
     "to none": (TOPK, DENSE, False, "unused parts of .*: residual, because this training stores other tensors"),
     "from none": (DENSE, TOPK, False, None),
+    "from rounds": (IN_ROUNDS, TOPK, False, "the changes of the last round"),
+    "to rounds": (TOPK, IN_ROUNDS, False, "this training stores other tensors"),
     "refused": (TOPK, {**TOPK, "resume_compression": False}, False, "was read without its states, so residuals"),
 }
 

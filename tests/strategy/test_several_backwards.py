@@ -1,7 +1,7 @@
 """Several optimizers with several backwards per step: the gradient is the mean plus the local remainder."""
 
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -95,24 +95,15 @@ CELLS = [(name, kind, {}) for name in MODELS for kind in WITH]
 CELLS += [(name, "AdamW", {"gradient_as_bucket_view": False}) for name in ("a shared layer", "replaced")]
 
 
-@pytest.fixture(scope="module")
-def with_ddp(pools):
-    @cache
-    def fitted(name, kind):
-        module, settings = MODELS[name]
-        return fits(pools[2], partial(module, kind=kind), {"ddp": settings})[0]
-
-    return fitted
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "kind", "more"), CELLS, ids=str)
-def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, kind, more):
-    module, settings = MODELS[name]
-    settings = {**WITH[kind], **settings, **more}
+def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, name, kind, more):
+    module, of_ddp = MODELS[name]
+    settings = {**WITH[kind], **of_ddp, **more}
     one_model(fits(pair, partial(module, kind=kind), {**settings, "density": 0.05}))
     whole = one_model(fits(pair, partial(module, kind=kind), {**settings, "density": 1.0}))
-    torch.testing.assert_close(whole.batches, with_ddp(name, kind).batches, rtol=1e-4, atol=1e-5)
+    ddp, _ = fits(pair, partial(module, kind=kind), {"ddp": of_ddp})
+    torch.testing.assert_close(whole.batches, ddp.batches, rtol=1e-4, atol=1e-5)
 
 
 class Cadence(Adversaries):

@@ -14,9 +14,8 @@ from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.compressors import LAGS, TopK
+from lightning_sparse.compressors import DGC, LAGS, TopK
 from lightning_sparse.engine.collectives import Communicator
-from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.names import VARIANTS, systems
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
@@ -24,7 +23,7 @@ from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
-from tests.helpers.trainers import Small, WithAdam, make_trainer
+from tests.helpers.trainers import Failing, Small, WithAdam, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -143,9 +142,16 @@ def test_byte_counts_are_true(pools, compressor, density, wire, ranks, finds_unu
 VALUES = [
     *({"density": density} for density in (0, 100, "0.1", True)),
     {"compressor": "topp"},
+    {"optimizer_correction": "adam"},
     *({"warmup_steps": steps} for steps in (-1, True, 1.0, 4.5, "4")),
     {"warmup_epochs": 4},
-    *({name: name} for name in ("schedule", "wire", "exchange", "levels")),
+    *({name: name} for name in ("schedule", "wire", "exchange")),
+    *({"levels": levels} for levels in (0, 3, "two", None)),
+]
+TOGETHER = [
+    ({"local_steps": 5, "compressor": DGC(momentum=None, clip_norm=1.0)}, "clip_norm="),
+    ({"local_steps": 5, "compressor": LAGS(adaptive_density=True)}, "adaptive_density="),
+    *(({"compressor": name, "optimizer_correction": AdamCorrection()}, "Adam") for name in ("qsgd", "a2sgd", "dense")),
 ]
 KINDS = {"compressor": TopK, "schedule": 3}
 NAMES = {
@@ -157,6 +163,7 @@ NAMES = {
 ELSEWHERE = [("compressor", "LAGS", "lags"), ("compressor", "sparse_lags", "lags"), ("wire", "fp16", "float16")]
 REFUSED = [
     *((arguments, ValueError, f"{name}=") for arguments in VALUES for name in arguments),
+    *((arguments, ValueError, message) for arguments, message in TOGETHER),
     *(({name: value}, TypeError, name) for name, value in KINDS.items()),
     *(({name: 1}, TypeError, f"{name}=1 .*{meant}") for name, meant in NAMES.items()),
     *(
@@ -170,21 +177,6 @@ REFUSED = [
 def test_an_argument_that_cannot_be_is_refused_by_its_name_with_what_was_meant(arguments, kind, message):
     with pytest.raises(kind, match=message):
         SparseDDPStrategy(**arguments)
-
-
-def densities_of(settings):
-    densities = settings.densities()
-    every = []
-    for _ in range(6):
-        densities.begin_step()
-        every.append(densities.of("weight"))
-        densities.count_step(0)
-    return every
-
-
-def test_a_warm_up_takes_the_published_densities():
-    settings = Settings.of("dgc", 0.001, warmup_steps=4)
-    assert densities_of(settings) == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
 
 
 def test_a_default_warm_up_takes_a_tenth_of_a_short_training(pair):
@@ -236,17 +228,6 @@ def test_one_process_refuses_what_several_refuse(forked, settings, module, argum
 def thread_names(before=()):
     threads = (thread for thread in threading.enumerate() if thread not in before)
     return [thread.name for thread in threads if thread.name.startswith("lightning_sparse")]
-
-
-class Failing(Small):
-    def __init__(self, error=ZeroDivisionError):
-        super().__init__()
-        self.error = error
-
-    def training_step(self, batch, batch_index):
-        if batch_index == 3:
-            raise self.error
-        return super().training_step(batch, batch_index)
 
 
 def groups_given_back(rank, module, backend):
