@@ -1,4 +1,5 @@
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -27,8 +28,8 @@ OTHERS = [*SETTINGS, "topk", "exdyna", "micro", "dgc", "sdagc", "omgs", "ddp"]
 class Recipe:
     """A common rollback recipe: load the last snapshot if the loss rises far above the snapshot's loss."""
 
-    def __init__(self, model, optimizer, restore=None):
-        self.model, self.optimizer, self.restore = model, optimizer, restore
+    def __init__(self, model, optimizer, shared_model=nullcontext, restore=None):
+        self.model, self.optimizer, self.shared_model, self.restore = model, optimizer, shared_model, restore
         self.snapshot, self.rollbacks = None, 0
 
     def after_step(self, step, loss):
@@ -39,7 +40,8 @@ class Recipe:
             self.rollbacks += 1
             self.load(weights, copy.deepcopy(state))
         elif step % EVERY == 0:
-            self.snapshot = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), loss))
+            with self.shared_model():
+                self.snapshot = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), loss))
 
     def load(self, weights, state):
         self.optimizer.load_state_dict(state)
@@ -70,9 +72,10 @@ def train(rank, system, kind, is_poisoned, copies=False):
     optimizer = OPTIMIZERS[kind](model.parameters())
     if system == "ddp":
         wrapped, handle = nn.parallel.DistributedDataParallel(model), None
+        recipe = Recipe(model, optimizer)
     else:
         wrapped, handle = model, sparsify_gradients(model, optimizer, **settings_of(system, kind))
-    recipe = Recipe(model, optimizer, handle.reset_residuals if copies else None)
+        recipe = Recipe(model, optimizer, handle.shared_model, handle.reset_residuals if copies else None)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = wrapped(step, rank, scale_of(step, is_poisoned))
