@@ -9,10 +9,11 @@ from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, DensityRule, ErrorBudget
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine.observe import ParameterSamples
-from lightning_sparse.testing.tensors import differences
+from lightning_sparse.testing.tensors import assert_same
+from tests.helpers.fits import fits
 from tests.helpers.loggers import rows_of
-from tests.helpers.resuming import Numbered, fit_numbered
-from tests.helpers.trainers import Adversaries, Small, WithAdam, make_trainer, run_fit, weights
+from tests.helpers.resuming import Numbered
+from tests.helpers.trainers import Adversaries, Small, WithAdam, make_trainer, weights
 
 WEIGHT, SLOW = "network.0.weight", "network.0.bias"
 SOON = AdamCorrection(warmup_steps=4, density_decay_steps=8)
@@ -135,13 +136,9 @@ def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair, max_d
     assert first.planned <= max_density
 
 
-def fit_logged(rank, directory):
-    callbacks, logger = [AdaptiveDensity([ByEpoch(0.5)])], CSVLogger(directory, name="", version="")
-    run_fit(rank, SparseDDPStrategy(density=0.02), callbacks=callbacks, max_epochs=2, logger=logger)
-
-
 def test_densities_are_logged_at_every_observed_step(pair, tmp_path):
-    pair.run(fit_logged, str(tmp_path))
+    more = {"callbacks": [AdaptiveDensity([ByEpoch(0.5)])], "logger": CSVLogger(tmp_path, name="", version="")}
+    fits(pair, Small, {"density": 0.02}, limit_train_batches=16, **more)
     tag = f"sparse_parameters/density/{WEIGHT}"
     assert {int(row["step"]): float(row[tag]) for row in rows_of(tmp_path, tag)} == {9: 0.5, 19: 0.02, 29: 0.02}
 
@@ -155,20 +152,12 @@ class Saving(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resume(rank, path):
-    def run(ckpt_path, *callbacks):
-        model, seen = Numbered(), Densities()
-        adaptive = AdaptiveDensity([ErrorBudget(1.5)], every_n_steps=2)
-        strategy = SparseDDPStrategy(density=0.02, schedule="layerwise")
-        fit_numbered(rank, strategy, model, ckpt_path, max_epochs=4, callbacks=[*callbacks, adaptive, seen])
-        return model.history, [max(densities.values()) for densities in seen.densities]
-
-    (never_stopped, densities), (resumed, later) = run(None, Saving(path)), run(path)
-    expected = {seen: never_stopped[seen] for seen in resumed}
-    return differences((expected, densities[-len(later) :]), (resumed, later)), len(set(later))
-
-
 def test_a_resumed_run_goes_on_to_the_bit_also_where_another_callback_saves_first(pair, tmp_path):
-    for found, densities in pair.run(resume, str(tmp_path / "early.ckpt")):
-        assert found == []
-        assert densities > 1
+    path, adaptive = str(tmp_path / "early.ckpt"), AdaptiveDensity([ErrorBudget(1.5)], every_n_steps=2)
+    settings = {"density": 0.02, "schedule": "layerwise"}
+    saved = fits(pair, Numbered, settings, callbacks=[Saving(path), adaptive], max_epochs=4)
+    for whole, resumed in zip(saved, fits(pair, Numbered, settings, path, callbacks=[adaptive], max_epochs=4)):
+        assert_same(resumed.batches, whole.batches[8:])
+        densities = [[stats["density"] for stats in each] for each in (resumed.stats, whole.stats[8:])]
+        assert densities[0] == densities[1]
+        assert len(set(densities[0])) > 1

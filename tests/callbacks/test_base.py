@@ -1,9 +1,10 @@
 import warnings
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
+import torch
 from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import ModelPruning
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import (
@@ -66,7 +67,6 @@ class Other(AdaptiveDensity):
 
 ADAPTIVE = AdaptiveDensity([ErrorBudget(1)])
 MOMENTUM, MASKED = MomentumCorrection(), MomentumCorrection(masks_momentum=True)
-UNCORRECTED = {"compressor": "topk", "optimizer_correction": None}
 AUTO = {"compressor": "lags", "schedule": "auto"}
 # Strategy (a name stands for its compressor), callbacks, model, and part of the error; none if supported.
 TOGETHER = [
@@ -74,9 +74,7 @@ TOGETHER = [
     (AUTO, [ADAPTIVE], Small, "schedule='auto'"),
     ("topk", [ADAPTIVE, Other([ErrorBudget(1)])], Small, "AdaptiveDensity and Other"),
     *[(name, [ADAPTIVE], Small, "") for name in ("topk", "lags", "dgc")],
-    (UNCORRECTED, [MOMENTUM], WithAdam, "Adam"),
     ("topk", [MOMENTUM], WithAdam, "SGD"),
-    ("topk", [MOMENTUM], partial(WithSGD, dampening=0.5), "dampening=0.5"),
     ("topk", [MomentumCorrection(momentum=0.5)], WithSGD, "momentum=0.5"),
     *[(name, [MOMENTUM], WithSGD, name.upper()) for name in ("dgc", "sdagc", "a2sgd")],
     ("omgs", [MASKED], WithSGD, "OMGS"),
@@ -84,6 +82,8 @@ TOGETHER = [
     ("omgs", [MOMENTUM], WithSGD, ""),
     *[(name, [MASKED], WithSGD, "") for name in ("lags", "exdyna", "dense")],
     ("a2sgd", [ReplicaSentinel()], Small, "ReplicaSentinel"),
+    ({"local_steps": 4}, [ReplicaSentinel()], Small, "ReplicaSentinel"),
+    ({"local_steps": 4}, [ModelPruning("l1_unstructured")], Small, "ModelPruning"),
     ({"compressor": "dense", "local_steps": 4}, [OverlapTimeline()], Small, "local_steps"),
 ]
 
@@ -110,3 +110,19 @@ def fit_alone(rank, directory):
 def test_one_process_has_nothing_to_look_at_or_to_correct(forked, tmp_path):
     assert forked[1].run(fit_alone, str(tmp_path)) == [[0.9]]
     assert not (tmp_path / "overlap.json").exists()
+
+
+class Tampered(Small):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 5:
+            with torch.no_grad():
+                bias = self.network[2].bias
+                bias[3] = bias[3].nextafter(bias.new_tensor(9.0))
+                self.network[2].weight[0, 0] += 1
+
+
+def test_a_changed_parameter_is_named_and_ends_training_on_all_ranks(pair):
+    for message in refusals(pair, Tampered, {"density": 0.05}, callbacks=[ReplicaSentinel(4)]):
+        assert message.startswith("ReplicaError")
+        for told in ("after step 7", "'network.2.weight'", "rank 1", "2 of 4 parameters"):
+            assert told in message

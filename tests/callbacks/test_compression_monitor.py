@@ -3,6 +3,7 @@ import io
 import math
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors import A2SGD
 from tests.helpers.fits import fits
 from tests.helpers.loggers import events_of, rows_of
+from tests.helpers.pages import DOCS
 from tests.helpers.statistics import MEASURED, STATS
-from tests.helpers.trainers import Adversaries, Late, Rows, Small, WithAdam, run_fit
+from tests.helpers.trainers import Adversaries, Rows, Small, WithAdam, run_fit, with_optimizer
 
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
+BYTES = ("wire_bytes", "dense_bytes")
 NAMES = [name for name, _ in Small().named_parameters()]
 BY_PARAMETER = ["density", "gradient_norm", "residual_norm", "residual_to_gradient"]
 SPARSE, EVERYTHING = {"density": 0.01}, {"progress_bar": True, "by_parameter": True}
@@ -193,7 +196,9 @@ def test_the_error_of_updates_is_that_of_all_optimizers_of_a_batch_without_froze
 
 class LateGradients(Small):
     def training_step(self, batch, batch_index):
-        return (Late.apply(self.network(batch), 0.05) - batch).square().mean()
+        output = self.network(batch)
+        output.register_hook(lambda gradient: time.sleep(0.05))
+        return (output - batch).square().mean()
 
 
 def test_backward_takes_time_before_its_first_gradient(fitted, tmp_path):
@@ -228,3 +233,71 @@ class LongValidation(Small):
 def test_validation_does_not_count_as_training(fitted, tmp_path):
     fitted(module=LongValidation, num_sanity_val_steps=0, limit_val_batches=1, limit_train_batches=4, max_epochs=2)
     assert all(float(row["sparse/step_seconds"]) < 0.3 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])
+
+
+class Often(Small):
+    def __init__(self, backwards=1):
+        super().__init__()
+        self.automatic_optimization = backwards == 1
+        self.backwards = backwards
+
+    def training_step(self, batch, batch_index):
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_index)
+        for _ in range(self.backwards):
+            self.manual_backward(self.network(batch).square().mean())
+        self.optimizers().step()
+        return self.optimizers().zero_grad()
+
+
+class LateAtEnd(Callback):
+    """Delay the last exchange far beyond a step."""
+
+    def on_train_batch_start(self, trainer, *arguments):
+        if trainer.is_last_batch:
+            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.5))
+
+
+TWICE = partial(Often, 2)
+DENSE_FIRST = {"optimizer_correction": AdamCorrection(warmup_steps=6, density_decay_steps=0)}
+ALL = ("topk", "lags", "omgs", "exdyna", "dgc", "sdagc", "a2sgd", "qsgd", "micro", "dense")
+STRATEGIES = {
+    **{name: ({"compressor": name}, Often, {}) for name in ALL},
+    **{f"{name}, two backwards": ({"compressor": name}, TWICE, {}) for name in ("topk", "exdyna", "a2sgd", "dense")},
+    "accumulation": ({"compressor": "lags"}, Often, {"accumulate_grad_batches": 2}),
+    "averages of replicas": ({"compressor": A2SGD(param_sync_every=3)}, Often, {}),
+    "auto": ({"schedule": "auto"}, Often, {}),
+    "AdamW": (DENSE_FIRST, partial(with_optimizer, torch.optim.AdamW), {}),
+    "AdamW, two backwards": (DENSE_FIRST, partial(with_optimizer, torch.optim.AdamW, TWICE), {}),
+    "local steps": ({"local_steps": 2}, Often, {}),
+    "local steps, accumulation": ({"local_steps": 2}, Often, {"accumulate_grad_batches": 2}),
+    "local steps, two backwards": ({"local_steps": 2}, TWICE, {}),
+    "local steps, dense": ({"local_steps": 2, "compressor": "dense"}, Often, {}),
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("strategy", "module", "arguments"), STRATEGIES.values(), ids=STRATEGIES)
+def test_steps_add_up_to_the_totals_and_shares_to_one_at_most(fitted, tmp_path, strategy, module, arguments):
+    batches = arguments.get("accumulate_grad_batches", 1)
+    answers = fitted({"compressor": "lags", **strategy}, module, callbacks=[LateAtEnd()], **arguments)
+    ranks = [each.stats[batches - 1 :: batches] for each in answers]
+    every = strategy.get("local_steps", 1)
+    for stats in ranks:
+        steps = [*filter(None, stats), *[stats[-1]] * (every - 1)]  # a round has statistics at its end
+        for kind in BYTES:
+            assert sum(each[kind] for each in steps) == pytest.approx(stats[-1][f"total_{kind}"]), kind
+        shares = [each["exposed_share"] for each in stats if "exposed_share" in each]
+        assert all(math.isnan(share) or 0 <= share <= 1 for share in shares), shares
+    before = {"step": -1, **dict.fromkeys([f"sparse/total_{kind}" for kind in BYTES], 0)}
+    rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
+    assert [int(row["step"]) for row in rows] == list(range(3, len(ranks[0]), 4))
+    for row in rows:
+        for kind in BYTES:
+            sent = float(row[f"sparse/total_{kind}"]) - float(before[f"sparse/total_{kind}"])
+            steps = int(row["step"]) - int(before["step"])
+            assert float(row[f"sparse/{kind}"]) * steps == pytest.approx(sent), kind
+        before = row
+    assert any(row.get("sparse/backward_seconds") for row in rows) == (every == 1)  # rounds have no backward times
+    logged = {name.removeprefix("sparse/") for row in rows for name in row if name.startswith("sparse/")}
+    assert logged <= set(re.findall(r"`(\w+)`", (DOCS / "monitor.md").read_text()))

@@ -1,5 +1,5 @@
+import re
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -7,23 +7,30 @@ from pytorch_lightning import Trainer
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.cli import main
-from tests.helpers.commands import COMMAND, MODEL, begin, refusal
+from tests.helpers.commands import COMMAND, MODEL, begin
 
-OWN_SCRIPT = """
-import lightning_sparse
-import torch
-from pytorch_lightning.cli import LightningCLI
-from pytorch_lightning.demos.boring_classes import BoringModel
-
-class Model(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.unused = torch.nn.Linear(2, 2)
-
-if __name__ == "__main__":
-    cli = LightningCLI(Model)
-    if cli.trainer.is_global_zero:
-        print("\\nratio", cli.trainer.strategy.compression_stats()["total_compression_ratio"])
+CONFIG = """
+trainer:
+  strategy: sparse_lags
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  limit_train_batches: 4
+  limit_val_batches: 0
+  enable_checkpointing: false
+  enable_progress_bar: false
+  logger: false
+  default_root_dir: {root}
+  callbacks:
+    - class_path: lightning_sparse.callbacks.MomentumCorrection
+      init_args: {{momentum: optimizer, clip_norm: 1.0}}
+    - class_path: lightning_sparse.callbacks.AdaptiveDensity
+      init_args:
+        max_density: 0.2
+        every_n_steps: 1
+        rules:
+          - class_path: lightning_sparse.callbacks.ErrorBudget
+            init_args: {{budget: 0.001}}
 """
 
 
@@ -41,15 +48,6 @@ def answer(capsys, *arguments):
     return capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
-def test_fits_with_a_strategy_name(interpreter, tmp_path):
-    options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.fast_dev_run=true"]
-    words = ["fit", MODEL, "--trainer.strategy=sparse_topk", *options, f"--trainer.default_root_dir={tmp_path}"]
-    done = interpreter.run(Path(COMMAND), *words)
-    assert done.returncode == 0, done.stderr
-    assert "All distributed processes registered. Starting with 2 processes" in done.stderr
-
-
 def test_a_strategy_is_built_from_plain_arguments(capsys):
     given = {"density": 0.02, "wire": "bfloat16", "local_steps": 4, "find_unused_parameters": True}
     words = [f"--trainer.strategy.{name}={value}" for name, value in given.items()]
@@ -63,29 +61,13 @@ def test_a_strategy_is_built_from_plain_arguments(capsys):
     assert {**given, **defaults}.items() <= arguments.items()
 
 
-def test_a_script_of_the_users_own_knows_the_names(pair, tmp_path):
-    script, config = tmp_path / "train.py", tmp_path / "fit.yaml"
-    script.write_text(OWN_SCRIPT)
-    config.write_text(
-        "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n"
-        "    init_args: {density: 0.1, find_unused_parameters: true}\n"
-        "  accelerator: cpu\n  devices: 2\n  fast_dev_run: 2\n"
-    )
-    said, _ = pair.run(begin, str(script), ("fit", f"--config={config}"), str(tmp_path))
-    (ratio,) = [float(line.split()[1]) for line in said.splitlines() if line.startswith("ratio")]
-    assert ratio > 1
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("--model=tests.helpers.trainers.Smal", "Smal"),
-        ("--trainer.callbacks=lightning_sparse.callbacks.AdaptivDensity", "AdaptivDensity"),
-    ],
-)
-def test_a_class_that_is_not_there_is_named(word, said, capsys):
-    assert said in "\n".join(refusal(capsys, "fit", MODEL, word))
+def test_rules_are_built_from_yaml(pair, tmp_path):
+    config = tmp_path / "fit.yaml"
+    config.write_text(CONFIG.format(root=tmp_path))
+    said, _ = pair.run(begin, COMMAND, ("fit", MODEL, f"--config={config}"), str(tmp_path))
+    assert "momentum before selection: optimizer" in said
+    # Without the rule, the ratio is larger, because the rule doubles the density after each step.
+    assert float(re.search(r"compression ratio ([\d.]+)", said)[1]) < 40
 
 
 def test_a_class_path_alone_is_a_strategy(capsys):
