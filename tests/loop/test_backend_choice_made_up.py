@@ -51,11 +51,6 @@ def live(theirs, ours, steps, density=0.01, device="cpu"):
     return were_plain, said
 
 
-def noisy(seconds, noise, seed):
-    draw = random.Random(seed)
-    return lambda step: seconds * max(0.1, 1 + draw.gauss(0.0, noise))
-
-
 def test_it_says_what_it_does_and_what_came_of_it():
     were_plain, (chosen,) = live(lambda step: 0.1, lambda step: 0.04, 200)
     assert chosen == (
@@ -79,13 +74,6 @@ def test_what_is_not_worth_the_delay_is_left_to_ddp(ours, density, why):
     assert seconds.clear.called  # the trials' exposed time does not count for DDP
     assert all(were_plain[-100:])
     assert said[-1].endswith(f"; chosen: plain DDP, {why}")
-
-
-def test_noise_hides_a_small_gain_and_not_a_large_one():
-    lives = [live(noisy(0.1, 0.3, seed), noisy(0.08, 0.3, 100 + seed), 300)[0] for seed in range(20)]
-    assert sum(not were_plain[-1] for were_plain in lives) <= 4
-    lives = [live(noisy(0.1, 0.1, seed), noisy(0.06, 0.1, 100 + seed), 300)[0] for seed in range(20)]
-    assert sum(were_plain[-1] for were_plain in lives) <= 2
 
 
 def test_it_compares_again_after_some_thousand_steps():
