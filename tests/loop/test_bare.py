@@ -24,9 +24,8 @@ from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import pickled, tensors_of
 from tests.helpers.fits import refuse
-from tests.helpers.trainers import weights
+from tests.helpers.trainers import OPTIMIZERS, weights
 
-OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 CORRECTED = {"optimizer_correction": AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=2)}
 SPARSE = {"density": 0.05, "warmup_steps": 0}
 
@@ -321,29 +320,6 @@ def test_what_was_kept_takes_no_memory_once_it_is_closed(pair, optimizer, settin
     assert pair.run(close, optimizer, settings) == [True, True]
 
 
-def train_large(rank, compressor, is_zeroed_in_place):
-    """Train large layers, with gradients swapped with residuals unless gradients have fixed memory."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 64)).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    gradients = []
-    with sparsify_gradients(model, optimizer, compressor, **SPARSE):
-        for step in range(4):
-            model(batch(rank, step)).square().mean().backward()
-            gradients += [each.grad.detach().clone() for each in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not is_zeroed_in_place)
-    return gradients, tensors_of(model)
-
-
-@pytest.mark.parametrize("compressor", ["topk", "dgc"])
-def test_large_gradients_are_the_same_whether_they_keep_their_memory(pair, compressor):
-    in_place, anew = (pair.run(train_large, compressor, each) for each in (True, False))
-    for rank, outcome in enumerate(anew):
-        assert_same(outcome, in_place[rank])
-        assert_same(outcome, anew[0])
-
-
 class Factors(nn.Module):
     """Two large parameters with gradients that are swapped with residuals.
 
@@ -364,7 +340,7 @@ class Factors(nn.Module):
         return ((self.first.view(-1) + second.view(-1)) * factors).square().sum() * 1e-3
 
 
-def train_factors(rank, compressor, shares, creates_graph=False, backwards=1, look=lambda parameter: None):
+def train_factors(rank, compressor, shares, creates_graph=False, backwards=1, look=lambda parameter: None, **zeroing):
     model = Factors(shares).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     gradients = []
@@ -378,15 +354,17 @@ def train_factors(rank, compressor, shares, creates_graph=False, backwards=1, lo
                 model(factors).backward(create_graph=creates_graph)
             gradients += [each.grad.detach().clone() for each in model.parameters()]
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(**zeroing)
         kept = {name: each.clone() for name, each in handle.engine.memory.state_dict()["residual"].items()}
     return gradients, tensors_of(model), kept
 
 
 @pytest.mark.parametrize("compressor", ["topk", "dgc"])
-def test_gradients_in_one_memory_are_two(pair, compressor):
-    together, apart = (pair.run(train_factors, compressor, shares) for shares in (True, False))
-    assert_same(together, apart)
+def test_gradients_in_one_memory_are_two_and_may_keep_their_memory(pair, compressor):
+    apart = pair.run(train_factors, compressor, False)
+    assert_same(pair.run(train_factors, compressor, True), apart)
+    assert_same(pair.run(partial(train_factors, compressor=compressor, shares=False, set_to_none=False)), apart)
+    assert_same(apart[0][:2], apart[1][:2])
 
 
 def test_a_mean_that_arrived_before_stays_in_a_gradient_that_backward_makes_anew(pair):

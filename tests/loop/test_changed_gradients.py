@@ -17,6 +17,7 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fit
 from tests.helpers.racing import Skipping
 from tests.helpers.resuming import Numbered
+from tests.helpers.trainers import with_optimizer
 
 DENSE, STEPS = 2, 6
 CORRECTION = AdamCorrection(warmup_steps=DENSE, density_decay_steps=0, second_moment_interval=2)
@@ -173,9 +174,6 @@ class ClipsItself(Numbered):
         super().__init__()
         self.norm = norm
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
     def configure_gradient_clipping(self, optimizer, *clipping, **named_clipping):
         if self.norm is not None and self.global_step >= DENSE:
             self.clip_gradients(optimizer, self.norm, "norm")
@@ -184,6 +182,37 @@ class ClipsItself(Numbered):
 @pytest.mark.parametrize(("ranks", "local_world_size"), [(2, 2), (4, 2)], ids=["one level", "two levels"])
 def test_lightning_clips_only_dense_steps(pools, ranks, local_world_size):
     arguments = (SETTINGS, None, {"max_epochs": 1, "local_world_size": local_world_size})
-    models = (partial(ClipsItself, norm) for norm in (1e-3, None))
+    models = (partial(with_optimizer, torch.optim.AdamW, partial(ClipsItself, norm), lr=0.01) for norm in (1e-3, None))
     clipped, plain = ([each.end for each in pools[ranks].run(fit, model, *arguments)] for model in models)
     assert_same(clipped, plain)
+
+
+# clips after each of several backwards in a step, as in truncated backpropagation through time
+WINDOWS, LONG = 8, 40
+LATE = AdamCorrection(warmup_steps=10, density_decay_steps=0)
+
+
+def mean_length(rank, norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    lengths = []
+    with sparsify_gradients(model, optimizer, "lags", 0.05, optimizer_correction=LATE):
+        for step in range(LONG):
+            before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+            for window in range(WINDOWS):
+                generator = torch.Generator().manual_seed(1000 * step + 10 * window + rank)
+                rows = torch.randn(4, 32, generator=generator).to(DEVICE)
+                (model(rows) - rows).square().mean().backward()
+                if norm is not None and step >= LATE.warmup_steps:
+                    nn.utils.clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            lengths.append((nn.utils.parameters_to_vector(model.parameters()).detach() - before).norm().item())
+    return sum(lengths[LONG // 2 :]) / (LONG - LONG // 2)
+
+
+@pytest.mark.exhaustive
+def test_a_clip_after_each_backward_makes_no_step_longer(pair):
+    for clipped, plain in zip(pair.run(mean_length, 0.1), pair.run(mean_length, None)):
+        assert clipped < 1.2 * plain

@@ -23,13 +23,10 @@ from lightning_sparse.testing.wrapping import Edges, batch, parameters_of
 from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
+from tests.helpers.trainers import OPTIMIZERS
 
 DENSE = 2
 CORRECTION = AdamCorrection(warmup_steps=DENSE, density_decay_steps=0, second_moment_interval=2)
-OPTIMIZERS = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-}
 each_optimizer = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
 
@@ -226,41 +223,28 @@ def give(rank, arguments):
     sparsify_gradients(**{"model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-    def forward(self, rows, skips=False):
-        for number, layer in enumerate(self.layers):
-            rows = rows if skips and number == 1 else layer(rows).tanh()
-        return rows.square().mean()
+class Layers(nn.ModuleList):
+    def forward(self, rows, chosen):
+        for number in chosen:
+            rows = self[number](rows)
+        return rows
 
 
-def inputs(rank, step):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(DEVICE)
-
-
-class Stopping(torch.autograd.Function):
-    @staticmethod
-    def forward(context, rows):
-        return rows.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        raise MemoryError("no memory left")
+def stop(gradient):
+    raise MemoryError("no memory left")
 
 
 def step_after_an_error(rank):
     torch.manual_seed(0)
-    model = Layers().to(DEVICE)
+    model, rows = Layers([nn.Linear(8, 8), nn.Linear(8, 8)]).to(DEVICE), torch.ones(4, 8, device=DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = sparsify_gradients(model, optimizer, density=0.5, warmup_steps=0)
-    first = model.layers[0](inputs(rank, 0))
+    hidden = model[0](rows)
+    hidden.register_hook(stop)
     with suppress(MemoryError):
-        model.layers[1](Stopping.apply(first)).sum().backward()
+        model[1](hidden).sum().backward()
     try:
-        model(inputs(rank, 1), skips=True).backward()
+        model(rows, [0]).sum().backward()
         optimizer.step()
     except RuntimeError as error:
         return str(error)
@@ -286,11 +270,7 @@ def test_no_step_follows_a_backward_that_ended_in_an_error(forked):
         ({"optimizer": [1]}, "TypeError: optimizer=1"),
         ({"optimizer": torch.optim.SGD([torch.zeros(2)])}, "ValueError: optimizer=SGD"),
         ({"compressor": "a2sgd"}, "ValueError: compressor=A2SGD"),
-        ({"compressor": "lag"}, "ValueError: compressor='lag'"),
         ({"density": 1.5}, "ValueError: density=1.5"),
-        ({"wire": "int3"}, "ValueError: wire='int3'"),
-        ({"exchange": "ring"}, "ValueError: exchange='ring'"),
-        ({"local_steps": 0}, "ValueError: every=0"),
         ({"local_steps": 4, "compressor": "dgc"}, "ValueError: local_steps=4"),
         ({"local_steps": 4, "optimizer_correction": CORRECTION}, "ValueError: optimizer_correction=AdamCorrection"),
         ({"total_steps": 0}, "ValueError: total_steps=0"),
