@@ -106,7 +106,7 @@ class Cluster:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True
             )
         try:
-            self._wait_for_nodes()
+            self.wait_for(self._has_idle_nodes, 60)
         except BaseException:
             self.stop()
             raise
@@ -121,16 +121,20 @@ class Cluster:
     def submit(self, *options, folder):
         return self.run("sbatch", "--parsable", *options, folder=folder).strip()
 
-    def wait_until_ended(self, job, timeout):
-        """Return SLURM's record of an ended job. Raise an error with the logs after ``timeout``."""
+    def wait_for(self, happened, timeout):
+        """Return the first result that is true. Raise an error with the logs after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            words = self.run("scontrol", "--oneliner", "show", "job", job).split()
-            facts = dict(word.split("=", 1) for word in words if "=" in word)
-            if facts["JobState"] in ENDED:
-                return facts
-            time.sleep(0.5)
-        raise TimeoutError(f"job {job} has not ended within {timeout} s: {facts}\n{self.logs()}")
+        while time.monotonic() < deadline and self._process.poll() is None:
+            if found := happened():
+                return found
+            time.sleep(0.3)
+        raise TimeoutError(f"not within {timeout} s\n{self.logs()}")
+
+    def record_of_ended(self, job):
+        """Return SLURM's record of a job, or ``None`` before the end of the job."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
+        facts = dict(word.split("=", 1) for word in words if "=" in word)
+        return facts if facts["JobState"] in ENDED else None
 
     def logs(self):
         paths = sorted(self.folder.glob("*.log"))
@@ -140,15 +144,10 @@ class Cluster:
         self._process.kill()
         self._process.wait(timeout=30)
 
-    def _wait_for_nodes(self):
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and self._process.poll() is None:
-            asked = ["sinfo", "--noheader", "--Node", "--format=%t"]
-            told = subprocess.run(asked, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
-            if told.stdout.split() == ["idle"] * len(self.names):
-                return
-            time.sleep(0.2)
-        raise RuntimeError(f"the nodes {self.names} are not ready\n{self.logs()}")
+    def _has_idle_nodes(self):
+        asked = ["sinfo", "--noheader", "--Node", "--format=%t"]
+        told = subprocess.run(asked, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        return told.stdout.split() == ["idle"] * len(self.names)
 
     def _write_files(self):
         controller_port, *ports = _free_ports(1 + len(self.names))

@@ -1,7 +1,7 @@
 import os
 import socket
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,14 +37,6 @@ def work(tmp_path):
     return tmp_path
 
 
-def wait_for(happened, timeout, cluster, log):
-    deadline = time.monotonic() + timeout
-    while not happened():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout} s\n{log.read_text() if log.exists() else ''}\n{cluster.logs()}")
-        time.sleep(0.2)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_the_example_of_several_nodes_is_requeued_by_a_signal_and_resumes(cluster, work):
@@ -52,11 +44,11 @@ def test_the_example_of_several_nodes_is_requeued_by_a_signal_and_resumes(cluste
     longer = "--config configs/lags.yaml --trainer.max_epochs=40"
     (work / "job.sbatch").write_text(script.replace("--config configs/lags.yaml", longer))
     job = cluster.submit("job.sbatch", folder=work)
-    log, jobs = work / f"sparse-several-nodes-{job}.log", work / "jobs" / job
-    wait_for(lambda: list(jobs.rglob("epoch=*.ckpt")), 150, cluster, log)
+    jobs = work / "jobs" / job
+    cluster.wait_for(lambda: list(jobs.rglob("epoch=*.ckpt")), 150)
     cluster.run("scancel", "--signal=USR1", job)
-    facts = cluster.wait_until_ended(job, timeout=200)
-    text = log.read_text()
+    facts = cluster.wait_for(lambda: cluster.record_of_ended(job), 200)
+    text = (work / f"sparse-several-nodes-{job}.log").read_text()
     assert (facts["JobState"], facts["NodeList"], facts["Restarts"]) == ("COMPLETED", "n[1-2]", "1"), text
     assert text.count("Starting with 2 processes") == 2
     assert "start empty" not in text  # residuals
@@ -83,7 +75,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, wor
     for node, said in sites.items():
         where = (f"--nodelist={node}", "--nodes=1", said)
         jobs.append(cluster.submit(*where, "examples/slurm/two_sites.sbatch", folder=work))
-    states = [cluster.wait_until_ended(job, timeout=200)["JobState"] for job in jobs]
+    states = [cluster.wait_for(partial(cluster.record_of_ended, job), 200)["JobState"] for job in jobs]
     logs = [next(work.glob(f"*-{job}.log")).read_text() for job in jobs]
     assert states == ["COMPLETED", "COMPLETED"], logs
     assert "The first node is n1;" in logs[0]
