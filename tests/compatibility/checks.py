@@ -97,6 +97,7 @@ def fit_twice(trainer, module):
 
 def continued(first, second):
     assert steps(first) == list(range(1, 17))
+    assert first.batches[-1].stats.get("total_steps", 8) == 8  # of the second fit
     for name, parameter in first.notes["fitted"].items():
         assert torch.equal(parameter, second.notes["fitted"][name])
         assert not torch.equal(parameter, first.after[name])
@@ -174,23 +175,15 @@ def means(first, second):
 def find_a_rate(trainer, module):
     before = weights(module)
     finder = Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=24)
-    found = weights(module)
-    files = sorted(path.name for path in Path(trainer.default_root_dir).iterdir())
+    stays = all(torch.equal(before[name], found) for name, found in weights(module).items())
+    files = list(Path(trainer.default_root_dir).iterdir())
     trainer.fit_loop.max_epochs = 1  # the search needed more
     trainer.fit(module)
-    return {
-        "stays": all(torch.equal(before[name], found[name]) for name in before),
-        "rates": finder.results["lr"],
-        "suggestion": finder.suggestion(),
-        "files": files,
-    }
+    return {"stays": stays, "suggestion": finder.suggestion(), "files": files}
 
 
 def found_rate(first, second):
     for outcome in (first, second):
         assert outcome.notes["stays"]
         assert outcome.notes["files"] == []
-        assert len(outcome.notes["rates"]) >= 20
-        assert outcome.notes["rates"] == sorted(outcome.notes["rates"])
         assert rates(outcome) == [first.notes["suggestion"]] * 8
-    assert first.notes["suggestion"] in first.notes["rates"]

@@ -68,19 +68,3 @@ def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair):
     lines, _ = pair.run(fit_failing, {"density": 0.01})
     assert lines
     assert not any("steps sent" in line for line in lines)
-
-
-def test_a_second_fit_counts_from_its_own_start(pair):
-    for first, second in pair.run(fit_twice):
-        assert first == second == 5
-
-
-def fit_twice(rank):
-    strategy = SparseDDPStrategy(density=0.01)
-    trainer = make_trainer(rank, strategy, limit_val_batches=0, limit_train_batches=5)
-    steps = []
-    for epochs in (1, 2):
-        trainer.fit_loop.max_epochs = epochs
-        trainer.fit(Small())
-        steps.append(strategy.compression_stats()["total_steps"])
-    return steps
