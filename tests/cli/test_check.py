@@ -35,12 +35,9 @@ if fault == "seed" and rank == 1:
     import torch
     seed = torch.manual_seed
     torch.manual_seed = lambda number: seed(number + 1)
-if fault == "hangs":
-    at_step_5(lambda: time.sleep(1000))
-if fault == "dies":
-    at_step_5(lambda: os._exit(9))
-if fault == "raises":
-    at_step_5(lambda: [][0])
+in_a_step = {"hangs": lambda: time.sleep(1000), "dies": lambda: os._exit(9), "raises": lambda: [][0]}
+if fault in in_a_step:
+    at_step_5(in_a_step[fault])
 if fault == "nothing":
     from lightning_sparse.compressors.topk import TopK
     select = TopK.select

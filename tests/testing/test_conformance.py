@@ -1,7 +1,5 @@
 """Our compressors pass all checks of the conformance kit, and a compressor with a fault fails a single check."""
 
-import os
-
 import pytest
 import torch
 
@@ -150,19 +148,3 @@ def test_top_k_on_a_lossless_wire_loses_not_one_bit(pools, ranks, schedule):
                 assert not entry["after"][name][was_sent].any()
                 total += torch.where(was_sent, accumulated, 0.0) / ranks
             assert torch.equal(total, entries[0]["applied"][name])
-
-
-def seed_found(rank):
-    """Set a seed in the environment, as Lightning's ``seed_everything`` does, and return the previous seed."""
-    found, os.environ["PL_GLOBAL_SEED"] = os.environ.get("PL_GLOBAL_SEED"), "1"
-    return found
-
-
-def test_what_a_function_leaves_in_the_environment_is_not_the_next_ones(pair):
-    assert [pair.run(seed_found) for _ in range(2)] == [[None, None]] * 2
-
-
-@pytest.mark.parametrize(("subject", "kind"), [("topp", ValueError), (3, TypeError), (int, TypeError)])
-def test_what_is_no_compressor_is_refused(subject, kind):
-    with pytest.raises(kind, match="compressor"):
-        subject_of(subject)
