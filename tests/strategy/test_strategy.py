@@ -173,7 +173,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(("arguments", "kind", "message"), REFUSED, ids=[message for *_, message in REFUSED])
 def test_an_argument_that_cannot_be_is_refused_by_its_name_with_what_was_meant(arguments, kind, message):
     with pytest.raises(kind, match=message):
         SparseDDPStrategy(**arguments)
