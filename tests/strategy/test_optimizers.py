@@ -74,12 +74,12 @@ def test_an_optimizer_that_makes_no_sense_is_refused(pair, compressor, model, me
         assert re.match(message, answer)
 
 
-def warned_of(rank, compressor, density, model):
+def warned_of(rank, compressor, density, kind):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(rank, SparseDDPStrategy(compressor, density=density), max_steps=1)
         warnings.filterwarnings("always", message=".*mean gradients.*")
-        trainer.fit(model)
+        trainer.fit(with_optimizer(kind, lr=0.01))
     return [str(each.message) for each in caught if "mean gradients" in str(each.message)]
 
 
@@ -107,7 +107,7 @@ WARNED = {
 def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_warned_of(
     pair, compressor, density, kind, is_warned
 ):
-    first, second = pair.run(warned_of, compressor, density, with_optimizer(kind, lr=0.01))
+    first, second = pair.run(warned_of, compressor, density, kind)
     assert [kind.__name__ in line for line in first] == [True] * is_warned
     assert second == []  # a single warning, not a warning per rank
 
