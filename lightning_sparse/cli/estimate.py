@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from lightning_sparse.loop.summary import in_bytes
@@ -22,8 +23,12 @@ _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
 _OWNED, _OWNERS_FROM = 7, 15  # from 15 ranks on, "auto" uses owners: a rank then receives the bytes of 7 selections
 _LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # local steps per round; local steps per step of DDP, for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+
+
+class UnitError(ValueError, argparse.ArgumentTypeError):
+    """A text is no number with a unit. ``argparse`` prints the message, as of every ``ArgumentTypeError``."""
 
 
 class Estimate(NamedTuple):
@@ -82,12 +87,20 @@ class Estimate(NamedTuple):
         return f"{steps}\nTake {self.strategy}: {REASONS[self.strategy]}."
 
 
+def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    """Add the options for the number of parameters, and for the seconds of a step's computation."""
+    parameters = partial(read, "parameters", units=_COUNTS, example="124M")
+    compute = partial(read, "compute", units=_SECONDS, example="120ms")
+    add = partial(parser.add_argument, required=required)
+    add("--parameters", type=parameters, help="trained parameters, with fp32 gradients, such as 124M, 1.5B")
+    add("--compute", type=compute, help="time of a step without communication, on one device, such as 120ms")
+
+
 def estimate(args: Sequence[str]) -> None:
     """Run the subcommand. Invalid arguments exit with status 2 and a message."""
     parser = argparse.ArgumentParser("lightning-sparse estimate", description=__doc__, allow_abbrev=False)
+    add_model_options(parser, required=True)
     add = parser.add_argument
-    add("--parameters", required=True, help="trained parameters, with fp32 gradients, such as 124M, 1.5B")
-    add("--compute", required=True, help="time of a step without communication, on one device, such as 120ms")
     add("--bandwidth", required=True, help="link of each machine, such as 100Mbps, 25Gb/s; no unit: bits per second")
     add("--workers", required=True, type=int, help="processes that exchange gradients, at least 2")
     add("--latency", default="100us", help="one-way time of a message, such as 100us (Ethernet, default), 10ms (WAN)")
@@ -103,8 +116,7 @@ def _estimated(options: argparse.Namespace) -> str:
     workers, memory = options.workers, options.memory_bandwidth
     if workers < 2 or not memory > 0:
         raise ValueError(f"--workers {workers} must be at least 2, --memory-bandwidth {memory} above zero")
-    elements = read("parameters", options.parameters, COUNTS, "124M")
-    compute = read("compute", options.compute, SECONDS, "120ms")
+    elements, compute = options.parameters, options.compute
     rate, latency = read_rate(options.bandwidth), read_seconds(options.latency)
     passes, size = PASSES[options.optimizer], in_bytes(4 * elements)
     network = Line(2 * (workers - 1) * latency, 8 / rate)
@@ -122,19 +134,19 @@ def read_rate(text: str, noun: str = "bandwidth") -> float:
     """Return bits per second from text such as ``"1gbit"``, ``"1Gb/s"`` or ``"1e9"``. ``"1GB/s"`` is an error."""
     bits = read(noun, re.sub(r"([kmgKMG])(?:[bB]it|b)(?:/s|ps)?$", r"\1", text), _BITS, "1gbit")
     if bits < 1e3:
-        raise ValueError(f"{noun}={text!r} must be 1000 bits per second or more, such as '1gbit', '25Gb/s' or '1e9'")
+        raise UnitError(f"{noun}={text!r} must be 1000 bits per second or more, such as '1gbit', '25Gb/s' or '1e9'")
     return bits
 
 
 def read_seconds(text: str, noun: str = "latency") -> float:
     """Return seconds from text such as ``"100us"``. ``"0"`` needs no unit."""
-    return 0.0 if text == "0" else read(noun, text, SECONDS, "100us")
+    return 0.0 if text == "0" else read(noun, text, _SECONDS, "100us")
 
 
 def read(noun: str, text: str, units: dict[str, float], example: str) -> float:
-    """Return a number above zero from text with a unit of ``units``, or raise ``ValueError``."""
+    """Return a number above zero from text with a unit of ``units``, or raise :class:`UnitError`."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d+)?)({'|'.join(units)})", text.lower())
     number = 0.0 if match is None else float(match[1]) * units[match[2]]
     if not number:
-        raise ValueError(f"{noun}={text!r} must be above zero, with a unit of {', '.join(units)}, such as {example!r}")
+        raise UnitError(f"{noun}={text!r} must be above zero, with a unit of {', '.join(units)}, such as {example!r}")
     return number

@@ -1,20 +1,22 @@
 """The command ``lightning-sparse check``: run small trainings and timings on the machines of a training."""
 
 import argparse
+import json
 import logging
 import os
+import signal
 import socket
 import sys
-import timeit
-import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
-from math import inf
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from threading import Event, Timer, get_ident
+from timeit import default_timer, repeat
+from typing import Any, NoReturn, Union
 from unittest import SkipTest
 
 import torch
@@ -23,23 +25,24 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing import SignalException, errors
 from torch.distributed.run import main as torchrun
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
 
 from lightning_sparse.callbacks import ReplicaSentinel
-from lightning_sparse.cli.estimate import COUNTS, PASSES, SECONDS, Estimate, read
-from lightning_sparse.cli.rows import Row, Rows
+from lightning_sparse.cli.estimate import PASSES, Estimate, add_model_options
 from lightning_sparse.compressors.topk import top_k_indices
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
-from lightning_sparse.engine.store import default_store
+from lightning_sparse.engine.store import ExchangeError, default_store
 from lightning_sparse.schedule.costs import Line, dense_bytes, fit
 from lightning_sparse.strategy.lightning import NAME, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _QUIET = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"]
 _STEPS = 40
-_CLOSE = 1e-4  # accepted difference between two orders of summation
-_SLOW = 1 / 3  # share of the fastest link's rate below which a link is too slow
 _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+_STATES = ("passed", "not applicable", "waits", "failed", "hangs", "died")  # a row has its ranks' rightmost state
+_BROKEN = {"waits", "hangs", "died"}  # after these states of a rank, no further row can run
+_WAITS = {"torch", "threading.py", "engine"}  # in the path of code that waits for other ranks
+
+Row = Union[str, Callable[[], str]]  # the reason why a check is not applicable, or a function that returns a detail
 
 
 def check(args: Sequence[str]) -> None:
@@ -49,20 +52,14 @@ def check(args: Sequence[str]) -> None:
     add("--devices", type=int, default=torch.cuda.device_count() or 1, help="processes, without torchrun and srun")
     add("--time", type=float, default=60.0, help="time limit of the command in seconds, default %(default)g")
     add("--output", type=Path, help="a JSON file for the report, such as check.json")
-    add("--parameters", help="trained parameters of your model, such as 124M, for advice; needs --compute")
-    add("--compute", help="time of a step without communication, such as 120ms; needs --parameters")
+    add_model_options(parser)
     options = parser.parse_args(args)
-    try:
-        if options.parameters or options.compute:
-            options.parameters = read("--parameters", options.parameters or "", COUNTS, "124M")
-            options.compute = read("--compute", options.compute or "", SECONDS, "120ms")
-    except ValueError as error:
-        parser.error(str(error))
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ:
-        probes = Probes(options)
-        probes.rows.run(probes.table(), options.output)
+    logging.captureWarnings(True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        Probes(options, os.environ["WORLD_SIZE"], os.environ["GROUP_WORLD_SIZE"]).run()
+    if "SLURM_STEP_ID" in os.environ:
+        Probes(options, os.environ["SLURM_NTASKS"], os.environ["SLURM_NNODES"]).run()
     local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={options.devices}"]
     try:
         torchrun([*local, "-m", "lightning_sparse", "check", *args])
@@ -82,34 +79,75 @@ class _OddModel(LightningModule):
         self.coarse, self.most, self.last = nn.Linear(97, 97).to(coarse), nn.Linear(97, 97), nn.Linear(97, 97)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        seed = torch.Generator().manual_seed(ranks * index + rank)  # `batch` restarts at 0 after a resume
-        words = torch.randint(211, (8, 8), generator=seed).to(self.device)
+        seed = torch.Generator().manual_seed(1000 * self.global_rank + index)  # `batch` restarts at 0 after a resume
+        words = torch.randint(211, (64,), generator=seed).to(self.device)
         hidden = self.coarse(self.embedding(words).to(self.coarse.weight.dtype)).float().tanh()
-        hidden = hidden + (self.last if rank == ranks - 1 else self.most)(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ((words * 3 + 1) % 211).flatten())
+        hidden = hidden + (self.last if self.global_rank == self.trainer.world_size - 1 else self.most)(hidden)
+        return nn.functional.cross_entropy(self.head(hidden), (words * 3 + 1) % 211)
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters())
 
 
 class Probes:
-    """Checks in this process, which torchrun or SLURM has started. ``rows`` runs each check on all ranks together."""
+    """Checks (rows of a report) in this process, which torchrun or SLURM has started. Each check runs on all ranks."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        sizes = ("WORLD_SIZE", "GROUP_WORLD_SIZE") if is_torchrun else ("SLURM_NTASKS", "SLURM_NNODES")
-        self._ranks, self._hosts = (int(os.environ[name]) for name in sizes)
-        self._local = self._ranks // self._hosts
-        ranks = {"devices": self._local, "num_nodes": self._hosts}
-        self._trainer: dict[str, Any] = {**dict.fromkeys(_QUIET, False), **ranks}
+    def __init__(self, options: argparse.Namespace, ranks: str, hosts: str) -> None:
+        self._options, self._ranks, self._hosts = options, int(ranks), int(hosts)
+        self._local = self._ranks // self._hosts  # processes per host
+        sizes = {"devices": self._local, "num_nodes": self._hosts}
+        self._trainer: dict[str, Any] = {**dict.fromkeys(_QUIET, False), **sizes}
         strategy: Any = Trainer(strategy="ddp", **self._trainer).strategy
         strategy.setup_environment()
         self._rank, self._device = dist.get_rank(), strategy.root_device
-        self._lines = {"network": Line()}  # seconds by size: sent bytes; for "memory" and "selection" elements
-        names = all_gather_object(f"rank {self._rank} ({socket.gethostname()})")
-        self.rows = Rows(self._rank, names, options.time)
+        self._names = all_gather_object(f"rank {self._rank} ({socket.gethostname()})")
+        self._store = default_store().clone()  # threads cannot share a store
+        self._lines = {"network": Line()}  # measured seconds by number of bytes
+
+    def run(self) -> NoReturn:
+        """Run the checks. Print and store the results. End the process with exit status 1 if a row has failed."""
+        over = Event()
+        Timer(self._options.time, over.set).start()
+        signal.signal(signal.SIGTERM, lambda *_: over.set())  # torchrun sends SIGTERM after a rank has died
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once
+        worker = ThreadPoolExecutor(1)  # checks run in a thread, because signals do not interrupt a collective
+        thread = worker.submit(get_ident).result()
+        rows = list[dict[str, Any]]()
+        for name, row in self.table().items():
+            began, running = default_timer(), worker.submit(_answer, row)
+            while not running.done() and not over.is_set():
+                wait([running], timeout=0.1)
+            own = running.result() if running.done() else _place(sys._current_frames()[thread])
+            answers = self._answers(name, own)
+            states = [each for each, _ in answers]
+            state, detail = max(answers, key=lambda answer: _STATES.index(answer[0]))
+            if state not in ("passed", "not applicable"):
+                named = (rank for rank, each in zip(self._names, states) if each == state)
+                state, detail = "failed", f"{', '.join(named)}: {detail}"
+            seconds, ranks = round(default_timer() - began, 1), dict(zip(self._names, answers))
+            rows.append({"name": name, "state": state, "seconds": seconds, "detail": detail, "ranks": ranks})
+            is_first = all(each == "died" for each in states[: self._rank])  # rank 0, or the first that lives
+            if is_first:
+                print(f"{state:14} {seconds:4.1f} s  {name:30} {detail}", flush=True)
+            if not _BROKEN.isdisjoint(states):
+                break
+        failed = [row["name"] for row in rows if row["state"] == "failed"]
+        if is_first:
+            print(f"{len(failed)} rows failed: {', '.join(failed)}." if failed else "All rows passed.", flush=True)
+        if is_first and self._options.output:
+            self._options.output.write_text(json.dumps({"passed": not failed, "rows": rows}, indent=1))
+        self._answers("end", ("passed", ""))  # rank 0 may have the store, and so ends last
+        os._exit(bool(failed))
+
+    def _answers(self, name: str, own: tuple[str, str]) -> list[tuple[str, str]]:
+        keys, died = [f"check/{name}/{rank}" for rank in range(self._ranks)], ("died", "died")
+        answers = [died, *[("waits", "") for _ in keys[1:]]]  # if the store is gone, rank 0 has died
+        with suppress(RuntimeError):
+            self._store.set(keys[self._rank], json.dumps(own))
+            with suppress(RuntimeError):
+                self._store.wait(keys, timedelta(seconds=10))
+            answers = [json.loads(self._store.get(key)) if self._store.check([key]) else died for key in keys]
+        return answers
 
     def table(self) -> dict[str, Row]:
         """Return the rows of the report by name. A row is a check, or the reason why the check is not applicable."""
@@ -117,8 +155,9 @@ class Probes:
         three = "" if self._ranks > 2 else "needs three processes"
         hosts = "" if self._hosts > 1 else "all processes run on one host"
         levels = "" if 1 < self._local < self._ranks else "needs several hosts with several processes"
+        model = "" if self._options.parameters and self._options.compute else "needs --parameters and --compute"
         adamw = partial(self._equals_ddp, torch.optim.AdamW, accumulate_grad_batches=2, gradient_clip_val=1.0)
-        rows: dict[str, Row] = {
+        return {
             "environment": self._environment,
             "one seed, one model": lambda: self._agree(_OddModel().state_dict()),
             "density 1 equals DDP": two or self._equals_ddp,
@@ -131,37 +170,38 @@ class Probes:
             "local steps": two or partial(self._replicas, local_steps=4),
             "links": hosts or self._links,
             "all-reduce": two or self._all_reduce,
-            "memory bandwidth": self._memory,
-            "selection of 1 %": self._selection,
+            "memory bandwidth": partial(self._measure, "memory", 8, Tensor.neg_, 32),
+            "selection of 1 %": partial(
+                self._measure, "selection", 4, lambda each: top_k_indices(each, len(each) // 100), 10, 100
+            ),
+            "advice": model or self._advise,
         }
-        return {**rows, "advice": self._advise} if self._options.parameters else rows
 
     def _environment(self) -> str:
         torch.get_device_module(self._device).set_device(self._device)  # a new thread's device is the first one
-        packages = ("torch", NAME.split(".")[0], "lightning-sparse")
-        versions = ", ".join(f"{each} {version(each)}" for each in packages)
+        packages = ("torch", NAME.partition(".")[0], "lightning_sparse")
+        versions = ", ".join(f"{each} {sys.modules[each].__version__}" for each in packages)
         if (backend := backend_of(self._device)) == "nccl":
             versions += f", nccl {torch.cuda.nccl.version()}, {torch.cuda.get_device_name()}"
-        if len(found := set(all_gather_object(versions))) > 1:
-            raise ValueError(f"versions differ: {' | '.join(sorted(found))}; make all equal")
+        assert len(found := set(all_gather_object(versions))) == 1, f"versions differ: {' | '.join(sorted(found))}"
         network = [os.environ[name] for name in os.environ if name.endswith("_SOCKET_IFNAME")]
         where = f"{self._ranks} ranks on {self._hosts} hosts, {self._device}, {backend}"
         return f"{where}, network interface {network or 'default'}, {versions}"
 
     def _agree(self, weights: dict[str, Tensor]) -> str:
-        for name, each in zip(self.rows.names, everyone := all_gather_object(weights)):
+        for name, each in zip(self._names, everyone := all_gather_object(weights)):
             assert_close(each, everyone[0], rtol=0, atol=0, msg=partial("{} differs from rank 0: {}".format, name))
         return f"the same parameters on {self._ranks} ranks"
 
     def _train(self, strategy: Any, model: _OddModel, path: Any = None, **more: Any) -> dict[str, Tensor]:
         trainer = Trainer(strategy=strategy, **{"max_steps": _STEPS, **self._trainer, **more})
-        trainer.fit(model, DataLoader(range(2 * _STEPS)), ckpt_path=path)  # type: ignore[arg-type]
+        trainer.fit(model, range(2 * _STEPS), ckpt_path=path)
         self._agree(weights := model.state_dict())
         return weights
 
     def _equals_ddp(self, optimizer: Any = _SGD, **more: Any) -> str:
         # On three or more ranks, DDP sums in another order. Rounding to bfloat16 would magnify the difference.
-        coarse, close = (torch.bfloat16, 0.0) if self._ranks == 2 else (torch.float32, _CLOSE)
+        coarse, close = (torch.bfloat16, 0.0) if self._ranks == 2 else (torch.float32, 1e-4)
         ddp = self._train("ddp_find_unused_parameters_true", _OddModel(optimizer, coarse), **more)
         dense = self._train(SparseDDPStrategy("lags", 1.0), _OddModel(optimizer, coarse), **more)
         assert_close(dense, ddp, rtol=close, atol=close / 10)
@@ -175,11 +215,10 @@ class Probes:
 
     def _conserves(self) -> str:
         os.environ["LIGHTNING_SPARSE_TEST_DEVICE"] = str(self._device)  # the next imports read the variable
-        from lightning_sparse.testing import invariants
-        from lightning_sparse.testing.tensors import moved
+        from lightning_sparse.testing import invariants, tensors
 
         book = invariants.balance(self._rank, {"compressor": "lags", "density": 0.05, "wire": "bfloat16"}, 4)
-        invariants.assert_mass_is_conserved(all_gather_object(moved(book, "cpu")))
+        invariants.assert_mass_is_conserved(all_gather_object(tensors.moved(book, "cpu")))
         return "residual before + gradient = sent + residual after, with values in bfloat16"
 
     def _resumes(self) -> str:
@@ -190,65 +229,63 @@ class Probes:
             if not all(all_gather_object(file.parent.exists())):
                 raise SkipTest("hosts do not share the current folder")
             half.trainer.save_checkpoint(file)
-            resumed = self._train("sparse_lags", _OddModel(), file)
-        assert_close(resumed, whole, rtol=0, atol=0)
+            assert_close(self._train("sparse_lags", _OddModel(), file), whole, rtol=0, atol=0)
         return f"bitwise identical to a training without a pause after step {_STEPS // 2}"
 
     def _links(self) -> str:
         # A link inside a host is no network link: a transfer is a memory copy, and other programs change the time.
-        seconds = dict.fromkeys(range(0, self._ranks, self._local), inf)
-        message = torch.ones(1 << 20, device=self._device)
-        for first in seconds:
-            pair = [first, (first + self._local) % self._ranks]
-            exchange = partial(dist.all_reduce, message, group=dist.new_group(pair))  # no-op on other ranks
-            slower = max(all_gather_object(min(self._times(exchange))))
-            seconds.update({each: min(seconds[each], slower) for each in pair})
-        slowest = max(seconds, key=seconds.__getitem__)
-        low, high = (8e-9 * message.nbytes / each for each in (seconds[slowest], min(seconds.values())))
-        words = (
-            f"{low:.3g} Gbit/s from the slowest host, {self.rows.names[slowest]}, up to {high:.3g} Gbit/s from others"
-        )
-        if low < _SLOW * high:
-            raise ValueError(words)
+        message, seconds = torch.ones(1 << 20, device=self._device), list[float]()
+        for first in range(0, self._ranks, self._local):
+            pair = dist.new_group([first, (first + self._local) % self._ranks])
+            seconds.append(max(self._seconds(partial(dist.all_reduce, message, group=pair))))  # no-op on other ranks
+        rates = [8e-9 * message.nbytes / min(links) for links in zip(seconds, seconds[-1:] + seconds)]
+        slowest = self._names[self._local * rates.index(min(rates))]
+        words = f"{min(rates):.3g} Gbit/s from the slowest host, {slowest}, up to {max(rates):.3g} Gbit/s from others"
+        assert min(rates) > max(rates) / 3, words
         return words
 
     def _all_reduce(self) -> str:
-        words = self._measure("network", dist.all_reduce, 250_000, 6_250_000, 25_000_000)
-        startup, per_element = self._lines["network"]
-        self._lines["network"] = line = Line(startup, per_element / dense_bytes(1, self._ranks))
+        words = self._measure("network", dense_bytes(1, self._ranks), dist.all_reduce, 0.25, 6.25, 25)
         # Rank 0's request stays on the host of the store, and so takes no time on the network.
-        trips = all_gather_object(min(self._times(partial(default_store().check, ["none"]), 100)))
-        latency, rate = max(0.0, (max(trips) - trips[0]) / 2), 8e-9 / max(line.per_unit, 1e-15)
-        return f"{words}: {rate:.3g} Gbit/s, {1e6 * latency:.3g} us one way"
-
-    def _memory(self) -> str:
-        words = self._measure("memory", Tensor.neg_, 32_000_000)
-        return f"{words}: {8e-9 / self._lines['memory'].per_unit:.3g} GB/s"
-
-    def _selection(self) -> str:
-        return self._measure("selection", lambda each: top_k_indices(each, len(each) // 100), 10_000_000, 100_000_000)
+        trips = self._seconds(partial(default_store().check, ["none"]), 100)
+        latency, rate = (max(trips) - trips[0]) / 2, 8e-9 / self._lines["network"].per_unit
+        return f"{words} = {rate:.3g} Gbit/s, {1e6 * max(0.0, latency):.3g} us one way"
 
     def _advise(self) -> str:
         elements, lines = self._options.parameters, self._lines
-        own = max(lines["selection"](elements), PASSES["adamw"] / 2 * lines["memory"](elements))
+        own = max(lines["selection"](4 * elements), PASSES["adamw"] * lines["memory"](4 * elements))
         found = Estimate(elements, self._ranks, self._options.compute, lines["network"], own)
-        advice = str(found).replace("\n", ". ")
-        return f"r = {found.r:.3g} as measured; compression adds {1e3 * own:.3g} ms to a step; {advice}"
+        return f"r = {found.r:.3g} as measured; compression adds {1e3 * own:.3g} ms to a step; {found}"
 
-    def _measure(self, key: str, call: Callable[[Tensor], Any], *sizes: int) -> str:
+    def _measure(self, key: str, unit: float, call: Callable[[Tensor], Any], *millions: float) -> str:
         line, samples, words = Line(), list[tuple[float, float]](), list[str]()
-        for size in sizes:
-            if line(size) < self._options.time / 16:  # `_times` runs a function four times
-                numbers = torch.randn(size, device=self._device)
-                seconds = all_gather_object(median(self._times(partial(call, numbers))))
-                slowest = max(seconds)
-                samples.append((size, slowest))
-                line = fit(samples) or Line(0.0, slowest / size)
-                name = self.rows.names[seconds.index(slowest)]
-                words.append(f"{1e3 * slowest:.3g} ms for {size / 1e6:g} M elements on {name}")
-        self._lines[key] = line
-        return ", ".join(words)
+        for size in millions:
+            nbytes = unit * size * 1e6
+            if line(nbytes) < self._options.time / 16:  # `_seconds` calls a function four times
+                elements = torch.randn(int(1e6 * size), device=self._device)
+                seconds, name = max(zip(self._seconds(partial(call, elements)), self._names))
+                samples.append((nbytes, seconds))
+                line = fit(samples) or Line(0.0, seconds / nbytes)
+                words.append(f"{1e3 * seconds:.3g} ms for {size:g} M elements on {name}")
+        self._lines[key] = line = Line(line.startup, max(line.per_unit, 1e-15))
+        return f"{', '.join(words)}: {1e-9 / line.per_unit:.3g} GB/s"
 
-    def _times(self, call: Callable[[], Any], count: int = 3) -> list[float]:
+    def _seconds(self, call: Callable[[], Any], count: int = 4) -> list[float]:
         synchronize = torch.get_device_module(self._device).synchronize
-        return timeit.repeat(lambda: (call(), synchronize()), synchronize, repeat=count + 1, number=1)[1:]
+        return all_gather_object(min(repeat(lambda: (call(), synchronize()), synchronize, repeat=count, number=1)))
+
+
+def _answer(check: Row) -> tuple[str, str]:
+    try:
+        return ("not applicable", check) if isinstance(check, str) else ("passed", check())
+    except SkipTest as reason:
+        return "not applicable", str(reason)
+    except Exception as error:
+        state = "waits" if isinstance(error, ExchangeError) else "failed"  # an ExchangeError: another rank failed
+        return state, " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def _place(frame: Any) -> tuple[str, str]:
+    path = Path(frame.f_code.co_filename)
+    state = "waits" if _WAITS.intersection(path.parts) else "hangs"
+    return state, f"at {path.name}:{frame.f_lineno}, had not ended the check when the time was over"
