@@ -1,3 +1,4 @@
+import inspect
 import re
 import threading
 import time
@@ -225,17 +226,14 @@ def test_one_process_refuses_what_several_refuse(forked, settings, module, argum
     assert alone == one == other
 
 
-def thread_names(before=()):
-    threads = (thread for thread in threading.enumerate() if thread not in before)
-    return [thread.name for thread in threads if thread.name.startswith("lightning_sparse")]
-
-
 def groups_given_back(rank, module, backend):
     before, strategy = threading.enumerate(), SparseDDPStrategy()
     distributed = Mock(wraps=dist, get_backend_config=lambda _: f"cpu:{backend}")
     with patch("lightning_sparse.engine.collectives.dist", distributed), suppress(ZeroDivisionError):
         make_trainer(rank, strategy).fit(module())
-    return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), thread_names(before)
+    threads = [thread.name for thread in threading.enumerate() if thread not in before]
+    ours = [name for name in threads if name.startswith("lightning_sparse")]
+    return distributed.destroy_process_group.call_count, len(strategy.compression_stats()), ours
 
 
 @pytest.mark.parametrize(
@@ -246,6 +244,56 @@ def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(pair, m
         assert given_back == groups
         assert statistics > 0
         assert threads == []
+
+
+WHOLE = {"compressor": "topk", "density": 1.0, "warmup_steps": 0}
+
+
+class Counted(Numbered):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
+        self.notes = []
+
+    def training_step(self, batch, batch_index):
+        self.note()
+        return super().training_step(batch, batch_index)
+
+    def validation_step(self, batch, batch_index):
+        self.note()
+        self.log("loss", self.network(self.rows(batch_index)).square().mean(), sync_dist=True)
+
+    def note(self):
+        self.notes.append(torch.cat([self.network[1].running_mean, self.network[1].running_var]).clone())
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_buffers_are_those_of_ddp_in_each_step(pair, accumulated):
+    limits = {"limit_val_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 1}
+    more = {"accumulate_grad_batches": accumulated, **limits}
+    ours, ddp = (fits(pair, Counted, settings, **more) for settings in (WHOLE, None))
+    for one, other in zip(ours, ddp):
+        assert len(one.notes) == len(other.notes) > 12
+        assert all(map(torch.equal, one.notes, other.notes))
+
+
+@pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
+def test_buffers_may_stay_each_ranks_own(pair, name):
+    if name not in inspect.signature(nn.parallel.DistributedDataParallel).parameters:
+        pytest.skip("this torch has it not")
+    first, second = fits(pair, Counted, {**WHOLE, name: False})
+    assert torch.equal(first.notes[0], second.notes[0])
+    assert not any(map(torch.equal, first.notes[1:], second.notes[1:]))
+
+
+class Asked(Numbered):
+    def on_train_batch_start(self, batch, batch_index):
+        assert self.trainer.model is self.trainer.strategy.model is self
+
+
+@pytest.mark.parametrize("settings", [WHOLE, {**WHOLE, "local_steps": 2}], ids=["each step", "rounds"])
+def test_the_model_is_the_lightning_module(pair, settings):
+    fits(pair, Asked, settings)
 
 
 NOTEBOOK = """
