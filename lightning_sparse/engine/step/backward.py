@@ -236,23 +236,15 @@ class Backward(ABC):
 
 
 class SparseBackward(Backward):
-    """Average gradients by sending the elements that a compressor selects. Other elements become residuals.
+    """Average gradients by sending the elements that a compressor selects. Other elements become residuals."""
 
-    Args:
-        arrived: means of earlier exchanges of the same optimizer step, to check that ranks agree; ``None`` in the
-            first exchange.
-    """
-
-    def __init__(
-        self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry], arrived: Optional[Sequence[Tensor]]
-    ) -> None:
+    def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
         # Buckets that are not sent yet. With clipping, the norm of all gradients is computed before any bucket is sent.
         self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], bool]] = []
         self._exchanged: list[BucketResult] = []
-        self._arrived = arrived
         if route.overlaps_backward and route.pipeline.memory.corrects_adam:
             route.worker.submit(route.pipeline.refresh)
 
@@ -312,8 +304,6 @@ class SparseBackward(Backward):
     @override
     def _commit(self) -> Optional[Tensor]:
         pipeline, exchanged = self._context.pipeline, self._exchanged
-        if self._arrived is not None and exchanged:
-            pipeline.check_arrived(self._arrived)
         pipeline.commit(exchanged, self._order.places)
         pipeline.close_record()
         return exchanged[-1].result.used if exchanged else None

@@ -71,26 +71,18 @@ class ReducedGradients:
         self._taken: dict[Tensor, Tensor] = {}  # means removed from ``p.grad`` while an exchange runs
         self._handles: dict[Tensor, Any] = {}
 
-    def watch(self, members: Sequence[ParamEntry]) -> None:
+    def watch(self) -> None:
         """Register a hook on each trained parameter that copies the mean before a backward adds to ``p.grad``."""
-        if len(self._handles) == len(members) or not (self._means or self._copies):
-            return
-        for parameter in (each.parameter for each in members):
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
+        for parameter in self._means.keys() - self._handles.keys():
+            if parameter.requires_grad:
+                self._handles[parameter] = parameter.register_hook(partial(self._copy, parameter))
 
     def unwatch(self) -> None:
-        """Copy all means now, and remove the hooks of :meth:`watch`."""
-        self.keep()
+        """Remove the hooks of :meth:`watch`."""
         while self._handles:
             self._handles.popitem()[1].remove()
 
-    def keep(self) -> None:
-        """Copy all means that have no copy yet."""
-        for parameter in list(self._means):
-            self._keep(parameter)
-
-    def _keep(self, parameter: Tensor, *addend: Tensor) -> None:
+    def _copy(self, parameter: Tensor, addend: Tensor) -> None:
         mean = self._means.pop(parameter, None)
         if parameter.grad is None:
             self._copies.pop(parameter, None)
@@ -104,7 +96,7 @@ class ReducedGradients:
         held |= {each for each, mean in self._means.items() if each.grad is mean}
         return held & self.begun  # an unused parameter may still hold the mean of an earlier step
 
-    def take_means(self, parameters: Iterable[Tensor]) -> Optional[list[Tensor]]:
+    def take_means(self, parameters: Sequence[Tensor]) -> Optional[list[Tensor]]:
         """Remove earlier means from each ``p.grad``. Return means of ``parameters``; ``None`` in a first exchange."""
         means, copies, self._taken = self._means, self._copies, {}
         self._means, self._copies = {}, {}
@@ -114,10 +106,9 @@ class ReducedGradients:
         for parameter, mean in copies.items():
             if parameter.grad is not None and parameter not in self._taken:  # an infinite mean gives inf - inf = NaN
                 self._taken[parameter], parameter.grad = mean, (parameter.grad - mean).detach()
-        members = list(parameters)
-        if self.begun.isdisjoint(members):
+        if self.begun.isdisjoint(parameters):
             return None
-        return [local_tensor(self._taken[each]) for each in members if each in self._taken]
+        return [local_tensor(self._taken[each]) for each in parameters if each in self._taken]
 
     def add_means(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
         """Add removed means to new means, and record the sums. Parameters in ``unused`` count as not exchanged."""
@@ -245,11 +236,8 @@ class SparseReducer(SharedOnCopy):
             if next(reversed(parameter._post_accumulate_grad_hooks or ()), None) != handle.id:
                 handle.remove()
                 self._hooked[parameter] = member, register_grad_hook(parameter, partial(self._on_grad_ready, member))
-        if self._context.is_sharded:
-            if not self._exchanges:
-                self.reduced.keep()  # FSDP adds to gradients without calling tensor hooks
-        else:
-            self.reduced.watch(self._order.members)
+        if not self._context.is_sharded:  # FSDP adds to gradients only in exchanged backwards
+            self.reduced.watch()
 
     def _on_grad_ready(self, member: ParamEntry, parameter: Tensor) -> None:
         self._used.add(member)
@@ -275,11 +263,11 @@ class SparseReducer(SharedOnCopy):
     def _open(self, is_announced: bool) -> Backward:
         self._context.begin()
         used = set(self._order.members) if self._context.is_sharded else self._used  # FSDP: only p.grad shows the use
-        if self.is_dense:
-            self._backward = DenseBackward(self._context, self._order, used)
-        else:
-            arrived = self.reduced.take_means(each.parameter for each in self._order.members)
-            self._backward = SparseBackward(self._context, self._order, used, arrived)
+        kind: type[Backward] = DenseBackward if self.is_dense else SparseBackward
+        parameters = [each.parameter for each in self._order.members]
+        if not self.is_dense and (means := self.reduced.take_means(parameters)) is not None:
+            self._context.worker.submit(partial(self._context.pipeline.check_alike, means))
+        self._backward = kind(self._context, self._order, used)
         self._backward.is_announced = is_announced or graph_number() == self._model_graph
         return self._backward
 

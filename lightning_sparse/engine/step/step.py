@@ -152,15 +152,12 @@ class Pipeline:
             flags = [None] * (len(parts) - 1) + [None if used is None else self.levels.any_of(used)]
             return [BucketResult(part, part.exchange(self.levels.inter, own)) for part, own in zip(parts, flags)]
 
-    def check_arrived(self, arrived: Sequence[Tensor]) -> None:
-        """Raise an error on every rank if means of earlier exchanges of this step differ between ranks.
-
-        The host waits for the device.
-        """
+    def check_alike(self, means: Sequence[Tensor]) -> None:
+        """Raise an error on all ranks if the means of earlier exchanges of this step differ. Waits for the device."""
         if self.compressor.replicas_diverge:
             return
         held = torch.zeros(1, dtype=torch.int64, device=self.levels.inter.device)
-        for tensor in arrived:
+        for tensor in means:
             held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # the 1 distinguishes a zero gradient from no gradient
         everywhere = self.levels.same_shard.call(Payload("all_gather", held))
         if bool((everywhere != held).any()):

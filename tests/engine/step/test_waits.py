@@ -58,7 +58,7 @@ DECLARED = {
     # Whether another rank used an unused parameter decides whether a gradient exists.
     "unused": {"engine/step/backward.py:_unused_anywhere": 1},
     # The check that ranks hold equal means before more is added must raise its error in time.
-    "several backwards": {"engine/step/step.py:check_arrived": 1},
+    "several backwards": {"engine/step/step.py:check_alike": 1},
     # torch's fused optimizer skips a step in its kernel. The corrected step reads the flag on the host.
     ("fused", "scaled"): {"engine/adam/steps.py:_step": 1},
     ("AdamW, tensor", "scaled"): {"engine/adam/steps.py:_step": 1},
