@@ -91,9 +91,10 @@ def unlike(training, outcomes):
                 {
                     name: values
                     for name, values in state.items()
-                    # With local steps, ranks average a teacher only when a round ends early.
+                    # With local steps, ranks average a teacher and buffers only when a round ends early.
                     if name.rpartition(".")[2] not in left_out
                     and not (training.local and place != "end" and name.startswith(("teacher", "averaged")))
+                    and not (training.local and place == "save" and name.rpartition(".")[2] in _AVERAGED)
                 }
                 for state in states
             )

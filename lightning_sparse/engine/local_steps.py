@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
 from lightning_sparse.engine.memory import Renaming, renamed, widened
-from lightning_sparse.engine.replicas import ReplicaAverager, Replicas, as_real, averaged
+from lightning_sparse.engine.replicas import ReplicaAverager, Replicas, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import LocalGradient
@@ -163,14 +163,13 @@ class LocalStepsController(Replicas):
 
 
 class SharedModel:
-    """Copies of model tensors, equal on all ranks. Each exchange moves the copies by the mean of the ranks' changes.
+    """Copies of trained parameters, equal on all ranks. Each exchange moves the copies by the ranks' mean change.
 
     All ranks hold these values between two rounds. A module may replace or rename tensors, so each method looks up
     tensors.
 
-    Each exchange includes trained parameters and floating-point buffers. Ranks may also write other tensors: frozen
-    parameters, parameters without an optimizer, integer buffers, new buffers. Other tensors become equal on all ranks
-    when a round ends early: before a validation, and at the end of the training.
+    Ranks may also write other tensors: buffers, frozen parameters, parameters without an optimizer. Other tensors
+    become equal on all ranks when a round ends early: before a validation, and at the end of the training.
     """
 
     def __init__(
@@ -187,17 +186,13 @@ class SharedModel:
         self._schedule = schedule
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
-        self.trained = frozenset(names)  # names of trained parameters, which each exchange includes
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._local = local
         self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter name
         self._away: Optional[dict[str, Tensor]] = None  # copies of this rank's tensors while shown() is active
         tensors = averaged(module)
-        buffers = [name for name, _ in module.named_buffers()]
-        beside = [name for name in buffers if name in tensors and tensors[name].is_floating_point()]
-        self._shared = {  # values of the shared model in fp32 or wider: trained parameters, then buffers
-            name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in (*names, *beside)
-        }
+        # values of the shared model in fp32 or wider, by name of the trained parameter
+        self._shared = {name: tensors[name].to(widened(tensors[name].dtype), copy=True) for name in names}
 
     @property
     def is_shown(self) -> bool:
@@ -213,8 +208,8 @@ class SharedModel:
         """
         other = SharedModel(self.module, trained, self._local, self._pipeline, self._schedule, self._worker)
         other._momenta = renamed(self._momenta, names)
-        before = renamed({name: each for name, each in self._shared.items() if name in self.trained}, names)
-        other._shared.update({name: each for name, each in before.items() if name in other.trained})
+        before = renamed(self._shared, names)
+        other._shared.update({name: each for name, each in before.items() if name in other._shared})
         return other
 
     def moved(self) -> dict[str, Tensor]:
@@ -223,40 +218,32 @@ class SharedModel:
         An exchange omits a parameter that no rank has moved. Neither outer momentum nor an old residual then changes
         the parameter. Every rank returns a flag for every parameter, and false for an empty shard.
         """
-        held = {name: each for name, each in self.exchanged().items() if name in self.trained}
-        moved = {name: each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held.items()}
+        held = self.exchanged().items()
+        moved = {name: each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held}
         is_unmoved = torch.zeros((), dtype=torch.bool, device=self._averager.device)
         return {name: moved.get(name, is_unmoved) for name in self._parameters}
 
-    @property
-    def _beside(self) -> list[str]:  # names of buffers that each exchange includes
-        return list(self._shared)[len(self.trained) :]
-
     def exchanged(self) -> dict[str, Tensor]:
-        """Return the module's tensors that the shared model includes, except tensors with a changed shape.
+        """Return the module's parameters that the shared model includes.
 
         Parameters are matched by identity, because a renamed parameter's old name may now belong to another parameter.
         """
         present = set(self.module.parameters())
-        known: dict[str, Tensor] = {name: each for name, each in self._parameters.items() if each in present}
-        known.update((name, each) for name, each in self.module.named_buffers() if name not in known)
-        held = {name: as_real(local_tensor(each)) for name, each in known.items() if name in self._shared}
-        return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
+        known = {name: each for name, each in self._parameters.items() if each in present}
+        return {name: local_tensor(each) for name, each in known.items() if name in self._shared}
 
-    def _unshared(self) -> dict[str, Tensor]:
+    def _rest(self) -> dict[str, Tensor]:
         """Return the tensors that no exchange includes. A rank may have written such tensors without an optimizer."""
-        known = self.trained | self.exchanged().keys()
-        return {name: tensor for name, tensor in averaged(self.module).items() if name not in known}
+        exchanged = self.exchanged()
+        return {name: tensor for name, tensor in averaged(self.module).items() if name not in exchanged}
 
     def reset_shared_model(self) -> None:
         """Average the ranks' models, and set the shared model to the mean. All ranks must call this."""
-        adopted = averaged(self.module)
-        self._worker.run(lambda: self._averager.average(adopted))
+        self._worker.run(self._averager.average)
         self._away = None
         for name, tensor in self.exchanged().items():
-            if name in adopted:
-                shared = self._shared[name]  # fp32 values that round to the module's values do not change
-                shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
+            shared = self._shared[name]  # fp32 values that round to the module's values do not change
+            shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
 
     def exchange(self, moved: Set[str], steps: int) -> None:
         """Exchange this rank's changes, and set the module to the new shared model.
@@ -264,15 +251,13 @@ class SharedModel:
         All ranks must exchange the same names. A tensor that the module has lost is sent as a change of zero.
 
         Args:
-            moved: names of trained parameters that have changed on at least one rank.
+            moved: names of parameters that have changed on at least one rank.
             steps: number of optimizer steps since the last exchange.
         """
         present, shared = self.exchanged(), self._shared
         changes = {name: _change(each, present.get(name, each)) for name, each in shared.items() if name in moved}
         with self._pipeline.recorder.waiting():
             self._worker.run(partial(self._move, changes, steps))
-            if self._beside:
-                self._unify({name: each for name, each in present.items() if name not in self.trained})
         if present:
             rounded = [round_to(shared[name], tensor.dtype) for name, tensor in present.items()]
             torch._foreach_copy_(list(present.values()), rounded)
@@ -299,14 +284,7 @@ class SharedModel:
 
     def unify_rest(self) -> None:
         """Make all tensors except exchanged parameters equal on all ranks. All ranks must call this."""
-        trained = self.trained.intersection(self.exchanged())
-        self._unify({name: tensor for name, tensor in averaged(self.module).items() if name not in trained})
-
-    def _unify(self, tensors: Mapping[str, Tensor]) -> None:
-        self._worker.run(lambda: self._averager.average(tensors))
-        for name in self._beside:
-            if name in tensors and tensors[name].shape == self._shared[name].shape:
-                self._shared[name].copy_(tensors[name])
+        self._worker.run(lambda: self._averager.average(self._rest()))
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -336,7 +314,7 @@ class SharedModel:
         own = {**self.exchanged(), **(self._away or {})} if has_begun else {}
         unshared: dict[str, Tensor] = {}
         if has_begun and together:
-            unshared = self._unshared()
+            unshared = self._rest()
             # Every rank saves the tensors that differ between ranks. The model's checkpoint has only rank 0's values.
             differing = self._worker.run(lambda: self._averager.differing(unshared))
             unshared = {name: unshared[name] for name in differing}
@@ -350,15 +328,10 @@ class SharedModel:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state of :meth:`state`. The module must already have the values of the shared model."""
-        if state["local"]:
-            # If the first forward of the saved process changed a buffer's shape, the buffer was not exchanged. In this
-            # process the buffer has the new shape from the start. Remove the buffer from the shared model.
-            known = self.trained | state["local"].keys()
-            self._shared = {name: each for name, each in self._shared.items() if name in known}
-        unshared = self._unshared()
+        rest = self._rest()
         for name, tensor in state["unshared"].items():
-            if name in unshared and unshared[name].shape == tensor.shape:
-                unshared[name].copy_(tensor)
+            if name in rest and rest[name].shape == tensor.shape:
+                rest[name].copy_(tensor)
         for name, tensor in self.exchanged().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))

@@ -177,15 +177,10 @@ def averaged(module: nn.Module) -> dict[str, Tensor]:
     held = {name: (tensor.requires_grad, local_tensor(tensor)) for name, tensor in named if tensor.numel()}
     trained = {each.data_ptr() for is_trained, each in held.values() if is_trained and _is_plain(each)}
     return {
-        name: as_real(each)
+        name: torch.view_as_real(each) if each.is_complex() else each
         for name, (is_trained, each) in held.items()
         if is_trained or (_is_plain(each) and each.data_ptr() not in trained)
     }
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers in the same memory, and other tensors unchanged."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _is_plain(tensor: Tensor) -> bool:
