@@ -86,8 +86,7 @@ class AveragedReplicas(Replicas):
 
     @override
     def synchronize(self) -> None:
-        # Replicas may differ even without a step since the last average, for example if a callback wrote weights.
-        self._worker.run(lambda: self._averager.average(are_apart=self._steps > 0))
+        self._worker.run(self._averager.average)
         self._steps = 0
 
     @override
@@ -115,23 +114,18 @@ class ReplicaAverager:
         self.device = communicator.device
         self.divergence = torch.zeros(())
 
-    def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
-        """Make tensors bitwise identical on all ranks, in place: average floats, and copy other dtypes from rank 0.
+    def average(self, tensors: Optional[Mapping[str, Tensor]] = None) -> None:
+        """Make tensors, by default of the whole model, bitwise identical on all ranks, in place.
 
-        Args:
-            tensors: the tensors by name; ``None`` for the whole model.
-            are_apart: whether to average all floats. Otherwise only floats that differ between ranks are averaged.
+        Floats that differ between ranks are averaged. Other dtypes are copied from rank 0.
         """
-        if tensors is None:
-            tensors = averaged(self._module)
-        floats = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
-        asked = {name: tensor for name, tensor in tensors.items() if not (are_apart and name in floats)}
-        differing = set(self.differing(asked)) if asked or not are_apart else set[str]()
-        means = {name: each for name, each in tensors.items() if name in floats and (are_apart or name in differing)}
-        firsts = [each for name, each in tensors.items() if name in differing and name not in floats]
+        tensors = averaged(self._module) if tensors is None else tensors
+        differing = {name: tensors[name] for name in self.differing(tensors)}
+        floats = {name: each for name, each in differing.items() if each.is_floating_point()}
+        firsts = [each for name, each in differing.items() if name not in floats]
         with self.recorder.of_last_step("the average of the replicas"):
-            if means:
-                self._average(means)
+            if floats:
+                self._average(floats)
             with self._communicator.translate_errors(f"{len(firsts)} tensors that are not averaged", "broadcast"):
                 broadcast_tensors(firsts, self._communicator.group)
 
