@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -25,7 +24,6 @@ def shown(stage: str) -> AbstractContextManager[Any]:
 
 
 Timestamp = Any  # host time in seconds (float), or a CUDA event
-_dense_bytes_each = cache(partial(dense_bytes, 1))  # bytes per element of DDP's all-reduce, by world size
 _ALL = "data that all buckets of a step share"
 _MAX_RECORDS = 256  # maximum number of stored records, which limits the memory
 
@@ -87,11 +85,10 @@ class StepRecord:
     An optimizer step has one record for each backward with an exchange. Reading seconds synchronizes with the GPU.
     """
 
-    world_size: int = 1
-    local_world_size: int = 1
     elements: float = 0.0  # number of gradient elements; with two levels only elements of this rank's parts
     wire_bytes: float = 0.0  # bytes that this rank sends, including indices, counts, flags and padding
     node_bytes: float = 0.0  # part of wire_bytes that stays inside the node, with two levels
+    dense_bytes: float = 0.0  # bytes that this rank would have sent with DDP for the same steps, in fp32
     step: int = 0  # number that all exchanges of one optimizer step share; not consecutive
     covered_steps: int = 0  # number of local steps in the exchanged round; 0 for an exchange of gradients
     is_logged: bool = False  # whether CompressionMonitor has logged the record
@@ -104,18 +101,6 @@ class StepRecord:
     backward_start: Optional[Timestamp] = None  # start of backward; None if no hook recorded the start
     backward_end: Optional[Timestamp] = None  # time when the last gradient was ready
     end: Optional[Timestamp] = None  # time when all means had been written
-
-    @classmethod
-    def of_dense(cls, numel: int, nbytes: int, world_size: int, local_world_size: int) -> "StepRecord":
-        """Return a record of a dense ring all-reduce of ``numel`` elements. One rank per node sends to other nodes."""
-        wire_bytes = sent_bytes("all_reduce", nbytes, world_size)
-        node_bytes, elements = wire_bytes * (local_world_size - 1) / local_world_size, numel / local_world_size
-        return cls(world_size, local_world_size, elements, wire_bytes, node_bytes, is_dense=True, sent=[elements])
-
-    @property
-    def dense_bytes(self) -> float:
-        """Bytes that this rank would have sent with DDP for the same steps, in all-reduces of fp32 gradients."""
-        return _dense_bytes_each(self.world_size) * (self.elements * self.local_world_size * max(1, self.covered_steps))
 
     def seconds(self, *stages: str) -> float:
         """Return the total seconds of the named stages, inside and outside of buckets."""
@@ -245,8 +230,9 @@ class Recorder:
     def __init__(self, device: torch.device, world_size: int, local_world_size: int = 1) -> None:
         self.clock = Clock(device)
         self._sizes = (world_size, local_world_size)
+        self._dense_bytes_each = dense_bytes(1, world_size)  # bytes of DDP per element
         self.has_levels = local_world_size > 1  # whether the ranks of a node divide each gradient into parts
-        self.current = StepRecord(*self._sizes)  # record of the current exchange; replaced only between backwards
+        self.current = StepRecord()  # record of the current exchange; replaced only between backwards
         self.reset()
         self.watches_gradients = False  # whether each ready gradient gets a timestamp, even on a GPU
         self.samples: Optional[ParameterSamples] = None  # norms and counts of this exchange; None if not requested
@@ -298,7 +284,7 @@ class Recorder:
 
     @contextmanager
     def of_last_step(self, subject: str) -> Iterator[None]:
-        """Add bytes sent inside the context to the last exchange. Errors name ``subject``."""
+        """Add bytes and times inside the context to the last exchange. Errors name ``subject``."""
         current, self.current, self.subject = self.current, StepRecord(), subject
         try:
             yield
@@ -306,16 +292,16 @@ class Recorder:
             late, self.current, self.subject = self.current, current, _ALL
             if self.last is not None:
                 self.last.wire_bytes += late.wire_bytes
+                self.last.spans += late.spans
                 self.totals.wire_bytes += late.wire_bytes
 
     @contextmanager
-    def waiting(self, is_exchange: bool = False) -> Iterator[None]:
-        """Add the time inside the context to the last exchange, as exposed and, if ``is_exchange``, exchange time."""
+    def waiting(self) -> Iterator[None]:
+        """Add the time inside the context to the last exchange, as exposed time."""
         start = self.clock.mark()
         yield
-        end = self.clock.mark()
         if self.last is not None:
-            self.last.spans += [Span(stage, start, end) for stage in ("exposed", "exchange")[: 1 + is_exchange]]
+            self.last.spans.append(Span("exposed", start, self.clock.mark()))
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
@@ -327,7 +313,7 @@ class Recorder:
 
     def end_exchange(self) -> StepRecord:
         """End the record of the current exchange, begin the next record, and return the ended record."""
-        record, self.current = self.current, StepRecord(*self._sizes)
+        record, self.current = self.current, StepRecord()
         record.end = self.clock.mark()
         if record.backward_end is not None:
             record.spans.append(Span("exposed", record.backward_end, record.end))
@@ -337,6 +323,8 @@ class Recorder:
         return record
 
     def _append(self, record: StepRecord) -> None:
+        elements = record.elements * self._sizes[1] * max(1, record.covered_steps)
+        record.dense_bytes = self._dense_bytes_each * elements
         self.totals.wire_bytes += record.wire_bytes
         self.totals.node_bytes += record.node_bytes
         self.totals.dense_bytes += record.dense_bytes
@@ -380,6 +368,12 @@ class Recorder:
         return [each for each in self.records if each.step == self.records[-1].step]
 
     def add_dense_step(self, numel: int, nbytes: int) -> None:
-        """Record an exchange of ``numel`` dense gradient elements, which take ``nbytes`` bytes."""
-        self._append(StepRecord.of_dense(numel, nbytes, *self._sizes))
+        """Record a ring all-reduce of ``numel`` dense gradient elements, which take ``nbytes`` bytes.
+
+        One rank per node sends to other nodes.
+        """
+        world_size, local_world_size = self._sizes
+        elements, wire_bytes = numel / local_world_size, sent_bytes("all_reduce", nbytes, world_size)
+        node_bytes = wire_bytes * (local_world_size - 1) / local_world_size
+        self._append(StepRecord(elements, wire_bytes, node_bytes, is_dense=True, sent=[elements]))
         self.samples = self.last_samples = None

@@ -81,7 +81,7 @@ class AveragedReplicas(Replicas):
     def count_step(self, optimizer: int) -> None:
         self._steps += 1
         if self._every is not None and self._steps >= self._every:
-            with self._averager.recorder.waiting(is_exchange=True):
+            with self._averager.recorder.waiting():
                 self.synchronize()
 
     @override

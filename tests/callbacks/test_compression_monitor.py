@@ -218,7 +218,6 @@ def test_averages_of_replicas_are_exposed(fitted):
     for stats in (each.stats for each in fitted(strategy, callbacks=[LateAverages()], limit_train_batches=8)):
         for averaged in stats[3::4]:
             assert averaged["exposed_seconds"] > 0.09
-            assert averaged["exchange_seconds"] > 0.09
         assert stats[-1]["exposed_share"] > 0.1
 
 

@@ -50,8 +50,7 @@ class Event:
 
 
 def step(backward_end, end):
-    record = StepRecord(world_size=4)
-    record.elements, record.wire_bytes = 100, 60.0
+    record = StepRecord(elements=100, wire_bytes=60.0)
     record.spans = [Span("exposed", backward_end, end)]
     return record
 
@@ -69,8 +68,10 @@ def test_the_share_is_of_the_median_step_so_that_plain_steps_and_validations_do_
     recorder = recorder_of()
     assert "exposed_share" not in recorder.total_stats()
     for is_dense in (False, True, False, False):  # 2 s, 3 s in DDP, 2 s, 92 s with a validation
-        dense = StepRecord.of_dense(100, 400, world_size=4, local_world_size=1)
-        recorder._append(dense if is_dense else step(Event(1.0, True), Event(1.5, True)))
+        if is_dense:
+            recorder.add_dense_step(100, 400)
+        else:
+            recorder._append(step(Event(1.0, True), Event(1.5, True)))
         recorder.end_step()
     stats = recorder.total_stats()
     assert stats["total_steps"] == 4
