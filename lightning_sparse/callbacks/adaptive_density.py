@@ -104,5 +104,6 @@ class AdaptiveDensity(StepObserver):
             rule.observe(measured, context)
 
     def _context(self, trainer: Trainer, engine: Engine) -> RuleContext:
-        asked, present = engine.target_densities(), engine.present_densities()
+        densities = engine.densities
+        asked, present = ({name: of(name) for name in engine.numels} for of in (densities.target, densities.of))
         return RuleContext(step_of(trainer), trainer.current_epoch, asked, present, self.max_density)

@@ -153,14 +153,6 @@ class Engine(SharedOnCopy):
             self.reducer.reduced.clear()
             self.worker.run(self.memory.restore_gradients)
 
-    def target_densities(self) -> dict[str, float]:
-        """Return the density that the user has set for each exchanged parameter, by name."""
-        return {name: self.densities.target(name) for name in self.numels}
-
-    def present_densities(self) -> dict[str, float]:
-        """Return the density of each parameter in the next step, by name."""
-        return {name: self.densities.of(name) for name in self.numels}
-
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, and wait for the GPU. All ranks must call this between steps."""
         return self.worker.run(lambda: self.pipeline.levels.world.mean_of_numbers([number]))[0]

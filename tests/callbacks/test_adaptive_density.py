@@ -37,7 +37,8 @@ class Densities(Callback):
     def on_before_optimizer_step(self, trainer, *arguments):
         """Runs after the exchange."""
         strategy = trainer.strategy
-        self.densities.append(strategy.engine.present_densities())
+        engine = strategy.engine
+        self.densities.append({name: engine.densities.of(name) for name in engine.numels})
         self.sent.append(strategy.compression_stats()["density"])
 
     def on_train_batch_start(self, trainer, *arguments):
