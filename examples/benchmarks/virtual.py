@@ -291,8 +291,6 @@ class VirtualRank:
         used = torch.ones(len(step), dtype=torch.uint8, device=step[0].gradient.device)
         self.recorder.begin_backward()
         self.recorder.current.backward_end = self.recorder.clock.mark()
-        if self._pipeline.memory.clips_gradients:
-            self._pipeline.measure_norm(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step, used=used))
         self.recorder.end_exchange()
         if self._view.adam is not None:

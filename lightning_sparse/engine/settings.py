@@ -15,7 +15,7 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, che
 from lightning_sparse.compressors.registry import build_by_name, checked_name
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.memory import Hyperparameters, Memory, MomentumMemory
+from lightning_sparse.engine.memory import Hyperparameters, Memory, MomentumMemory, widened
 from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
 from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.step.topology import FlatTopology
@@ -273,6 +273,8 @@ class Settings:
         is_exact = self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback()
         if is_exact or not feedback.keeps_residual:
             return Memory(decay=0.0)
+        if feedback.clip_norm is not None and len(set(map(widened, gradient_dtypes))) > 1:
+            raise ValueError("clip_norm needs one message, but float64 gradients have their own: omit clip_norm")
         # The norm of the mean of n independent gradients is about one gradient's norm divided by the root of n.
         ratio = math.sqrt(levels.inter.world_size)
         local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / ratio

@@ -167,7 +167,7 @@ class Backward(ABC):
 
     def _close_bucket(self, is_last: bool = False) -> None:
         members, self._bucket, self._bucket_numel = self._bucket, [], 0
-        self._submit(members, self._gradients_of(members), is_last)
+        self._submit(self._gradients_of(members), is_last)
 
     def _end(self) -> Future[Optional[Tensor]]:
         if self._bucket:
@@ -184,7 +184,7 @@ class Backward(ABC):
         """Return whether the current bucket ends with ``member``."""
 
     @abstractmethod
-    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], is_last: bool) -> None:
+    def _submit(self, bucket: Sequence[LocalGradient], is_last: bool) -> None:
         """Queue a bucket for the worker. The message of the last bucket also has the usage flags."""
 
     @abstractmethod
@@ -242,13 +242,12 @@ class SparseBackward(Backward):
         super().__init__(route, order, used)
         self._known = dict(route.packages)
         route.packages.clear()
-        # Buckets that are not sent yet. With clipping, the norm of all gradients is computed before any bucket is sent.
-        self._held: list[tuple[Sequence[ParamEntry], Sequence[LocalGradient], bool]] = []
         self._exchanged: list[BucketResult] = []
         if route.overlaps_backward and route.pipeline.memory.corrects_adam:
             route.worker.submit(route.pipeline.refresh)
 
     @override
+        # Clipping needs the norm of all gradients, and therefore a single bucket in any case.
     def _goes_with(self, dtype: torch.dtype) -> bool:
         return widened(dtype) is widened(self._bucket[0].parameter.dtype)
 
@@ -257,23 +256,13 @@ class SparseBackward(Backward):
         # Without overlap, all gradients form one bucket. Exception: if a compressor selects across each bucket (OMGS),
         # the selection depends on the buckets. The schedule then forms the same buckets with and without overlap.
         context, pipeline = self._context, self._context.pipeline
-        overlaps = context.overlaps_backward and not pipeline.memory.clips_gradients
-        has_buckets = overlaps or pipeline.compressor.selects_across_bucket
+        has_buckets = context.overlaps_backward or pipeline.compressor.selects_across_bucket
+        has_buckets = has_buckets and not pipeline.memory.clips_gradients
         return has_buckets and context.schedule.closes_bucket(member.name, self._bucket_numel)
 
     @override
-    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], is_last: bool) -> None:
-        pipeline, worker = self._context.pipeline, self._context.worker
-        self._held.append((members, bucket, is_last))
-        if pipeline.memory.clips_gradients:
-            if not is_last:
-                return
-            pairs = [pair for members, bucket, _ in self._held for pair in zip(members, bucket)]
-            together = [local for _, local in sorted(pairs, key=lambda pair: pair[0].position)]
-            worker.submit(partial(pipeline.measure_norm, together))
-        for _, bucket, is_last in self._held:
-            worker.submit(partial(self._exchange, bucket, is_last))
-        self._held = []
+    def _submit(self, bucket: Sequence[LocalGradient], is_last: bool) -> None:
+        self._context.worker.submit(partial(self._exchange, bucket, is_last))
 
     def _exchange(self, bucket: Sequence[LocalGradient], is_last: bool) -> None:
         self._exchanged += self._context.pipeline.exchange(bucket, self._flags() if is_last else None)
@@ -306,15 +295,7 @@ class SparseBackward(Backward):
         pipeline, exchanged = self._context.pipeline, self._exchanged
         pipeline.commit(exchanged, self._order.places)
         pipeline.close_record()
-        return exchanged[-1].result.used if exchanged else None
-
-    @override
-    def _write_missing(self, unused: Set[Tensor]) -> None:
-        super()._write_missing(unused)
-        if unused:
-            self._context.pipeline.memory.on_unused(
-                each.name for each in self._order.members if each.parameter in unused
-            )
+        return exchanged[-1][1].used if exchanged else None
 
 
 class DenseBackward(Backward):

@@ -76,13 +76,8 @@ class StepContext(NamedTuple):
 
 EMPTY_CONTEXT = StepContext()
 _NO_PLACES: Mapping[str, int] = {}
-
-
-class BucketResult(NamedTuple):
-    """Parameters of a bucket that were sent in one wire format, and the means, which commit writes to gradients."""
-
-    part: Part  # commit writes the means to ``part.tensors``, and from there to the gradients
-    result: ExchangeResult
+# Parameters of a bucket that were sent in one wire format. Commit writes the means to ``part.tensors`` and gradients.
+BucketResult = tuple[Part, ExchangeResult]
 
 
 class Pipeline:
@@ -116,16 +111,6 @@ class Pipeline:
             self._has_refreshed = True
             self.memory.refresh(self.context.hyperparameters)
 
-    def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
-        """Compute the norm of all gradients of a step, and pass the norm to the memory, which clips gradients."""
-        for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
-            self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
-        with self.recorder.span("select"):
-            norms = norms_of([self._shares[local.name].gradient for local in gradients])
-        total = self.levels.total_norm(norms)
-        scale = self.context.loss_scale
-        self.memory.set_norm(total if scale is None else total / scale)
-
     def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
         """Add residuals to a bucket, send the selected elements, and receive the selections of other ranks.
 
@@ -138,19 +123,21 @@ class Pipeline:
         names = [local.name for local in bucket]
         self.refresh()
         with self.recorder.bucket(names):
-            are_known = names[0] in self._shares
-            bucket = [self._shares.pop(name) for name in names] if are_known else self.levels.shares(bucket)
+            bucket, scale = self.levels.shares(bucket), self.context.loss_scale
             gradients = [local.gradient for local in bucket]
             if (samples := self.recorder.samples) is not None:
-                samples.add_gradients(names, gradients, self.context.loss_scale)
+                samples.add_gradients(names, gradients, scale)
+            if self.memory.clips_gradients:  # The bucket has all gradients of the step.
+                norm = self.levels.total_norm(norms_of(gradients))
+                self.memory.set_norm(norm if scale is None else norm / scale)
             with self.recorder.span("select"):
-                if self.context.loss_scale is not None:
-                    torch._foreach_div_(gradients, self.context.loss_scale)
+                if scale is not None:
+                    torch._foreach_div_(gradients, scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 densities = list(map(self.density_of, names))
                 parts = self.selector.select(bucket, accumulated, densities, self.context.dense)
             flags = [None] * (len(parts) - 1) + [None if used is None else self.levels.any_of(used)]
-            return [BucketResult(part, part.exchange(self.levels.inter, own)) for part, own in zip(parts, flags)]
+            return [(part, part.exchange(self.levels.inter, own)) for part, own in zip(parts, flags)]
 
     def check_alike(self, means: Sequence[Tensor]) -> None:
         """Raise an error on all ranks if the means of earlier exchanges of this step differ. Waits for the device."""
