@@ -51,10 +51,6 @@ class ParamOrder:
         self.travelling = [each for each in members if each.numel]  # non-empty parameters, which buckets send
         self.all_used = torch.ones(len(members), dtype=torch.uint8).to(device)  # usage flags, all 1
 
-    def agreed(self, members: list[ParamEntry]) -> "ParamOrder":
-        """Return the order of exchange on which the ranks agreed: that of ``members``."""
-        return ParamOrder(members, self.all_used.device, is_agreed=True)
-
 
 class Package(NamedTuple):
     """A flat buffer with copies of small gradients side by side, so that few kernels process many gradients."""
@@ -144,13 +140,10 @@ class Backward(ABC):
         for gradients, copies in self._copied:
             torch._foreach_copy_(gradients, copies)
         unused = self._unused_anywhere(used)
-        self._write_missing(unused)
-        return unused
-
-    def _write_missing(self, unused: Set[Tensor]) -> None:
         for parameter, gradient in self._missing.items():
             if parameter not in unused:
                 parameter.grad = gradient
+        return unused
 
     def _enqueue(self, member: ParamEntry) -> None:
         if not member.numel:  # not sent; the gradient becomes an empty tensor if any rank used the parameter
@@ -247,7 +240,6 @@ class SparseBackward(Backward):
             route.worker.submit(route.pipeline.refresh)
 
     @override
-        # Clipping needs the norm of all gradients, and therefore a single bucket in any case.
     def _goes_with(self, dtype: torch.dtype) -> bool:
         return widened(dtype) is widened(self._bucket[0].parameter.dtype)
 
@@ -255,6 +247,7 @@ class SparseBackward(Backward):
     def _closes(self, member: ParamEntry) -> bool:
         # Without overlap, all gradients form one bucket. Exception: if a compressor selects across each bucket (OMGS),
         # the selection depends on the buckets. The schedule then forms the same buckets with and without overlap.
+        # Clipping needs the norm of all gradients, and therefore a single bucket in any case.
         context, pipeline = self._context, self._context.pipeline
         has_buckets = context.overlaps_backward or pipeline.compressor.selects_across_bucket
         has_buckets = has_buckets and not pipeline.memory.clips_gradients
@@ -316,7 +309,7 @@ class DenseBackward(Backward):
         return flat
 
     @override
-    def _submit(self, members: Sequence[ParamEntry], bucket: Sequence[LocalGradient], is_last: bool) -> None:
+    def _submit(self, bucket: Sequence[LocalGradient], is_last: bool) -> None:
         self._context.worker.submit(partial(self._average, [local.gradient for local in bucket], is_last))
         self._bytes = min(2 * self._bytes, _DENSE_BYTES)
 

@@ -285,11 +285,13 @@ class SparseReducer(SharedOnCopy):
             return
         backward.phase = FINALIZING
         if not self._order.is_agreed:
-            self._order = self._order.agreed(self._agreed_order(backward))
+            self._order = ParamOrder(self._agreed_order(backward), self._context.among.device, is_agreed=True)
         with shown("exposed"):
             unused = backward.finalize_backward(self._order)
             if isinstance(backward, SparseBackward):
-                self.reduced.add_means([each.parameter for each in self._order.members], unused)
+                members = self._order.members
+                self.reduced.add_means([each.parameter for each in members], unused)
+                self._context.pipeline.memory.on_unused(each.name for each in members if each.parameter in unused)
         self._used, self._backward = set(), None
         self._context.end()
         if not backward.is_announced:  # The next backward may start without a call of _attend(), too.

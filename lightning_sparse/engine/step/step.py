@@ -41,7 +41,6 @@ different nodes exchange selections. Commit ends with an all-gather of the share
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby
 from typing import NamedTuple, Optional
 
 import torch
@@ -97,7 +96,6 @@ class Pipeline:
         self.recorder = levels.inter.recorder
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
-        self._shares: dict[str, LocalGradient] = {}  # shares of gradients between measure_norm() and exchange()
         self.selector = BucketSelector(compressor, wires)
         self._has_refreshed = False  # whether refresh() has run in this step
 
@@ -167,11 +165,10 @@ class Pipeline:
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
         means = self._finish_step(step, finite)
-        used = [_used_anywhere(part, step[-1].result.used, places) for part, _ in step]
         with self.recorder.span("commit"):
-            for exchanged, mean, flags in zip(step, means, used):
+            for (part, result), mean in zip(step, means):
+                flags = _used_anywhere(part, step[-1][1].used, places)
                 accepted = finite if flags is None else flags & finite
-                part, result = exchanged
                 self.memory.update_residual(part.names, part.tensors, result.kept, accepted)
                 self._write_back(part, mean, scale)
         self.levels.write_back()
@@ -196,7 +193,7 @@ class Pipeline:
         _round_into([(each.gradient, wide) for each, wide in zip(part.members, means) if wide is not each.gradient])
 
     def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> list[Sequence[Selection]]:
-        means = [exchanged.result.means for exchanged in step]
+        means = [result.means for _, result in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
             return means  # most compressors have no finish_step, and change no mean
         asked = {
