@@ -160,6 +160,8 @@ PRIVATE = {  # private names of torch and Lightning -> why no public name is eno
         "_timeout": "timeout of a group, and of Lightning's strategies",
         "_orig_mod": "module inside of `torch.compile`",
         "_foreach": "one kernel for many tensors",
+        "_utils": "module of `_take_tensors`",
+        "_take_tensors": "groups of tensors by dtype and size, as torch's data parallel code forms them",
         "_ExperimentalConfig": "spans of all threads in a profile",
         "_pytree": "tensors in nested batches",
     },

@@ -1,6 +1,5 @@
 """Replicas of the model, one per rank: identical after every step, or averaged after several steps."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -9,6 +8,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import (
@@ -24,7 +24,7 @@ from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.functional.reductions import fingerprint
 
-_AVERAGED_AT_ONCE = 1 << 24  # approximate number of elements in one all-reduce
+_AVERAGED_BYTES = 1 << 26  # bytes of one all-reduce, because the mean needs memory
 
 
 def sync_module_states(module: nn.Module, known: Iterable[str] = ()) -> None:
@@ -145,20 +145,22 @@ class ReplicaAverager:
         distance = torch.zeros(1, device=self._communicator.device, dtype=torch.float32)
         norm = torch.zeros_like(distance)
         parameters = {name for name, _ in self._module.named_parameters()}
-        for alike in _alike(tensors[name] for name in tensors if name in parameters):
-            mean, flat = self._mean(alike)
+        for alike in _take_tensors([tensors[name] for name in tensors if name in parameters], _AVERAGED_BYTES):
+            mean, flat = self._write_mean(alike)
             distance += torch.linalg.vector_norm(flat - mean).square().float()
             norm += torch.linalg.vector_norm(mean).square().float()
-            _write(mean, alike)
-        for alike in _alike(tensors[name] for name in tensors if name not in parameters):
-            _write(self._mean(alike)[0], alike)
+        for alike in _take_tensors([tensors[name] for name in tensors if name not in parameters], _AVERAGED_BYTES):
+            self._write_mean(alike)
         distances = self._communicator.call(Payload("all_gather", distance))
         self.divergence = (distances.mean() / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt().squeeze()
 
-    def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _write_mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Overwrite tensors of one dtype with the means over ranks. Return the means and this rank's values, flat."""
         flat = torch.cat([each.reshape(-1) for each in tensors])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         mean = self._communicator.call(Payload("all_reduce", flat / self._communicator.world_size))
+        pieces = mean.split([each.numel() for each in tensors])
+        torch._foreach_copy_(tensors, [piece.view_as(each) for piece, each in zip(pieces, tensors)])
         return mean, flat
 
 
@@ -179,18 +181,3 @@ def averaged(module: nn.Module) -> dict[str, Tensor]:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided
-
-
-def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by dtype. A group has a limited number of elements, because the mean of a group needs memory."""
-    alike: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
-    numels: defaultdict[torch.dtype, int] = defaultdict(int)
-    for tensor in tensors:
-        alike[tensor.dtype, numels[tensor.dtype] // _AVERAGED_AT_ONCE].append(tensor)
-        numels[tensor.dtype] += tensor.numel()
-    return alike.values()
-
-
-def _write(mean: Tensor, tensors: list[Tensor]) -> None:
-    for tensor, piece in zip(tensors, mean.split([each.numel() for each in tensors])):
-        tensor.copy_(piece.view_as(tensor))
