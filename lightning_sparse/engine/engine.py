@@ -94,7 +94,7 @@ class Engine(SharedOnCopy):
     def _replicas_of(self, settings: Settings) -> Replicas:
         world = self.pipeline.levels.world
         if (local := settings.local_steps) is not None:
-            shared = SharedModel(self.module, list(self.numels), local, self.pipeline, settings.schedule, self.worker)
+            shared = SharedModel(self.module, list(self.numels), local, self.pipeline, self.worker)
             return LocalStepsController(local, shared, world, self.worker, self.densities.begin_step)
         if settings.replicas_diverge:
             averager = ReplicaAverager(self.module, world)

@@ -10,11 +10,11 @@ code divides an element's sum by the number of ranks that sent the element.
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch._utils import _take_tensors
 from torch.nn import Module
 from typing_extensions import override
 
@@ -25,8 +25,8 @@ from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.functional.elements import flatten_as, local_tensor, round_to
-from lightning_sparse.schedule import Schedule
 
+_BUCKET_BYTES = 1 << 25  # bytes of changes in a bucket; nothing overlaps, so buckets only limit the memory
 _UNEQUAL = (
     "ranks differ in the number of steps: rank {first} has made {0} optimizer steps{1}, but rank {other} has made"
     " {2}{3}. A round of local steps must end on all ranks after the same step. Give all ranks equally many batches,"
@@ -178,12 +178,10 @@ class SharedModel:
         names: Sequence[str],
         local: LocalSteps,
         pipeline: Pipeline,
-        schedule: Schedule,
         worker: ExchangeWorker,
     ) -> None:
         self.module = module
         self._pipeline = pipeline
-        self._schedule = schedule
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
@@ -206,7 +204,7 @@ class SharedModel:
             trained: names of the parameters to exchange.
             names: new name of each earlier parameter.
         """
-        other = SharedModel(self.module, trained, self._local, self._pipeline, self._schedule, self._worker)
+        other = SharedModel(self.module, trained, self._local, self._pipeline, self._worker)
         other._momenta = renamed(self._momenta, names)
         before = renamed(self._shared, names)
         other._shared.update({name: each for name, each in before.items() if name in other._shared})
@@ -265,7 +263,7 @@ class SharedModel:
     def _move(self, changes: Mapping[str, Tensor], steps: int) -> None:
         """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
         pipeline = self._pipeline
-        pipeline.commit([each for bucket in _buckets(changes, self._schedule) for each in pipeline.exchange(bucket)])
+        pipeline.commit([each for bucket in _buckets(changes) for each in pipeline.exchange(bucket)])
         self._step(changes)
         pipeline.recorder.current.covered_steps = steps
         pipeline.selector.release()  # frees working memory until the next exchange, many steps later
@@ -345,17 +343,10 @@ def _change(shared: Tensor, tensor: Tensor) -> Tensor:
     return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
 
 
-def _buckets(changes: Mapping[str, Tensor], schedule: Schedule) -> Iterator[list[LocalGradient]]:
-    for _, alike in groupby(changes.items(), key=lambda item: item[1].dtype):  # a bucket has one dtype
-        bucket, numel = list[LocalGradient](), 0
-        for name, change in alike:
-            bucket.append(LocalGradient(name, change, None))
-            numel += change.numel()
-            if schedule.closes_bucket(name, numel):
-                yield bucket
-                bucket, numel = [], 0
-        if bucket:
-            yield bucket
+def _buckets(changes: Mapping[str, Tensor]) -> Iterator[list[LocalGradient]]:
+    names = {change: name for name, change in changes.items()}
+    for alike in _take_tensors(list(names), _BUCKET_BYTES):  # Tensors of a bucket have one dtype.
+        yield [LocalGradient(names[each], each, None) for each in alike]
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
