@@ -1,6 +1,5 @@
 """A planner that finds buckets by trials. The plan is equal on all ranks."""
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from statistics import median
@@ -127,12 +126,10 @@ class StepPlanner:
         return tuple(min(density, self._densities.ceiling) for density in hidden_densities(costs, shapes))
 
     def _adopt(self, stops: Stops, densities: tuple[float, ...], seen: Samples) -> None:
-        steps, fastest = seen[stops], dict[int, float]()
-        for tried, samples in seen.items():
-            fastest[len(tried)] = min(_seconds(samples), fastest.get(len(tried), math.inf))
         self._bucket_as(stops, densities)
-        exposed = median(sample.exposed_seconds for sample in steps)
-        self.plan = Plan(self._buckets(stops), densities, _seconds(steps), exposed, tuple(sorted(fastest.items())))
+        exposed = median(sample.exposed_seconds for sample in seen[stops])
+        tried = tuple(sorted((len(each), _seconds(samples)) for each, samples in seen.items()))
+        self.plan = Plan(self._buckets(stops), densities, _seconds(seen[stops]), exposed, tried)
         self._log(str(self.plan))
 
     def _bucket_as(self, stops: Stops, densities: Sequence[float] = ()) -> None:

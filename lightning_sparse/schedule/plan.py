@@ -19,7 +19,7 @@ class Plan(NamedTuple):
         densities: density of each bucket, or empty if the plan changes no density.
         seconds: median time from the start of backward until all means are written to the gradients.
         exposed_seconds: median part of ``seconds`` after backward has computed the last gradient.
-        tried: pairs of a number of buckets and ``seconds`` of the fastest plan with this number.
+        tried: number of buckets and ``seconds`` of each tried plan.
     """
 
     buckets: tuple[tuple[str, ...], ...]
