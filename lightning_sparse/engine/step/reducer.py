@@ -35,15 +35,12 @@ SPARSE_LAYOUT = (
 )
 _TWICE = (
     "the gradient of {name!r} was ready twice in one backward, or the previous backward ended in an error. If"
-    " checkpointed parts of a model share parameters, set torch.utils.checkpoint(..., use_reentrant=False)."
+    " checkpointed parts of a model share parameters, set torch.utils.checkpoint(..., use_reentrant=False). After an"
+    " error in backward, end the training on all ranks, or call sparsify_gradients again."
 )
 _INSIDE = (
     "torch.utils.checkpoint(..., use_reentrant=True) ran a backward inside another backward, before the outer backward"
     " had a gradient. The exchange began too early. Set use_reentrant=False."
-)
-_FAILED = (
-    "the previous backward ended in an error on this rank, after a part of the gradients was exchanged. End the"
-    " training on all ranks, or call sparsify_gradients again."
 )
 
 
@@ -205,8 +202,6 @@ class SparseReducer(SharedOnCopy):
 
     def prepare_for_backward(self) -> None:
         """Prepare for a backward that the caller ends by :meth:`finalize_backward`."""
-        if self._backward is not None and self._backward.marks and not is_in_backward():
-            raise RuntimeError(_FAILED)
         self._record_start()
         self._attend()
         if self._exchanges and not self.is_open:
