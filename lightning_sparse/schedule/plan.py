@@ -32,16 +32,10 @@ class Plan(NamedTuple):
         tried = ", ".join(f"{1e3 * seconds:.1f} ms with {buckets}" for buckets, seconds in self.tried)
         buckets = "1 bucket" if len(self.buckets) == 1 else f"{len(self.buckets)} buckets"
         return (
-            f"gradients are exchanged in {buckets}{self._densities()}; backward and exchange take"
+            f"gradients are exchanged in {buckets}; backward and exchange take"
             f" {1e3 * self.seconds:.1f} ms, and {1e3 * self.exposed_seconds:.1f} ms of this are exposed (measured, by"
             f" number of buckets: {tried})"
         )
-
-    def _densities(self) -> str:
-        if not self.densities:
-            return ""
-        whole = sum(density >= 1 for density in self.densities)
-        return f", {whole} dense, at densities from {min(self.densities):.2g} to {max(self.densities):.2g}"
 
 
 def equal_plans(elements: Sequence[int]) -> list[Stops]:
