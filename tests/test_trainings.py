@@ -1,16 +1,13 @@
 """Random trainings: ranks train one model, and changes without effect give identical bits.
 
-A failure prints the drawn :class:`~tests.helpers.random_trainings.Training` and a minimal failing training.
-``python -m tests.test_trainings "Training(...)"`` runs a training. ``make test`` draws a few trainings per commit,
-``make test-all`` also a fixed hundred, ``LIGHTNING_SPARSE_FAULTS=1`` a thousand, and
+A failure prints the drawn :class:`~tests.helpers.random_trainings.Training`. ``make test`` draws a few trainings per
+commit, ``make test-all`` also a fixed hundred, ``LIGHTNING_SPARSE_FAULTS=1`` a thousand, and
 ``LIGHTNING_SPARSE_DRAWS=200:300`` the trainings with these numbers.
 """
 
 import math
 import os
-import re
 import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -18,22 +15,16 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.testing.pool import Pool, RemoteError
+from lightning_sparse.testing.pool import RemoteError
 from lightning_sparse.testing.tensors import differences
-from tests.helpers import random_trainings
-from tests.helpers.fits import refuse
 from tests.helpers.random_loops import LOOPS, in_a_loop, train_everywhere
 from tests.helpers.random_trainings import (
     MAY_NOT_MATTER,
     PARTS,
-    REFUSALS,
     STRATEGIES,
     Training,
     drawn,
-    drawn_to_be_refused,
-    fit,
     go_on,
-    minimal,
     train,
 )
 from tests.helpers.tiers import exhaustive
@@ -42,7 +33,6 @@ _OF_A_COMMIT = 6
 _LOOPS_OF_A_COMMIT = 4
 _SECONDS = 60.0  # timeout of a few trainings that take a second together
 _PATIENCE = 10.0  # timeout after the first answer
-_CUTTING_SECONDS = 90.0
 _AVERAGED = ("mean", "mask", "running_mean", "running_var")  # buffers that the ranks average
 # Buffers that differ between ranks, as with DDP between two forwards.
 _OWN = ("count", "num_batches_tracked", "n_averaged")
@@ -107,29 +97,34 @@ def unlike(training, outcomes):
 
 
 def other_bits(one, other):
-    """Yield the first bitwise difference of two trainings. The second may have started later."""
-    skipped = len(one.batches) - len(other.batches)
-    for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
-        if found := differences(ours, theirs):
-            yield f"batch {number} has other numbers: {found[0]}, and {len(found) - 1} more"
-            return
+    """Yield the first bitwise difference of two trainings."""
+    yield from first_difference(one, other, differences)
     if found := differences([one.end, one.optimizers], [other.end, other.optimizers]):
         yield f"the end has other numbers: {found[0]}, and {len(found) - 1} more"
 
 
 def far(training, one, other):
-    """Yield the first batch after which two trainings exceed the tolerance. The second may have started later."""
+    """Yield the first batch after which two trainings exceed the tolerance."""
     tolerance = _NARROW_TOLERANCE if "bf16" in training.precision else _TOLERANCES.get(training.optimizer, _TOLERANCE)
-    skipped = len(one.batches) - len(other.batches)
-    for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
-        distances = {name: _distance(values, theirs[name]) for name, values in ours.items()}
-        if apart := [f"{name} by {each:.2g}" for name, each in distances.items() if not each <= tolerance]:
-            yield f"batch {number} is far away: {', '.join(apart)}"
-            return
+
+    def distances(ours, theirs):
+        largest = {name: max(map(_distance, values, theirs[name]), default=0.0) for name, values in ours.items()}
+        return [f"{name} by {each:.2g}" for name, each in largest.items() if not each <= tolerance]
+
+    return first_difference(one, other, distances)
 
 
 def _distance(one, other):
-    return max((abs(a - b) for a, b in zip(one, other, strict=True) if a != b), default=0.0)
+    return 0.0 if one == other else abs(one - other)
+
+
+def first_difference(one, other, differing):
+    """Yield the first batch after which two trainings differ. The second may have started later."""
+    skipped = len(one.batches) - len(other.batches)
+    for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
+        if found := differing(ours, theirs):
+            yield f"batch {number} has other numbers: {found[0]}, and {len(found) - 1} more"
+            return
 
 
 def findings(training, ranks):
@@ -142,7 +137,7 @@ def findings(training, ranks):
                 yield f"{name}: nothing was trained"
     for rank, outcomes in enumerate(ranks):
         where = f"on rank {rank}"
-        if "all" in outcomes and training.is_reproducible:
+        if "all" in outcomes and training.strategy != "auto":
             yield from (f"all {where}: {found}" for found in other_bits(outcomes["plain"], outcomes["all"]))
         if "resumed" in outcomes:
             saved = outcomes.get("all", outcomes["plain"])
@@ -172,18 +167,13 @@ def failures_of(pools, training, folder):
         with tempfile.TemporaryDirectory(dir=folder) as place:
             ranks = pools[training.ranks].run(train, training, place, timeout=_SECONDS, patience=_PATIENCE)
             found, first = list(findings(training, ranks)), "all" if "all" in ranks[0] else "plain"
-            if training.can_move and ranks[0][first].saved:
+            if training.moves and ranks[0][first].saved:
                 before, other = ranks[0][first], pools[training.moves]
                 arguments = (go_on, training.moved, place, first, before.saved)
                 found += moved(training.moved, before, other.run(*arguments, timeout=_SECONDS, patience=_PATIENCE))
             return found
     except RemoteError as error:
         return [str(error)]
-
-
-def kind_of(failures):
-    errors = [line for line in failures[0].splitlines() if re.match(r"[\w.]*(Error|Warning|Exception)\b", line)]
-    return re.sub(r"\d+|'.*", "", errors[0])[:60] if errors else failures[0].split(":")[0]
 
 
 def failures_of_loop(loop, pools, training, folder):
@@ -201,21 +191,11 @@ def failures_of_loop(loop, pools, training, folder):
     return found
 
 
-def fail_with_the_least(training, failures, failures_again, seed):
-    def fails_alike(simpler):
-        found = failures_again(simpler)
-        return bool(found) and kind_of(found) == kind_of(failures)
-
-    least = minimal(training, fails_alike, _CUTTING_SECONDS)
-    again = f"LIGHTNING_SPARSE_DRAWS={seed}:{seed + 1} draws it again"
-    pytest.fail("\n".join([repr(training), *failures, f"It is enough to have {least!r}", again]))
-
-
 @pytest.mark.parametrize("seed", draws())
 def test_whatever_is_drawn(pools, tmp_path, seed):
     training = drawn(seed)
-    if failures := failures_of(pools, training, tmp_path):
-        fail_with_the_least(training, failures, lambda simpler: failures_of(pools, simpler, tmp_path), seed)
+    failures = failures_of(pools, training, tmp_path)
+    assert not failures, "\n".join([repr(training), *failures])
 
 
 def test_gradients_that_a_toggled_optimizer_left_from_its_last_step_are_no_means_of_the_step(pools, tmp_path):
@@ -237,33 +217,11 @@ def test_a_loop_of_ones_own_ends_with_the_trainers_bits(pools, tmp_path, seed):
     # Fabric's modules convert their outputs under autocast.
     takes_fabric = training.precision != "bf16-mixed"
     loops = [loop for loop in LOOPS if loop != "fabric" or takes_fabric]
-    failing = partial(failures_of_loop, loops[seed % len(loops)], pools, folder=tmp_path)
-    if failures := failing(training):
-        fail_with_the_least(training, failures, failing, seed)
+    assert not failures_of_loop(loops[seed % len(loops)], pools, training, tmp_path), repr(training)
 
 
-@pytest.mark.parametrize("message", REFUSALS)
-def test_what_pages_say_is_refused(pools, tmp_path, message):
-    training = drawn_to_be_refused(message)
-    for said in pools[training.ranks].run(refuse, fit, training, str(tmp_path)):
-        assert message in said, repr(training)
-
-
-def test_draws_have_everything_in_them_and_are_few_words():
+def test_draws_have_everything_in_them():
     trainings = [drawn(seed) for seed in range(100)]
     assert {training.strategy for training in trainings} == set(STRATEGIES)
     assert {part for training in trainings for part in training.parts} == set(PARTS)
     assert {name for training in trainings for name in training.may_not_matter} == set(MAY_NOT_MATTER)
-    for training in trainings:
-        assert eval(repr(training), vars(random_trainings)) == training
-
-
-if __name__ == "__main__":
-    largest = Pool(4)
-    told = failures_of(
-        {ranks: largest.first(ranks) for ranks in (1, 2, 3, 4)},
-        eval(sys.argv[1], vars(random_trainings)),
-        Path(tempfile.mkdtemp()),
-    )
-    largest.stop()
-    sys.exit("\n".join(told))

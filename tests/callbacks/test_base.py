@@ -85,6 +85,7 @@ TOGETHER = [
     ({"local_steps": 4}, [ReplicaSentinel()], Small, "ReplicaSentinel"),
     ({"local_steps": 4}, [ModelPruning("l1_unstructured")], Small, "ModelPruning"),
     ({"compressor": "dense", "local_steps": 4}, [OverlapTimeline()], Small, "local_steps"),
+    *[({"local_steps": 4}, [each], WithSGD, "local_steps") for each in (ADAPTIVE, MOMENTUM)],
 ]
 
 

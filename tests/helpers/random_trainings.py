@@ -3,10 +3,10 @@
 import dataclasses
 import random
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Any, NamedTuple, Optional
 from unittest import mock
 
@@ -35,7 +35,6 @@ from lightning_sparse.callbacks import (
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
 from lightning_sparse.compressors.registry import build_by_name
 from lightning_sparse.engine.memory import optimizer_parameters
-from lightning_sparse.engine.requirements import takes_wire
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.testing.invariants import is_exact
@@ -125,57 +124,24 @@ class Training:
         return self.optimizer == "adamw"
 
     @property
-    def has_sgd(self):
-        return self.optimizer in ("sgd", "momentum")
-
-    @property
     def has_momentum(self):
         return self.subject.feedback.momentum is not None or "MomentumCorrection" in self.callbacks
 
     @property
-    def is_possible(self):
-        """Return whether Lightning and DDP support the training.
-
-        Several optimizers need manual optimization. A validation inside a manual accumulation is excluded, because
-        Lightning would drop the gradients. Each loss needs a gradient.
-        """
-        drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
-        is_alone = self.optimizers == 1 or self.by_hand != ""
-        return is_alone and not (drops or self._has_idle or self._adds_momenta or any(self._needs_other_things))
-
-    @property
-    def _adds_momenta(self):
-        """Return whether a step may have several exchanged backwards, which momentum correction refuses."""
-        adds_up = self.by_hand == "by turns" or ("toggled" in self.by_hand and self.accumulates > 1)
-        adds_up = (self.optimizers > 1 and adds_up) or (self.by_hand == "together" and self.accumulates > 1)
-        has_velocity = self.optimizer == "momentum" or (self.optimizer == "sgd" and self.falls == "cycle")
-        return self.has_momentum and has_velocity and (self.backwards > 1 or adds_up)
+    def seldom(self):
+        """Return the part that only some ranks or steps use, or ``""``."""
+        return next((part for part in self.parts if "used" in part), "")
 
     @property
     def uses_partly(self):
-        seldom = any(part in ("thawing", "averaged") or "used" in part for part in self.parts)
-        return "toggled" in self.by_hand or seldom
+        return "toggled" in self.by_hand or bool(self.seldom) or not {"thawing", "averaged"}.isdisjoint(self.parts)
 
-    @property
-    def _needs_other_things(self):
-        """Yield whether torch or Lightning excludes a combination of features."""
-        in_step = self.renews is not None and (
-            self.renews % self.batches % self.accumulates or (self.accumulates > 1 and "by turns" in self.by_hand)
-        )
-        yield self.renews is not None and (self.falls or in_step)
-        yield self.adds is not None and self.falls
-        yield self.is_sharded and self != in_shards(self)
-        yield self.clips == "each its own" and not self.by_hand
-
-    @property
-    def _has_idle(self):
-        """Return whether the third optimizer may train only an unused layer, which gives a loss without a gradient."""
-        is_seldom = any("used" in part for part in self.parts) and "normalized" not in self.parts
-        return "toggled" in self.by_hand and self.optimizers == 3 and is_seldom and not self.shares
-
-    @property
-    def is_reproducible(self):
-        return self.strategy != "auto"
+    def _place_of_save(self):
+        """Return the number of batches of an epoch before the save, and whether the training ends with the save."""
+        what, number = self.saves
+        batches = {"batch": 1, "validation": self.validates, "epoch": self.batches}[what]
+        per_epoch = self.batches // batches
+        return ((number - 1) % per_epoch + 1) * batches, number >= self.epochs * per_epoch
 
     @property
     def is_resumable(self):
@@ -184,49 +150,26 @@ class Training:
         DDP does not broadcast buffers before each forward in manual optimization or accumulation, and never the
         buffers of an average. After a validation of an average, the model's buffers differ until the next forward.
         """
-        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and self.local is None
-        has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
-        is_other = self.strategy == "switching" or self._misses_validation
-        is_other = is_other or (self.is_sharded and self._loses_in_shards)
-        return self.is_reproducible and not (has_own or self._leaves_gradients or is_other)
-
-    @property
-    def _loses_in_shards(self):
-        """Return whether Lightning's folder lacks optimizer states that do not exist yet.
-
-        The folder has the states of a single replica. The start of training restores the other states.
-        """
-        return self._is_saved_last or any("used" in part for part in self.parts)
+        if self.saves is None or self.strategy in MEASURED:
+            return False
+        batch, is_last = self._place_of_save()
+        keeps_own = (self.by_hand or self.accumulates > 1 or is_last) and self.local is None
+        has_own = keeps_own and not {"running mean", "normalized"}.isdisjoint(self.parts)
+        # Files hold no gradients of an accumulation.
+        is_border = batch % self.accumulates == 0 or (batch == self.batches and not self.by_hand)
+        in_turns = "by turns" in self.by_hand and self.accumulates > 1
+        leaves_gradients = not is_border or in_turns or (self.by_hand == "by turns" and self.optimizers > 1)
+        # A validation directly after the save ends a round. A resumed fit has no such end.
+        is_validated = self.saves[0] == "batch" and self.validates is not None and batch % self.validates == 0
+        misses_end = self.local is not None and is_validated
+        # Lightning's folder has optimizer states of a single replica. The start of training restores the other states.
+        lacks_states = self.is_sharded and (is_last or self.seldom)
+        return not (has_own or leaves_gradients or misses_end or lacks_states)
 
     @property
     def moved(self):
         nodes = 2 if self.moves == 4 and self.nodes == 2 else 1
         return self.but(ranks=self.moves, nodes=nodes, levels=self.levels if nodes == 2 else 1, moves=0)
-
-    @property
-    def can_move(self):
-        return self.moves > 0 and self.saves is not None
-
-    @property
-    def _misses_validation(self):
-        """Return whether a validation directly follows the save. A resumed fit has no such end of a round."""
-        if self.local is None or self.validates is None or self.saves is None or self.saves[0] != "batch":
-            return False
-        return ((self.saves[1] - 1) % self.batches + 1) % self.validates == 0
-
-    @property
-    def _leaves_gradients(self):
-        """Return whether the save happens within an accumulation, because files hold no gradients."""
-        if self.saves is None or (self.by_hand == "by turns" and self.optimizers > 1):
-            return self.saves is not None
-        if self.accumulates == 1:
-            return False
-        numbers = {"batch": 1, "validation": self.validates, "epoch": self.batches}  # batches between two events
-        batch = (self.saves[1] * numbers[self.saves[0]] - 1) % self.batches + 1
-        if self.saves[0] == "validation":
-            batch = ((self.saves[1] - 1) % (self.batches // self.validates) + 1) * self.validates
-        is_border = batch % self.accumulates == 0 or (batch == self.batches and not self.by_hand)
-        return not is_border or "by turns" in self.by_hand
 
     @property
     def rounds_anew(self):
@@ -235,31 +178,20 @@ class Training:
         return is_ddp and self.ranks > 2
 
     @property
-    def _is_saved_last(self):
-        """Return whether no forward follows the save. A forward would broadcast buffers."""
-        last = {"batch": self.batches, "validation": self.batches // (self.validates or self.batches), "epoch": 1}
-        return self.saves is not None and self.saves[1] >= self.epochs * last[self.saves[0]]
-
-    @property
     def has_twin(self):
         # DDP does not support thawed or added parameters. Accumulation by turns adds to gradients of earlier steps.
         adds_up = self.accumulates > 1 and "by turns" in self.by_hand
         is_ours = self.adds is not None or "thawing" in self.parts
-        if not is_exact(self.subject) or is_ours or adds_up:
-            return False
-        # With dense messages no residual exists for momentum correction with optimizers other than SGD. Masked momentum
-        # is lost. A shared parameter has one velocity. Clipping and replaced optimizers see velocities, and weight
-        # decay accumulates in velocities.
-        is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips != ""
-        is_other = is_other or self.renews is not None
-        decays = self.optimizer == "sgd" and self.falls == "cycle"  # OneCycleLR gives SGD a momentum
-        return not (self.has_momentum and (decays or (is_other and self.optimizer != "sgd")))
+        # With dense messages, clipping, masks and shared parameters act on another momentum. OneCycleLR gives SGD a
+        # momentum.
+        has_velocity = self.has_momentum and (self.optimizer != "sgd" or self.falls == "cycle")
+        return is_exact(self.subject) and not (adds_up or is_ours or has_velocity)
 
     def variants(self):
         found = {"plain": self.but(may_not_matter=())}
         if self.may_not_matter:
             found["all"] = self
-        if self.saves is not None and self.is_resumable:
+        if self.is_resumable:
             found["resumed"] = self
         if self.has_twin:
             of_model = tuple(name for name in self.may_not_matter if name in _OF_MODEL)
@@ -273,12 +205,10 @@ STRATEGIES = {
     "lags by updates": lambda: {"compressor": LAGS(error_feedback="update")},
     "dgc masked": lambda: {"compressor": DGC(masks_momentum=True)},
     "a2sgd often": lambda: {"compressor": A2SGD(param_sync_every=3)},
-    "auto": lambda: {"compressor": "lags", "schedule": "auto"},
-    "switching": lambda: {
-        "compressor": "lags",
-        "schedule": "auto",
-    },  # between compression and DDP, independent of measured times
+    # "switching" changes between compression and DDP, independent of measured times.
+    **{name: lambda: {"compressor": "lags", "schedule": "auto"} for name in ("auto", "switching")},
 }
+MEASURED = ("auto", "switching")
 CALLBACKS = {
     "MomentumCorrection": MomentumCorrection,
     "AdaptiveDensity": lambda: AdaptiveDensity([ErrorBudget(budget=2.0)], max_density=0.5, every_n_steps=2),
@@ -299,12 +229,9 @@ SCHEDULES = {
         optimizer, 0.05, total_steps=100, cycle_momentum=not {"momentum", "betas"}.isdisjoint(optimizer.defaults)
     ),
 }
-CLIPS = (
-    "Lightning's",
-    "each its own",
-    "stops",
-    "torch's",
-)  # forms of clipping: a shared norm, a norm per optimizer, only the first epoch, torch's function
+BY_HAND = ["together", "by turns", "toggled", "toggled by turns"]
+# Forms of clipping: a norm per optimizer, a shared norm, only the first epoch, torch's function.
+CLIPS = ["each its own", "Lightning's", "stops", "torch's"]
 
 
 # Changes without effect ---------------------------------------------------------------------------------------------
@@ -328,11 +255,8 @@ _OBSERVERS = {
     "memory moves before forward": lambda folder: LambdaCallback(on_train_batch_start=move_memory),
     "memory moves before the step": lambda folder: LambdaCallback(on_before_optimizer_step=move_memory),
 }
-_OF_MODEL = (
-    "buffers assigned",
-    "memory moves before forward",
-    "memory moves before the step",
-)  # changes that DDP supports, too
+# Changes that DDP supports, too.
+_OF_MODEL = ("buffers assigned", "memory moves before forward", "memory moves before the step")
 MAY_NOT_MATTER = (*_ARGUMENTS, *_OBSERVERS, "buffers assigned", "exchanges dawdle")
 
 
@@ -424,7 +348,7 @@ class Drawn(LightningModule):
         if "tied" in parts:
             self.again = nn.Linear(8, 8)
             self.again.weight = self.middle.weight
-        if self._seldom:
+        if self.drawn.seldom:
             self.seldom = nn.Linear(8, 8)
         self.scale = nn.Parameter(torch.ones((1,) if is_sharded else ()))  # FSDP does not shard 0-dim parameters
         self.head = nn.Linear(8, WIDTH)
@@ -450,10 +374,6 @@ class Drawn(LightningModule):
     def called(self):
         return self.outer[0] if self.outer else self
 
-    @property
-    def _seldom(self):
-        return next((part for part in self.drawn.parts if "used" in part), "")
-
     def rows(self, batch_index):
         number = 1000 * self.current_epoch + 10 * batch_index + self.global_rank
         generator = torch.Generator().manual_seed(100_000 * self.drawn.seed + number)
@@ -468,7 +388,7 @@ class Drawn(LightningModule):
             hidden = hidden + torch.tanh(self.more(hidden))
         if "tied" in parts:
             hidden = hidden + torch.tanh(self.again(hidden))
-        used = self._seldom
+        used = self.drawn.seldom
         if (used == "used by a rank" and self.global_rank == 0) or (used == "used by turns" and batch_index % 2):
             hidden = hidden + torch.tanh(self.seldom(hidden))
         if "mask" in parts:
@@ -538,14 +458,16 @@ class Drawn(LightningModule):
             self.manual_backward(self._loss(batch_index, piece + number, self.drawn.backwards))
 
     def _step(self, optimizer, number):
-        drawn = self.drawn
-        if (norm := self._norm(number)) is not None and drawn.clips == "torch's":
+        self._clip(optimizer, self._norm(number))
+        optimizer.step()
+        if self.drawn.falls:
+            _listed(self.lr_schedulers())[number].step()
+
+    def _clip(self, optimizer, norm):
+        if norm is not None and self.drawn.clips == "torch's":
             clip_as_torch_does(optimizer, norm)
         elif norm is not None:
             self.clip_gradients(optimizer, norm, "norm")
-        optimizer.step()
-        if drawn.falls:
-            _listed(self.lr_schedulers())[number].step()
 
     def _norm(self, number):
         drawn = self.drawn
@@ -553,11 +475,8 @@ class Drawn(LightningModule):
             return None
         return drawn.norm * (1 + number) if drawn.clips == "each its own" else drawn.norm
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        if (norm := self._norm(0)) is not None and self.drawn.clips == "torch's":
-            clip_as_torch_does(optimizer, norm)
-        elif norm is not None:
-            self.clip_gradients(optimizer, norm, "norm")
+    def configure_gradient_clipping(self, optimizer, *given, **named):
+        self._clip(optimizer, self._norm(0))
 
     def _loss(self, batch_index, piece, pieces):
         drawn = self.drawn
@@ -790,239 +709,138 @@ def go_on(rank, training, folder, first, saved):
 # Drawing ----------------------------------------------------------------------------------------------------------
 
 
-def keeps_nothing(compressor):
-    return compressor.is_lossless or not compressor.feedback.keeps_residual
-
-
-# Documented limits: part of the message, and the condition.
-REFUSALS = {
-    "local_steps=": (
-        lambda it: (
-            it.local is not None
-            and (it.subject.replicas_diverge or it.subject.feedback.momentum is not None or it.strategy in MEASURED)
-        )
-    ),
-    "residual_decay=": (
-        lambda it: (
-            it.local is not None
-            and it.local.residual_decay < 1
-            and keeps_nothing(it.subject)
-            and (it.subject.wire or it.wire) == "float32"
-        )
-    ),
-    "MomentumCorrection is not supported: with local_steps": lambda it: (
-        it.local is not None and "MomentumCorrection" in it.callbacks
-    ),
-    "AdaptiveDensity is not supported: with local_steps": lambda it: (
-        it.local is not None and "AdaptiveDensity" in it.callbacks
-    ),
-    "sends a varying number of elements": lambda it: not takes_wire(it.subject, it.wire),
-    "does not send selections by all-gather": (lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"),
-    "levels=2": lambda it: it.levels == 2 and (it.nodes == 1 or it.strategy not in _SHARED or it.local is not None),
-    "AdamCorrection": (
-        lambda it: (
-            isinstance(it.correction, AdamCorrection)
-            and (it.local is not None or not it.has_adam or keeps_nothing(it.subject) or it.subject.replicas_diverge)
-        )
-    ),
-    "choose torch.optim.SGD": (
-        lambda it: (
-            it.subject.feedback.momentum is not None
-            and not it.has_sgd
-            and not (it.has_adam and it.correction is not None)
-            and it.local is None
-        )
-    ),
+CHOICES = {  # values to draw; repeated values are more frequent
+    "strategy": [*STRATEGIES, "topk", "topk", "lags", "dense"],
+    "density": [0.05, 0.1, 0.3],
+    "wire": ["float32", "float32", "bfloat16", "float16", "4bit", "2bit"],
+    "schedule": ["layerwise", "single"],
+    "exchange": ["auto", "auto", "gather", "owners"],
+    "optimizer": ["sgd", "momentum", "momentum", "adamw", "adamw", "adamw", "rmsprop"],
+    "optimizers": [1, 1, 2, 2, 3],
+    "accumulates": [1, 1, 1, 2, 3],
+    "precision": [*["32-true"] * 6, "bf16-mixed", "bf16-true"],
+    "epochs": [1, 2, 3],
+    "batches": [3, 4, 5, 6],
 }
-MEASURED = ("auto", "switching")
-_SHARED = (
-    "topk",
-    "lags",
-    "lags by updates",
-    "omgs",
-    "dgc",
-    "dgc masked",
-    "dense",
-    "qsgd",
-    *MEASURED,
-)  # strategies with two levels
+_DEFAULT = Training()
 
 
-def refusals(training):
-    return [message for message, is_refused in REFUSALS.items() if is_refused(training)]
+def is_refused(training):
+    """Return whether the strategy refuses the settings. Tests of pages check that no other settings are refused."""
+    try:
+        build_strategy(training)
+    except ValueError:
+        return True
+    return False
 
 
 _IN_SHARDS = ("frozen", "tied", "never used", "used by turns", "mask", "teacher", "written by hand", "dead")
-_KEPT_IN_SHARDS = ("seed", "density", "wire", "exchange", "correction", "accumulates", "falls", "epochs")
-_KEPT_IN_SHARDS += ("batches", "validates", "saves")
+_KEPT_IN_SHARDS = ("seed", "strategy", "density", "wire", "exchange", "correction", "local", "accumulates", "falls")
+_KEPT_IN_SHARDS += ("epochs", "batches", "validates", "saves")
 _BESIDE_SHARDS = ("a rank dawdles", "exchanges dawdle")
 
 
 def in_shards(training):
-    kept = {name: getattr(training, name) for name in _KEPT_IN_SHARDS}
-    return Training(
-        **kept,
+    sharded = Training(
+        **{name: getattr(training, name) for name in _KEPT_IN_SHARDS},
         ranks=4,
         nodes=2,
         is_sharded=True,
-        strategy=training.strategy if training.strategy in _SHARED[:-2] else "topk",
-        local=training.local,
-        optimizer=training.optimizer if training.has_sgd or training.has_adam else "momentum",
+        optimizer="momentum" if training.optimizer == "rmsprop" else training.optimizer,
         clips=training.clips and "Lightning's",
         parts=tuple(part for part in training.parts if part in _IN_SHARDS),
         may_not_matter=tuple(name for name in training.may_not_matter if name in _BESIDE_SHARDS),
     )
+    is_known = training.strategy not in MEASURED and not is_refused(sharded)
+    return sharded if is_known else sharded.but(strategy="topk")
 
 
 def drawn(seed):
-    training = drawn_freely(seed)
-    if seed % 12 == 5:
-        training = in_shards(training)
-    for name in ("exchange", "wire", "levels", "correction", "callbacks", "local"):
-        if refusals(training):
-            training = training.but(**{name: Training.__dataclass_fields__[name].default})
-    if refusals(training):
-        training = training.but(optimizer="momentum", strategy="topk", callbacks=())
-    assert training.is_possible
-    assert not refusals(training)
-    return training
-
-
-def drawn_to_be_refused(message):
-    """Draw a training that violates a single documented limit."""
-    found = (training for seed in count() if refusals(training := drawn_freely(seed)) == [message])
-    return next(found)
-
-
-def simpler(training, name):
-    value, default = getattr(training, name), Training.__dataclass_fields__[name].default
-    if value == default:
-        return
-    yield training.but(**{name: default})
-    if isinstance(value, LocalSteps):
-        for each, plain in vars(LocalSteps(value.every)).items():
-            if plain != getattr(value, each):
-                with suppress(ValueError):  # Nesterov needs a momentum
-                    yield training.but(local=dataclasses.replace(value, **{each: plain}))
-    elif name in ("callbacks", "parts", "may_not_matter"):
-        yield from (training.but(**{name: (each,)}) for each in value)
-        yield from (training.but(**{name: tuple(other for other in value if other != each)}) for each in value)
-    elif name in ("epochs", "batches"):
-        yield training.but(**{name: value - 1})
-
-
-def minimal(training, fails, seconds):
-    end, before = time.monotonic() + seconds, None
-    while training != before:
-        before = training
-        for field in reversed(dataclasses.fields(Training)[1:]):
-            each = (
-                each
-                for each in simpler(training, field.name)
-                if time.monotonic() < end and each.is_possible and not refusals(each) and fails(each)
-            )
-            training = next(each, training)
-    return training
-
-
-def drawn_freely(seed):
     chance = random.Random(seed)
-    pick = chance.choice
+    training = Training(seed=seed, **{name: chance.choice(values) for name, values in CHOICES.items()})
+    for draw in (_with_exchange, _with_steps, _with_course):
+        training = draw(training, chance)
+    return in_shards(training) if seed % 12 == 5 else training
 
-    def seldom(share):
-        return chance.random() < share
 
-    strategy = pick([*STRATEGIES, "topk", "topk", "lags", "dense"])
-    is_local = seldom(0.35)
-    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "adamw", "rmsprop"])
-    local = _local(chance, strategy) if is_local else None
-    optimizers = pick([1, 1, 2, 2, 3])
-    by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
-    parts = tuple(part for part in PARTS if seldom(0.15))
-    unused = [part for part in parts if "used" in part]
-    parts = tuple(part for part in parts if part not in unused[1:])  # only the first partly used layer remains
-    precision = pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"])
-    accumulates = pick([1, 1, 1, 2, 3]) if by_hand != "by turns" else 1
-    epochs, batches = pick([1, 2, 3]), pick([3, 4, 5, 6])
-    validates = None if by_hand and accumulates > 1 else pick([None, *range(1, batches + 1)])
-    points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
-    nodes = pick([1, 2] if is_local else [1, 1, 1, 2])
-    correction = "auto"
-    if optimizer == "adamw":
-        corrected = AdamCorrection(2, pick([0, 2]), pick([1, 2, 3]))
-        correction = pick(["auto", None] if is_local and seldom(0.8) else ["auto", None, *[corrected] * 4])
-    falls = pick(list(SCHEDULES)) if seldom(0.3) else ""
-    training = Training(
-        seed=seed,
-        ranks=4 if nodes == 2 else pick([2, 2, 2, 3]),
-        nodes=nodes,
-        strategy=strategy,
-        density=pick([0.05, 0.1, 0.3]),
-        wire=pick(["float32", "float32", "bfloat16", "float16", "4bit", "2bit"]),
-        schedule=pick(["layerwise", "single"]),
-        exchange=pick(["auto", "auto", "gather", "owners"]),
-        levels=pick(["auto", 1, 2, 2, 2]) if nodes == 2 else 1,
-        correction=correction,
+def _with_exchange(training, chance):
+    local = _local(chance) if chance.random() < 0.35 else None
+    nodes = chance.choice([1, 1, 1, 2] if local is None else [1, 2])
+    corrected = [] if local else [AdamCorrection(2, chance.choice([0, 2]), chance.choice([1, 2, 3]))] * 4
+    training = training.but(
         local=local,
-        callbacks=_callbacks(chance, strategy, optimizer),
-        optimizer=optimizer,
-        optimizers=optimizers,
-        by_hand=by_hand,
-        shares=optimizers > 1 and (seldom(0.3) or bool({"frozen", "thawing"} & {*parts})),
-        backwards=pick([1, 1, 2, 3]) if by_hand else 1,
-        accumulates=accumulates,
-        clips=pick(CLIPS if by_hand else [how for how in CLIPS if how != "each its own"]) if seldom(0.3) else "",
-        falls=falls,
-        precision=precision,
-        parts=parts,
-        epochs=epochs,
-        batches=batches,
-        validates=validates,
-        saves=(pick(points), chance.randint(1, epochs * batches)) if seldom(0.6) else None,
+        nodes=nodes,
+        ranks=4 if nodes == 2 else chance.choice([2, 2, 2, 3]),
+        levels=chance.choice(["auto", 1, 2, 2, 2]) if nodes == 2 else 1,
+        correction=chance.choice(["auto", None, *corrected]) if training.has_adam else "auto",
     )
-    training = training.but(shares=training.shares or training._has_idle)
-    training = training.but(by_hand="together", backwards=1, accumulates=1) if training._adds_momenta else training
-    training = _with_more(training, chance)
-    free = tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name))
-    return training.but(may_not_matter=free)
-
-
-def _with_more(training, chance):
-    drawn = {
-        "renews": chance.randrange(training.epochs * training.batches),
-        "adds": chance.randrange(training.epochs * training.batches),
-        "moves": chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks]),
+    for name in ("exchange", "wire", "levels", "correction", "local"):
+        if is_refused(training):
+            training = training.but(**{name: getattr(_DEFAULT, name)})
+    is_adaptive = training.optimizer == "rmsprop" or training.correction is None
+    if training.has_momentum and is_adaptive:
+        training = training.but(optimizer="momentum", correction="auto")
+    takes = {
+        "MomentumCorrection": ("topk", "lags", "omgs") if training.optimizer == "momentum" else (),
+        "AdaptiveDensity": ("topk", "lags", "dgc"),
     }
-    shares = {"moves": 0.3}  # higher for features that combine rarely
-    for name, value in drawn.items():
-        if chance.random() < shares.get(name, 0.12):
-            more = training.but(**{name: value})
-            training = more if more.is_possible else training
-    return training
+    drawn = tuple(name for name in CALLBACKS if training.strategy in takes[name] and chance.random() < 0.15)
+    return training.but(callbacks=() if training.local else drawn)
 
 
-def _local(chance, strategy):
-    every = chance.choice([2, 2, 3, 4])
+def _local(chance):
     momentum = chance.choice([0.0, 0.0, 0.5])
     return LocalSteps(
-        every,
+        chance.choice([2, 2, 3, 4]),
         outer_lr=chance.choice([1.0, 1.0, 0.7]),
         outer_momentum=momentum,
         nesterov=momentum > 0 and chance.random() < 0.5,
-        residual_decay=0.9 if chance.random() < (0.05 if strategy in ("dense", "qsgd") else 0.3) else 1.0,
+        residual_decay=0.9 if chance.random() < 0.3 else 1.0,
     )
 
 
-def _callbacks(chance, strategy, optimizer):
-    takes = {"MomentumCorrection": ("topk", "lags", "omgs"), "AdaptiveDensity": ("topk", "lags", "dgc")}
-    fits = {"MomentumCorrection": optimizer == "momentum", "AdaptiveDensity": True}
-    return tuple(name for name in CALLBACKS if strategy in takes[name] and fits[name] and chance.random() < 0.15)
+def _with_steps(training, chance):
+    by_hand = chance.choice(BY_HAND) if training.optimizers > 1 or chance.random() < 0.2 else ""
+    parts = [part for part in PARTS if chance.random() < 0.15]
+    seldom = [part for part in parts if "used" in part]
+    training = training.but(
+        by_hand=by_hand,
+        accumulates=1 if by_hand == "by turns" else training.accumulates,
+        backwards=chance.choice([1, 1, 2, 3]) if by_hand else 1,
+        parts=tuple(part for part in parts if part not in seldom[1:]),  # only one partly used layer
+        clips=chance.choice(CLIPS if by_hand else CLIPS[1:]) if chance.random() < 0.3 else "",
+        falls=chance.choice([*SCHEDULES]) if chance.random() < 0.3 else "",
+    )
+    # The loss of each optimizer needs a gradient.
+    has_idle = not {"frozen", "thawing"}.isdisjoint(parts) or (training.optimizers == 3 and bool(seldom))
+    training = training.but(shares=training.optimizers > 1 and (has_idle or chance.random() < 0.3))
+    if training.has_momentum and by_hand:  # momentum correction needs one exchanged backward per step
+        training = training.but(by_hand="together" if by_hand == "by turns" else by_hand, backwards=1, accumulates=1)
+    return training
+
+
+def _with_course(training, chance):
+    """Add validations, saves and changes of the model at drawn batches."""
+    batches = training.epochs * training.batches
+    # Lightning drops the gradients of a manual accumulation in a validation.
+    drops = training.by_hand != "" and training.accumulates > 1
+    validates = None if drops else chance.choice([None, *range(1, training.batches + 1)])
+    points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
+    rare = 0.12 * (training.falls == "")  # the schedule holds the optimizers and their groups
+    shares_and_values = {
+        "saves": (0.6, (chance.choice(points), chance.randint(1, batches))),
+        "renews": (rare * (training.accumulates == 1), chance.randrange(batches)),
+        "adds": (rare, chance.randrange(batches)),
+        "moves": (0.3, chance.choice([ranks for ranks in (1, 2, 3, 4) if ranks != training.ranks])),
+    }
+    more = {name: value for name, (share, value) in shares_and_values.items() if chance.random() < share}
+    training = training.but(validates=validates, **more)
+    free = tuple(name for name in MAY_NOT_MATTER if chance.random() < 0.2 and _can(training, name))
+    return training.but(may_not_matter=free)
 
 
 def _can(training, name):
     """Return whether a change has no effect on a training, according to the documentation."""
-    if not training.but(may_not_matter=(name,)).is_possible:
-        return False
     if name in ("layerwise", "single", "merged"):
         return training.strategy not in MEASURED and not training.subject.selects_across_bucket
     if name == "gradients of their own":

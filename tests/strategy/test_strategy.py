@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelPruning
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import DGC, LAGS, TopK
 from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.strategy.names import VARIANTS, systems
@@ -152,6 +152,8 @@ VALUES = [
 TOGETHER = [
     ({"local_steps": 5, "compressor": DGC(momentum=None, clip_norm=1.0)}, "clip_norm="),
     ({"local_steps": 5, "compressor": LAGS(adaptive_density=True)}, "adaptive_density="),
+    ({"local_steps": 5, "schedule": "auto"}, "local_steps=.*schedule='auto'"),
+    ({"local_steps": LocalSteps(5, residual_decay=0.9), "compressor": "dense"}, "residual_decay="),
     *(({"compressor": name, "optimizer_correction": AdamCorrection()}, "Adam") for name in ("qsgd", "a2sgd", "dense")),
 ]
 KINDS = {"compressor": TopK, "schedule": 3}
