@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_sparse.compressors.topk import batched_top_k_indices, indices_reaching, top_k_indices
+from lightning_sparse.compressors.topk import batched_top_k_indices, top_k_indices
 from tests.helpers.devices import devices
 
 
@@ -13,18 +13,6 @@ def few_rows(numel):
     tensor = torch.zeros(numel)
     tensor[numel // 7 : numel // 7 + max(1, numel // 50)] = normal(max(1, numel // 50))
     return tensor
-
-
-@devices
-@pytest.mark.parametrize("density", [0.0003, 0.01, 0.2])
-@pytest.mark.parametrize("numel", [100, 40_000, 300_000])
-def test_a_nan_and_an_infinity_are_larger_than_any_number(numel, density, device):
-    tensor = normal(numel).to(device)
-    tensor[numel // 2], tensor[-1], tensor[0] = float("nan"), float("-inf"), float("nan")
-    count = max(3, round(density * numel))
-    indices = top_k_indices(tensor, count)
-    assert {0, numel // 2, numel - 1} <= set(indices.tolist())
-    assert indices.numel() == indices.unique().numel() == count
 
 
 @devices
@@ -51,12 +39,3 @@ def test_neighbours_do_not_decide_between_equal_magnitudes(numel, device):
     count = numel // 1000
     for tensor, indices in zip(tensors, batched_top_k_indices(tensors, count)):
         assert torch.equal(indices, top_k_indices(tensor, count))
-
-
-@devices
-@pytest.mark.parametrize("numel", [0, 5, 9000, 300_001])
-def test_all_elements_that_reach_a_floor_are_found(numel, device):
-    tensor = normal(numel).to(device)
-    found = indices_reaching(tensor, 1.5)
-    assert found.device == tensor.device
-    assert torch.equal(found, (tensor.abs() >= 1.5).nonzero().squeeze(1))
