@@ -21,7 +21,6 @@ def exchange(chosen, formats, used=None):
 
 
 DISJOINT = [[[0, 4], [7, 69_999], []], [[], [8, 9, 10], [2]], [[1], [], []]]
-EVERYTHING = [[list(range(5)), list(range(70_000)), []], [[], [], [0, 1, 2]], [[], [], []]]
 
 
 def formats_of(ranks):
@@ -37,12 +36,3 @@ def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union():
     values = 16  # nine elements of three tensors, three per rank, padded to 16 bytes
     assert messages(DISJOINT) == [16, positions, 3 * values, values]
     assert messages([[[], [], []]] * 3) == [16]
-
-
-def test_a_union_is_one_whether_or_not_ranks_look_in_parts_of_their_own():
-    overlapping = [[[0, 4], [7, 69_999], []], [[4], [7, 8], [2]], [[0, 1, 4], [], []]]
-    beside = [[[0, 1], [5, 6], []], [[2, 3], [1, 70], [2]], [[4], [99, 1000], [0]]]
-    for chosen in (DISJOINT, overlapping, beside, EVERYTHING):
-        expected = [sorted({place for choices in chosen for place in choices[each]}) for each in range(len(NUMELS))]
-        for arrival in exchange(chosen, formats_of(len(chosen)))[0]:
-            assert [mean.indices.flatten().tolist() for mean in arrival.means] == expected
