@@ -291,6 +291,7 @@ class VirtualRank:
         used = torch.ones(len(step), dtype=torch.uint8, device=step[0].gradient.device)
         self.recorder.begin_backward()
         self.recorder.current.backward_end = self.recorder.clock.mark()
+        self._pipeline.refresh()
         self._pipeline.commit(self._pipeline.exchange(step, used=used))
         self.recorder.end_exchange()
         if self._view.adam is not None:

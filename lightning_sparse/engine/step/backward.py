@@ -258,6 +258,8 @@ class SparseBackward(Backward):
         self._context.worker.submit(partial(self._exchange, bucket, is_last))
 
     def _exchange(self, bucket: Sequence[LocalGradient], is_last: bool) -> None:
+        if not (self._context.overlaps_backward or self._exchanged):
+            self._context.pipeline.refresh()
         self._exchanged += self._context.pipeline.exchange(bucket, self._flags() if is_last else None)
 
     @override

@@ -97,17 +97,14 @@ class Pipeline:
         self.density_of = density_of
         self.context = EMPTY_CONTEXT
         self.selector = BucketSelector(compressor, wires)
-        self._has_refreshed = False  # whether refresh() has run in this step
 
     def begin_step(self, context: StepContext) -> None:
         """Set the context of the next step."""
-        self.context, self._has_refreshed = context, False
+        self.context = context
 
     def refresh(self) -> None:
-        """In the first call of a step, update Adam's second moments. Later calls in the same step do nothing."""
-        if not self._has_refreshed:
-            self._has_refreshed = True
-            self.memory.refresh(self.context.hyperparameters)
+        """Before the first bucket of a backward, update Adam's second moments."""
+        self.memory.refresh(self.context.hyperparameters)
 
     def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
         """Add residuals to a bucket, send the selected elements, and receive the selections of other ranks.
@@ -119,7 +116,6 @@ class Pipeline:
             used: uint8 flags of the parameters that this rank has used in the step; only with the last bucket.
         """
         names = [local.name for local in bucket]
-        self.refresh()
         with self.recorder.bucket(names):
             bucket, scale = self.levels.shares(bucket), self.context.loss_scale
             gradients = [local.gradient for local in bucket]
