@@ -9,7 +9,7 @@ from lightning_sparse.schedule import FixedSize
 from tests.compressors.exdyna_reference import Reference
 from tests.compressors.simulation import Simulation
 from tests.helpers.devices import DEVICE, moved
-from tests.helpers.sparse_ddp import sgd_steps, sparse_ddp
+from tests.helpers.sparse_ddp import backpropagate, sgd_steps, sparse_ddp
 
 METHODS = {"exdyna": ExDyna, "micro": MiCRO}
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -51,13 +51,14 @@ RECORDED = {name: type(name, (Recorded, kind), {}) for name, kind in METHODS.ite
 
 
 class Tensors(nn.Module):
-    def __init__(self):
+    def __init__(self, numels=NUMELS):
         super().__init__()
-        for name, numel in NUMELS.items():
+        self.numels = list(numels.values())
+        for name, numel in numels.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(numel)))
 
     def forward(self, gradient):
-        pieces = zip(self.parameters(), gradient.split(list(NUMELS.values())))
+        pieces = zip(self.parameters(), gradient.split(self.numels))
         return sum((parameter * piece).sum() for parameter, piece in pieces)
 
     def flat(self):
@@ -210,3 +211,23 @@ def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method):
     assert sent.mean() == pytest.approx(1.0, rel=0.3)
     assert sent.std() < 0.3
     assert 0.4 < sent.min() < sent.max() < 2.2
+
+
+def applied_densities(rank, compressor, steps):
+    unions = []
+    with sparse_ddp(Tensors({"matrix": 20_000, "bias": 100}), compressor, 0.01) as (ddp, engine):
+        for step in range(steps):
+            backpropagate(ddp, engine, ddp(draw(rank, step, 20_100)))
+            unions.append(sum(int(each.grad.count_nonzero()) for each in ddp.parameters()) / 20_100)
+    return unions
+
+
+@pytest.mark.exhaustive
+def test_what_travels_does_not_grow_with_the_number_of_ranks(forked):
+    means = {}
+    for compressor in ("exdyna", "micro", "topk"):
+        unions = forked[4].run(applied_densities, compressor, 80)[0]
+        means[compressor] = sum(unions[-50:]) / 50
+    assert means["exdyna"] == pytest.approx(0.01, rel=0.15)
+    assert means["micro"] == pytest.approx(0.01, rel=0.15)
+    assert means["topk"] > 3.5 * 0.01
