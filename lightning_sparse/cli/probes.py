@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing import SignalException, errors
+from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.run import main as torchrun
 from torch.testing import assert_close
 
@@ -35,11 +36,11 @@ from lightning_sparse.schedule.costs import Line, dense_bytes, fit
 from lightning_sparse.strategy.lightning import NAME, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
-_QUIET = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"]
+_OFF = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"]
 _STEPS = 40
 _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-_STATES = ("passed", "not applicable", "waits", "failed", "hangs", "died")  # a row has its ranks' rightmost state
-_BROKEN = {"waits", "hangs", "died"}  # after these states of a rank, no further row can run
+_STATES = ("passed", "not applicable", "waits", "failed", "stopped")  # a row has its ranks' rightmost state
+_DIED = ("stopped", "died")  # state and detail of a rank that does not answer
 _WAITS = {"torch", "threading.py", "engine"}  # in the path of code that waits for other ranks
 
 Row = Union[str, Callable[[], str]]  # the reason why a check is not applicable, or a function that returns a detail
@@ -95,8 +96,7 @@ class Probes:
     def __init__(self, options: argparse.Namespace, ranks: str, hosts: str) -> None:
         self._options, self._ranks, self._hosts = options, int(ranks), int(hosts)
         self._local = self._ranks // self._hosts  # processes per host
-        sizes = {"devices": self._local, "num_nodes": self._hosts}
-        self._trainer: dict[str, Any] = {**dict.fromkeys(_QUIET, False), **sizes}
+        self._trainer: dict[str, Any] = dict.fromkeys(_OFF, False) | {"devices": self._local, "num_nodes": self._hosts}
         strategy: Any = Trainer(strategy="ddp", **self._trainer).strategy
         strategy.setup_environment()
         self._rank, self._device = dist.get_rank(), strategy.root_device
@@ -119,34 +119,34 @@ class Probes:
                 wait([running], timeout=0.1)
             own = running.result() if running.done() else _place(sys._current_frames()[thread])
             answers = self._answers(name, own)
-            states = [each for each, _ in answers]
             state, detail = max(answers, key=lambda answer: _STATES.index(answer[0]))
             if state not in ("passed", "not applicable"):
-                named = (rank for rank, each in zip(self._names, states) if each == state)
+                named = (rank for rank, (each, _) in zip(self._names, answers) if each == state)
                 state, detail = "failed", f"{', '.join(named)}: {detail}"
             seconds, ranks = round(default_timer() - began, 1), dict(zip(self._names, answers))
             rows.append({"name": name, "state": state, "seconds": seconds, "detail": detail, "ranks": ranks})
-            is_first = all(each == "died" for each in states[: self._rank])  # rank 0, or the first that lives
+            is_first = answers[: self._rank] == [_DIED] * self._rank  # rank 0, or the first that lives
             if is_first:
                 print(f"{state:14} {seconds:4.1f} s  {name:30} {detail}", flush=True)
-            if not _BROKEN.isdisjoint(states):
-                break
+            if not {"waits", "stopped"}.isdisjoint(each for each, _ in answers):
+                break  # ranks are at different places
         failed = [row["name"] for row in rows if row["state"] == "failed"]
         if is_first:
             print(f"{len(failed)} rows failed: {', '.join(failed)}." if failed else "All rows passed.", flush=True)
         if is_first and self._options.output:
             self._options.output.write_text(json.dumps({"passed": not failed, "rows": rows}, indent=1))
-        self._answers("end", ("passed", ""))  # rank 0 may have the store, and so ends last
+        with suppress(RuntimeError):  # another rank has died
+            barrier(self._store, self._ranks, "check/end", 10)  # rank 0 may have the store, and so must not end first
         os._exit(bool(failed))
 
     def _answers(self, name: str, own: tuple[str, str]) -> list[tuple[str, str]]:
-        keys, died = [f"check/{name}/{rank}" for rank in range(self._ranks)], ("died", "died")
-        answers = [died, *[("waits", "") for _ in keys[1:]]]  # if the store is gone, rank 0 has died
+        keys = [f"check/{name}/{rank}" for rank in range(self._ranks)]
+        answers = [_DIED, *[("waits", "") for _ in keys[1:]]]  # if the store is gone, rank 0 has died
         with suppress(RuntimeError):
             self._store.set(keys[self._rank], json.dumps(own))
             with suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=10))
-            answers = [json.loads(self._store.get(key)) if self._store.check([key]) else died for key in keys]
+            answers = [json.loads(self._store.get(key)) if self._store.check([key]) else _DIED for key in keys]
         return answers
 
     def table(self) -> dict[str, Row]:
@@ -287,5 +287,5 @@ def _answer(check: Row) -> tuple[str, str]:
 
 def _place(frame: Any) -> tuple[str, str]:
     path = Path(frame.f_code.co_filename)
-    state = "waits" if _WAITS.intersection(path.parts) else "hangs"
+    state = "waits" if _WAITS.intersection(path.parts) else "stopped"
     return state, f"at {path.name}:{frame.f_lineno}, had not ended the check when the time was over"
