@@ -38,7 +38,7 @@ def work(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_the_example_of_several_nodes_is_requeued_by_a_signal_and_resumes(cluster, work):
     script = (work / "examples" / "slurm" / "several_nodes.sbatch").read_text()
     longer = "--config configs/lags.yaml --trainer.max_epochs=40"
@@ -47,7 +47,7 @@ def test_the_example_of_several_nodes_is_requeued_by_a_signal_and_resumes(cluste
     jobs = work / "jobs" / job
     cluster.wait_for(lambda: list(jobs.rglob("epoch=*.ckpt")), 150)
     cluster.run("scancel", "--signal=USR1", job)
-    facts = cluster.wait_for(lambda: cluster.record_of_ended(job), 200)
+    facts = cluster.wait_for(lambda: cluster.record_of_ended(job), 500)
     text = (work / f"sparse-several-nodes-{job}.log").read_text()
     assert (facts["JobState"], facts["NodeList"], facts["Restarts"]) == ("COMPLETED", "n[1-2]", "1"), text
     assert text.count("Starting with 2 processes") == 2
