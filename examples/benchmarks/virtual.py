@@ -25,7 +25,6 @@ from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.loop.optimizers import OptimizerView
-from lightning_sparse.schedule import Single
 
 _DEVICE = torch.device("cpu")
 POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
@@ -227,7 +226,7 @@ class VirtualRank:
         if settings.local_steps is not None:
             names = [name for name, _ in self.network.named_parameters()]
             local, worker = settings.local_steps, InlineWorker()
-            shared = SharedModel(self.network, names, local, self._pipeline, Single(), worker)
+            shared = SharedModel(self.network, names, local, self._pipeline, worker)
             self._rounds = LocalStepsController(local, shared, self._communicator, worker)
 
         def target_of(name: str) -> float:
