@@ -258,11 +258,13 @@ class SparseReducer(SharedOnCopy):
     def _open(self, is_announced: bool) -> Backward:
         self._context.begin()
         used = set(self._order.members) if self._context.is_sharded else self._used  # FSDP: only p.grad shows the use
-        kind: type[Backward] = DenseBackward if self.is_dense else SparseBackward
-        parameters = [each.parameter for each in self._order.members]
-        if not self.is_dense and (means := self.reduced.take_means(parameters)) is not None:
-            self._context.worker.submit(partial(self._context.pipeline.check_alike, means))
-        self._backward = kind(self._context, self._order, used)
+        if self.is_dense:
+            self._backward = DenseBackward(self._context, self._order, used)
+        else:
+            means = self.reduced.take_means([each.parameter for each in self._order.members])
+            if means is not None:
+                self._context.worker.submit(partial(self._context.pipeline.check_alike, means))
+            self._backward = SparseBackward(self._context, self._order, used)
         self._backward.is_announced = is_announced or graph_number() == self._model_graph
         return self._backward
 
@@ -286,7 +288,8 @@ class SparseReducer(SharedOnCopy):
             if isinstance(backward, SparseBackward):
                 members = self._order.members
                 self.reduced.add_means([each.parameter for each in members], unused)
-                self._context.pipeline.memory.on_unused(each.name for each in members if each.parameter in unused)
+                if unused:
+                    self._context.pipeline.memory.on_unused(each.name for each in members if each.parameter in unused)
         self._used, self._backward = set(), None
         self._context.end()
         if not backward.is_announced:  # The next backward may start without a call of _attend(), too.
