@@ -55,6 +55,8 @@ def check(args: Sequence[str]) -> None:
     add("--output", type=Path, help="a JSON file for the report, such as check.json")
     add_model_options(parser)
     options = parser.parse_args(args)
+    if (options.parameters is None) != (options.compute is None):
+        parser.error("--parameters and --compute need each other: give both, or none")
     logging.disable(logging.WARNING)
     logging.captureWarnings(True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -155,7 +157,7 @@ class Probes:
         three = "" if self._ranks > 2 else "needs three processes"
         hosts = "" if self._hosts > 1 else "all processes run on one host"
         levels = "" if 1 < self._local < self._ranks else "needs several hosts with several processes"
-        model = "" if self._options.parameters and self._options.compute else "needs --parameters and --compute"
+        model = "" if self._options.parameters else "needs --parameters and --compute"
         adamw = partial(self._equals_ddp, torch.optim.AdamW, accumulate_grad_batches=2, gradient_clip_val=1.0)
         return {
             "environment": self._environment,
@@ -183,7 +185,8 @@ class Probes:
         versions = ", ".join(f"{each} {sys.modules[each].__version__}" for each in packages)
         if (backend := backend_of(self._device)) == "nccl":
             versions += f", nccl {torch.cuda.nccl.version()}, {torch.cuda.get_device_name()}"
-        assert len(found := set(all_gather_object(versions))) == 1, f"versions differ: {' | '.join(sorted(found))}"
+        if len(found := set(all_gather_object(versions))) > 1:
+            raise ValueError(f"versions differ: {' | '.join(sorted(found))}; make all equal")
         network = [os.environ[name] for name in os.environ if name.endswith("_SOCKET_IFNAME")]
         where = f"{self._ranks} ranks on {self._hosts} hosts, {self._device}, {backend}"
         return f"{where}, network interface {network or 'default'}, {versions}"
@@ -241,7 +244,8 @@ class Probes:
         rates = [8e-9 * message.nbytes / min(links) for links in zip(seconds, seconds[-1:] + seconds)]
         slowest = self._names[self._local * rates.index(min(rates))]
         words = f"{min(rates):.3g} Gbit/s from the slowest host, {slowest}, up to {max(rates):.3g} Gbit/s from others"
-        assert min(rates) > max(rates) / 3, words
+        if min(rates) < max(rates) / 3:
+            raise ValueError(words)
         return words
 
     def _all_reduce(self) -> str:

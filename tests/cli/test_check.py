@@ -177,6 +177,8 @@ def run_alone(folder, *words):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (["--parameters=1M"], "--compute"),
+        (["--compute=1s"], "--parameters"),
         (["--parameters=1MB"], "parameters='1MB'"),
         (["--compute=1"], "compute='1'"),
         (["--tim=1"], "--tim=1"),
