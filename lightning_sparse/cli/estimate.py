@@ -101,23 +101,23 @@ def estimate(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("lightning-sparse estimate", description=__doc__, allow_abbrev=False)
     add_model_options(parser, required=True)
     add = parser.add_argument
-    add("--bandwidth", required=True, help="link of each machine, such as 100Mbps, 25Gb/s; no unit: bits per second")
+    rate = "link of each machine, such as 100Mbps, 25Gb/s; no unit: bits per second"
+    add("--bandwidth", required=True, type=read_rate, help=rate)
     add("--workers", required=True, type=int, help="processes that exchange gradients, at least 2")
-    add("--latency", default="100us", help="one-way time of a message, such as 100us (Ethernet, default), 10ms (WAN)")
+    latency = "one-way time of a message, such as 100us (Ethernet, default), 10ms (WAN)"
+    add("--latency", default="100us", type=read_seconds, help=latency)
     add("--memory-bandwidth", type=float, default=1000.0, help="memory bandwidth of a GPU in GB/s, default %(default)s")
     add("--optimizer", choices=PASSES, default="adamw", help="default %(default)s")
-    try:
-        print(_estimated(parser.parse_args(args)))
-    except ValueError as error:
-        parser.error(str(error))
+    options = parser.parse_args(args)
+    workers, memory = options.workers, options.memory_bandwidth
+    if workers < 2 or not memory > 0:
+        parser.error(f"--workers {workers} must be at least 2, --memory-bandwidth {memory} above zero")
+    print(_estimated(options))
 
 
 def _estimated(options: argparse.Namespace) -> str:
     workers, memory = options.workers, options.memory_bandwidth
-    if workers < 2 or not memory > 0:
-        raise ValueError(f"--workers {workers} must be at least 2, --memory-bandwidth {memory} above zero")
-    elements, compute = options.parameters, options.compute
-    rate, latency = read_rate(options.bandwidth), read_seconds(options.latency)
+    elements, compute, rate, latency = options.parameters, options.compute, options.bandwidth, options.latency
     passes, size = PASSES[options.optimizer], in_bytes(4 * elements)
     network = Line(2 * (workers - 1) * latency, 8 / rate)
     found = Estimate(elements, workers, compute, network, passes * 4e-9 * elements / memory)
