@@ -46,6 +46,11 @@ class ExchangeResult(NamedTuple):
 Phases = Generator[Payload, Tensor, ExchangeResult]
 
 
+def used_anywhere(used: Optional[Tensor], rows: Tensor) -> Optional[Tensor]:
+    """Return whether any rank used each parameter. Each of ``rows`` begins with the flags of one rank."""
+    return None if used is None else rows[:, : len(used)].bool().any(dim=0)
+
+
 class WireFormat(ABC):
     """Write and read messages. Values are sent in ``dtype``, or quantized to ``bits`` bits."""
 
@@ -113,7 +118,7 @@ class GatherFormat(WireFormat):
         received = self._read(value_bytes, selected.counts).to(values.dtype) / self.world_size
         return ExchangeResult(
             finite=all_finite(received),
-            used=None if used is None else rest[:, : used.numel()].bool().any(dim=0),
+            used=used_anywhere(used, rest),
             means=selected.replaced(received, codec.decode(index_bytes)),
             kept=selected.replaced(values - sent.to(values.dtype), indices),
         )

@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import (
-    FlatSelection,
-    Selection,
-    SelectionSize,
-    end_to_end,
-)
+from lightning_sparse.compressors.selection import FlatSelection, SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.wire.base import Payload, Phases, Transfer, WireFormat
-from lightning_sparse.engine.wire.reduce import ReduceFormat
+from lightning_sparse.engine.wire.base import Payload, Transfer, used_anywhere
+from lightning_sparse.engine.wire.reduce import Positions, PositionsFormat
 from lightning_sparse.functional.elements import (
     add_rows,
     aligned,
@@ -37,7 +32,7 @@ _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # constants of a multip
 _PROPOSED = torch.bfloat16  # dtype of values sent to owners; 16 bits are enough to find the largest sums
 
 
-class OwnersFormat(WireFormat):
+class OwnersFormat(PositionsFormat):
     """Average over ranks the elements with the largest sums of all selections, with four collectives.
 
     1. Each rank proposes elements: it sends selected elements to the owners (all-to-all), as 16-bit values and block
@@ -51,13 +46,8 @@ class OwnersFormat(WireFormat):
     owners selected. If only the proposing ranks sent values, residuals would grow with the number of ranks.
     """
 
-    def __init__(self, dtype: torch.dtype, rank: int, world_size: int) -> None:
-        super().__init__(dtype, rank, world_size)
-        self._values = ReduceFormat(dtype, rank, world_size)
-
     @override
-    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        selected = end_to_end(selection)
+    def agree(self, selected: FlatSelection, used: Optional[Tensor]) -> Positions:
         shares = _shares_of(selected.numels, selected.counts, self.world_size)
         proposals = yield Payload("all_to_all", _proposals(selected, shares))
         places = _largest(_sums(proposals, shares), shares, self.rank)
@@ -67,10 +57,7 @@ class OwnersFormat(WireFormat):
         wires = yield Payload("all_gather", message_of([section] if used is None else [section, used]))
         indices = _positions(codec.decode(wires), shares).flatten().sort().values
         counts = tuple(self.world_size * final for final in shares.finals)
-        result = yield from self._values.average_at(accumulated, indices, counts)
-        if used is None:
-            return result
-        return result._replace(used=wires[:, len(section) : len(section) + len(used)].bool().any(dim=0))
+        return indices, counts, used_anywhere(used, wires[:, len(section) :])
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
@@ -80,7 +67,7 @@ class OwnersFormat(WireFormat):
         return [
             Transfer("all_to_all", self.world_size * aligned(message)),
             Transfer("all_gather", aligned(index_codec(shares.extent, shares.final).nbytes + flags)),
-            *self._values.average_transfers([self.world_size * final for final in shares.finals]),
+            *self.average_transfers([self.world_size * final for final in shares.finals]),
         ]
 
 

@@ -1,6 +1,7 @@
 """Dense all-reduce, and union: an all-reduce of the values at every index that any rank selected."""
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Generator, Sequence
 from typing import Optional
 
 import torch
@@ -15,7 +16,7 @@ from lightning_sparse.compressors.selection import (
     overwrite,
     whole,
 )
-from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import ExchangeResult, Payload, Phases, Transfer, WireFormat, used_anywhere
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import (
     Counts,
@@ -32,6 +33,7 @@ from lightning_sparse.functional.elements import (
 )
 
 _COUNT_BYTES = 8  # bytes of a number of selected elements
+Positions = Generator[Payload, Tensor, tuple[Tensor, Counts, Optional[Tensor]]]
 
 
 class ReduceFormat(WireFormat):
@@ -78,29 +80,6 @@ class ReduceFormat(WireFormat):
         nbytes = aligned(shard * self.dtype.itemsize if self._bits is None else quantized_nbytes(shard, self._bits))
         return [Transfer("all_to_all", nbytes * self.world_size), Transfer("all_gather", nbytes)]
 
-    def average_at(self, accumulated: Sequence[Tensor], indices: Tensor, counts: Counts) -> Phases:
-        """Average over ranks the values at ``indices`` of the flattened bucket.
-
-        Args:
-            accumulated: flat tensors of the bucket.
-            indices: int64 ``[sum(counts)]``, ascending, and equal on all ranks.
-            counts: number of indices in each tensor. Rounded values are divided into shards tensor by tensor.
-        """
-        chosen = FlatSelection.at(accumulated, indices, counts)
-        if not len(indices):
-            means = chosen.replaced(chosen.values[None], indices[None])
-            return ExchangeResult(all_finite(chosen.values), None, means, chosen)
-        is_exact = chosen.values.dtype is self.dtype
-        pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(counts) if each.numel()]
-        result = yield from self.exchange(whole(pieces), pieces, None)
-        means = chosen.replaced(_concatenated(result.means)[None], indices[None])
-        return result._replace(means=means, kept=chosen.replaced(_concatenated(result.kept), indices))
-
-    def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
-        """Return the transfers of :meth:`average_at` for fp32 gradients with ``counts[i]`` indices in tensor ``i``."""
-        counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
-        return self.transfers([SelectionSize(count, count) for count in counts])
-
     def _write(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bytes or numbers to send, and the rounded values that a receiver reads from the message."""
         if self._bits is None:
@@ -142,41 +121,64 @@ class ReduceFormat(WireFormat):
         return unsent
 
 
-class UnionFormat(WireFormat):
+class PositionsFormat(WireFormat):
+    """Average over ranks the values at positions in the flattened bucket, on which ranks agree first."""
+
+    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
+        super().__init__(dtype, rank, world_size, bits)
+        self._values = ReduceFormat(dtype, rank, world_size)
+
+    @abstractmethod
+    def agree(self, selected: FlatSelection, used: Optional[Tensor]) -> Positions:
+        """Return positions (ascending, equal on all ranks), number per tensor, and whether any rank used parameters."""
+
+    @override
+    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        indices, counts, used = yield from self.agree(end_to_end(selection), used)
+        chosen = FlatSelection.at(accumulated, indices, counts)
+        if not len(indices):
+            means = chosen.replaced(chosen.values[None], indices[None])
+            return ExchangeResult(all_finite(chosen.values), used, means, chosen)
+        is_exact = chosen.values.dtype is self.dtype  # rounded values are divided into shards tensor by tensor
+        pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(counts) if each.numel()]
+        result = yield from self._values.exchange(whole(pieces), pieces, None)
+        means = chosen.replaced(_concatenated(result.means)[None], indices[None])
+        kept = chosen.replaced(_concatenated(result.kept), indices)
+        return ExchangeResult(result.finite, used, means, kept)
+
+    def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
+        """Return the transfers of the average for fp32 gradients with ``counts[i]`` positions in tensor ``i``."""
+        counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
+        return self._values.transfers([SelectionSize(count, count) for count in counts])
+
+
+class UnionFormat(PositionsFormat):
     """Average over ranks the elements that any rank selected, in three phases.
 
     1. Each rank sends the number of selected elements in the bucket (all-gather, 8 bytes). The last message of a step
        also has a usage flag per parameter.
     2. Each rank sends the selected indices in the flattened bucket (all-gather). All messages have the length of the
        longest message. Indices beyond the last element are padding (see :mod:`lightning_sparse.functional.elements`).
-    3. All ranks average the values at all selected indices, by
-       :meth:`ReduceFormat.average_at`.
+    3. All ranks average the values at all selected indices, as :class:`ReduceFormat` does.
 
     Selections of the ranks may differ in size, and may overlap. Without selected elements, only phase 1 runs.
     """
 
-    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, bits: Optional[int] = None) -> None:
-        super().__init__(dtype, rank, world_size, bits)
-        self._values = ReduceFormat(dtype, rank, world_size)
-
     @override
-    def exchange(self, selection: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        mine = end_to_end(selection)
-        header = mine.indices.new_full((1,), len(mine.indices)).view(torch.uint8)
+    def agree(self, selected: FlatSelection, used: Optional[Tensor]) -> Positions:
+        own = selected.indices
+        header = own.new_full((1,), len(own)).view(torch.uint8)
         headers = yield Payload("all_gather", message_of([header] if used is None else [header, used]))
         most = int(read_as(headers[:, :_COUNT_BYTES], torch.int64).max())
-        rows, numel = mine.indices[None], sum(mine.numels)
+        rows, numel = own[None], sum(selected.numels)
         if most:
             codec = index_codec(numel + most, most)
-            padding = torch.arange(numel, numel + most - len(mine.indices), device=mine.indices.device)
-            written = codec.encode(torch.cat([mine.indices, padding]))
+            padding = torch.arange(numel, numel + most - len(own), device=own.device)
+            written = codec.encode(torch.cat([own, padding]))
             rows = codec.decode((yield Payload("all_gather", message_of([written]))))
         positions = rows.flatten().unique()
-        counts = counts_of(positions, mine.numels)  # number of indices per tensor, without the padding
-        result = yield from self._values.average_at(accumulated, positions[: sum(counts)], counts)
-        if used is None:
-            return result
-        return result._replace(used=headers[:, _COUNT_BYTES : _COUNT_BYTES + len(used)].bool().any(dim=0))
+        counts = counts_of(positions, selected.numels)  # number of indices per tensor, without the padding
+        return positions[: sum(counts)], counts, used_anywhere(used, headers[:, _COUNT_BYTES:])
 
 
 def _concatenated(received: Sequence[Selection]) -> Tensor:
