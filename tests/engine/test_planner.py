@@ -87,22 +87,24 @@ def train(rank, model, network, steps, settings):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
-def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair, compressor):
+@pytest.mark.parametrize(("compressor", "levels"), [*((name, 1) for name in DIFFERENT_NAMES), ("topk", 2)])
+def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pools, compressor, levels):
+    settings = {**settings_of(compressor), "local_world_size": levels}
     planned, single = (
-        pair.run(train, Edges, None, STEPS, {**settings_of(compressor), "schedule": schedule})
+        pools[2 * levels].run(train, Edges, None, STEPS, {**settings, "schedule": schedule})
         for schedule in ("merged", "single")
     )
     if compressor in GROUPING_FREE_NAMES:
         for ours, theirs in zip(planned, single):
             assert_same(ours.parameters, theirs.parameters)
-    first, second = planned
-    if compressor in AGREEING_NAMES:
-        assert_same(first.parameters, second.parameters)
-    assert first.buckets == second.buckets
+    first, *others = planned
+    for other in others:
+        if compressor in AGREEING_NAMES:
+            assert_same(first.parameters, other.parameters)
+        assert first.buckets == other.buckets
+        assert not other.lines
     assert sorted(name for bucket in first.buckets[-1] for name in bucket) == sorted(first.parameters)
     assert first.lines
-    assert not second.lines
     counts = [count for count, _ in first.plan.tried]
     assert counts == sorted(counts)
 
