@@ -66,8 +66,8 @@ class Estimate(NamedTuple):
         selections = self.world_size - 1 if self.world_size < _OWNERS_FROM else _OWNED
         received = selections * self.parameters
         sent = {"ddp": dense, "bf16 hook": dense / 2, "sparse_lags": _SELECTED * received}
-        exposed = {way: max(0.0, self.network(nbytes) - hidden * self.compute) for way, nbytes in sent.items()}
-        steps = {way: self.compute + seconds for way, seconds in exposed.items()}
+        last, free = self.network(0), hidden * self.compute  # backward cannot hide the latency of the last message
+        steps = {way: self.compute + max(last, self.network(nbytes) - free) for way, nbytes in sent.items()}
         steps["sparse_lags"] += self.gpu
         rounds = (self.gpu + self.network(_CHANGED * received)) / _LOCAL_STEPS
         return {**steps, "local steps": _MORE_STEPS * (self.compute + rounds)}

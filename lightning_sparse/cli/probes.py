@@ -28,8 +28,9 @@ from torch.distributed.run import main as torchrun
 from torch.testing import assert_close
 
 from lightning_sparse.callbacks import ReplicaSentinel
-from lightning_sparse.cli.estimate import PASSES, Estimate, add_model_options
+from lightning_sparse.cli.estimate import Estimate, add_model_options
 from lightning_sparse.compressors.topk import top_k_indices
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
 from lightning_sparse.engine.store import ExchangeError, default_store
 from lightning_sparse.schedule.costs import Line, dense_bytes, fit
@@ -55,8 +56,6 @@ def check(args: Sequence[str]) -> None:
     add("--output", type=Path, help="a JSON file for the report, such as check.json")
     add_model_options(parser)
     options = parser.parse_args(args)
-    if (options.parameters is None) != (options.compute is None):
-        parser.error("--parameters and --compute need each other: give both, or none")
     logging.disable(logging.WARNING)
     logging.captureWarnings(True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -73,20 +72,20 @@ def check(args: Sequence[str]) -> None:
 class _OddModel(LightningModule):
     """A model with prime sizes, a tied embedding, a bf16 layer, and two layers that not all ranks use."""
 
-    def __init__(self, optimizer: Callable[..., Any] = _SGD, coarse: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, optimizer: Any = _SGD, coarse: torch.dtype = torch.bfloat16, words: int = 211) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.optimizer = optimizer
-        self.embedding, self.head = nn.Embedding(211, 97), nn.Linear(97, 211)
+        self.optimizer, self.words = optimizer, words
+        self.embedding, self.head = nn.Embedding(words, 97), nn.Linear(97, words)
         self.head.weight = self.embedding.weight
         self.coarse, self.most, self.last = nn.Linear(97, 97).to(coarse), nn.Linear(97, 97), nn.Linear(97, 97)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         seed = torch.Generator().manual_seed(1000 * self.global_rank + index)  # `batch` restarts at 0 after a resume
-        words = torch.randint(211, (64,), generator=seed).to(self.device)
+        words = torch.randint(self.words, (64,), generator=seed).to(self.device)
         hidden = self.coarse(self.embedding(words).to(self.coarse.weight.dtype)).float().tanh()
         hidden = hidden + (self.last if self.global_rank == self.trainer.world_size - 1 else self.most)(hidden)
-        return nn.functional.cross_entropy(self.head(hidden), (words * 3 + 1) % 211)
+        return nn.functional.cross_entropy(self.head(hidden), (words * 3 + 1) % self.words)
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters())
@@ -104,7 +103,7 @@ class Probes:
         self._rank, self._device = dist.get_rank(), strategy.root_device
         self._names = all_gather_object(f"rank {self._rank} ({socket.gethostname()})")
         self._store = default_store().clone()  # threads cannot share a store
-        self._lines = {"network": Line()}  # measured seconds by number of bytes
+        self._network = Line()  # seconds of an all-reduce by the bytes that a rank sends
 
     def run(self) -> NoReturn:
         """Run the checks. Print and store the results. End the process with exit status 1 if a row has failed."""
@@ -157,7 +156,7 @@ class Probes:
         three = "" if self._ranks > 2 else "needs three processes"
         hosts = "" if self._hosts > 1 else "all processes run on one host"
         levels = "" if 1 < self._local < self._ranks else "needs several hosts with several processes"
-        model = "" if self._options.parameters else "needs --parameters and --compute"
+        model = "" if self._options.parameters and self._options.compute else "needs --parameters and --compute"
         adamw = partial(self._equals_ddp, torch.optim.AdamW, accumulate_grad_batches=2, gradient_clip_val=1.0)
         return {
             "environment": self._environment,
@@ -172,11 +171,9 @@ class Probes:
             "local steps": two or partial(self._replicas, local_steps=4),
             "links": hosts or self._links,
             "all-reduce": two or self._all_reduce,
-            "memory bandwidth": partial(self._measure, "memory", 8, Tensor.neg_, 32),
-            "selection of 1 %": partial(
-                self._measure, "selection", 4, lambda each: top_k_indices(each, len(each) // 100), 10, 100
-            ),
-            "advice": model or self._advise,
+            "memory bandwidth": lambda: self._measure(8, Tensor.neg_, 32)[0],
+            "selection of 1 %": self._selection,
+            "advice": two or model or self._advise,
         }
 
     def _environment(self) -> str:
@@ -249,30 +246,44 @@ class Probes:
         return words
 
     def _all_reduce(self) -> str:
-        words = self._measure("network", dense_bytes(1, self._ranks), dist.all_reduce, 0.25, 6.25, 25)
+        words, self._network = self._measure(dense_bytes(1, self._ranks), dist.all_reduce, 0.25, 6.25, 25)
         # Rank 0's request stays on the host of the store, and so takes no time on the network.
         trips = self._seconds(partial(default_store().check, ["none"]), 100)
-        latency, rate = (max(trips) - trips[0]) / 2, 8e-9 / self._lines["network"].per_unit
+        latency, rate = (max(trips) - trips[0]) / 2, 8e-9 / self._network.per_unit
         return f"{words} = {rate:.3g} Gbit/s, {1e6 * max(0.0, latency):.3g} us one way"
 
+    def _selection(self) -> str:
+        return self._measure(4, lambda each: top_k_indices(each, len(each) // 100), 10, 100)[0]
+
     def _advise(self) -> str:
-        elements, lines = self._options.parameters, self._lines
-        own = max(lines["selection"](4 * elements), PASSES["adamw"] * lines["memory"](4 * elements))
-        found = Estimate(elements, self._ranks, self._options.compute, lines["network"], own)
+        elements = self._options.parameters
+        own = max(0.0, (fit(map(self._own_cost, (10_000, 50_000))) or Line())(elements))
+        found = Estimate(elements, self._ranks, self._options.compute, self._network, own)
         return f"r = {found.r:.3g} as measured; compression adds {1e3 * own:.3g} ms to a step; {found}"
 
-    def _measure(self, key: str, unit: float, call: Callable[[Tensor], Any], *millions: float) -> str:
-        line, samples, words = Line(), list[tuple[float, float]](), list[str]()
+    def _own_cost(self, words: int) -> tuple[int, float]:
+        """Return a number of parameters, and the seconds that compression adds to a step with AdamW."""
+        correction = AdamCorrection(warmup_steps=2, density_decay_steps=0)
+        strategy = SparseDDPStrategy("lags", 0.01, schedule="single", optimizer_correction=correction)
+        self._train(strategy, model := _OddModel(torch.optim.AdamW, words=words), max_steps=12)
+        stats = strategy.compression_stats()
+        costs = all_gather_object(stats["exposed_seconds"] - stats["exchange_seconds"])
+        return sum(each.numel() for each in model.parameters()), max(costs)
+
+    def _measure(self, unit: float, call: Callable[[Tensor], Any], *millions: float) -> tuple[str, Line]:
+        """Return a text, and the seconds as a function of bytes, with ``unit`` bytes per element."""
+        samples, words = list[tuple[float, float]](), list[str]()
         for size in millions:
-            nbytes = unit * size * 1e6
-            if line(nbytes) < self._options.time / 16:  # `_seconds` calls a function four times
-                elements = torch.randn(int(1e6 * size), device=self._device)
-                seconds, name = max(zip(self._seconds(partial(call, elements)), self._names))
-                samples.append((nbytes, seconds))
-                line = fit(samples) or Line(0.0, seconds / nbytes)
-                words.append(f"{1e3 * seconds:.3g} ms for {size:g} M elements on {name}")
-        self._lines[key] = line = Line(line.startup, max(line.per_unit, 1e-15))
-        return f"{', '.join(words)}: {1e-9 / line.per_unit:.3g} GB/s"
+            elements = torch.randn(int(1e6 * size), device=self._device)
+            seconds, name = max(zip(self._seconds(partial(call, elements)), self._names))
+            samples.append((unit * len(elements), seconds))
+            words.append(f"{1e3 * seconds:.3g} ms for {size:g} M elements on {name}")
+            if seconds > self._options.time / 64:
+                break  # `_seconds` would call the function with more elements four times
+        nbytes, seconds = samples[-1]
+        line = fit(samples) or Line(0.0, seconds / nbytes)
+        line = line._replace(per_unit=max(line.per_unit, 1e-15))
+        return f"{', '.join(words)}: {1e-9 / line.per_unit:.3g} GB/s", line
 
     def _seconds(self, call: Callable[[], Any], count: int = 4) -> list[float]:
         synchronize = torch.get_device_module(self._device).synchronize

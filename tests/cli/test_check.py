@@ -162,7 +162,7 @@ def test_local_processes_give_advice(tmp_path):
 def test_one_process_has_no_rows_of_two(tmp_path):
     said = run_alone(tmp_path, "--devices=1")
     assert re.search(r"^not applicable .* density 1 equals DDP +needs two processes", said, re.MULTILINE)
-    assert "Take ddp" in said
+    assert re.search(r"^not applicable .* advice +needs two processes", said, re.MULTILINE)
 
 
 def run_alone(folder, *words):
@@ -177,8 +177,6 @@ def run_alone(folder, *words):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--parameters=1M"], "--compute"),
-        (["--compute=1s"], "--parameters"),
         (["--parameters=1MB"], "parameters='1MB'"),
         (["--compute=1"], "compute='1'"),
         (["--tim=1"], "--tim=1"),
