@@ -5,13 +5,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pytorch_lightning import Callback
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.functional.elements import local_tensor
+from lightning_sparse.strategy.trainer import SparseStrategy
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.resuming import Numbered, fit_numbered
-from tests.helpers.trainers import weights
+from tests.helpers.trainers import forget_groups, weights
 
 Tensors = dict[str, Tensor]
 REFUSED = (ValueError, TypeError, RuntimeError)
@@ -36,7 +39,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *batch):
         self.batches.append(weights(pl_module))
-        if isinstance(trainer.strategy, SparseDDPStrategy):
+        if isinstance(trainer.strategy, SparseStrategy):
             self.stats.append(trainer.strategy.compression_stats())
 
 
@@ -59,26 +62,30 @@ def strategy_of(settings):
     if settings is None or isinstance(settings, str):
         return DDPStrategy() if settings is None else settings
     arguments = copy.deepcopy(dict(settings))
-    return DDPStrategy(**arguments.pop("ddp")) if "ddp" in arguments else SparseDDPStrategy(**arguments)
+    kind = arguments.pop("strategy", SparseDDPStrategy)
+    return DDPStrategy(**arguments.pop("ddp")) if "ddp" in arguments else kind(**arguments)
 
 
 def fit(rank, module, settings, source, arguments):
-    model, watch = module(), Watch()
+    strategy, model, watch = strategy_of(settings), module(), Watch()
     start = weights(model)
+    if isinstance(strategy, ModelParallelStrategy):
+        forget_groups()
     more = {"limit_val_batches": 0, **arguments, "callbacks": [*arguments.get("callbacks", ()), watch]}
     with listening() as lines:
-        trainer = fit_numbered(rank, strategy_of(settings), model, source, **more)
+        trainer = fit_numbered(rank, strategy, model, source, **more)
     strategy = trainer.strategy
-    is_ours = isinstance(strategy, SparseDDPStrategy)
+    is_ours = isinstance(strategy, SparseStrategy)
+    optimizers = [list(each.state.values()) for each in trainer.optimizers]
     return Fitted(
         watch.batches,
         start,
-        {name: each.detach().clone() for name, each in model.state_dict().items()},
+        {name: local_tensor(each).clone() for name, each in model.state_dict().items()},
         watch.stats,
         strategy.compression_stats() if is_ours else {},
         (strategy.final_state or {}) if is_ours else {},
-        [copy.deepcopy(list(each.state.values())) for each in trainer.optimizers],
-        [line for line in lines if line.startswith("SparseDDPStrategy")],
+        tree_map_only(Tensor, lambda each: local_tensor(each).clone(), optimizers),
+        [line for line in lines if line.startswith("Sparse")],
         getattr(model, "notes", None),
     )
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, debug
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sparse.engine.adam import memory
+from lightning_sparse.functional.elements import local_tensor
 from tests.helpers.devices import DEVICE
 
 # Lightning's warnings with this torch, and properties of tests: few workers, few batches, one data set on several
@@ -195,7 +196,7 @@ def run_fit(rank, strategy, model=None, **arguments):
 
 
 def weights(module):
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return {name: local_tensor(parameter).clone() for name, parameter in module.named_parameters()}
 
 
 def forget_groups():

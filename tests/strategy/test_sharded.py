@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pytorch_lightning import LightningModule
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils.data import DataLoader
 
 from lightning_sparse import (
     AdamCorrection,
@@ -26,12 +24,15 @@ from lightning_sparse.functional.elements import local_tensor
 from lightning_sparse.loop.checks import of_the_model
 from lightning_sparse.testing.invariants import assert_mass_is_conserved
 from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.fits import listening, refuse
+from lightning_sparse.testing.wrapping import residuals_like
+from tests.helpers.fits import fits, refusals
 from tests.helpers.issued import recording, stuck_at
 from tests.helpers.loggers import rows_of
-from tests.helpers.trainers import Rows, expect, forget_groups, make_trainer
+from tests.helpers.resuming import Numbered
+from tests.helpers.trainers import forget_groups, make_trainer, weights
 
-SPARSE_HSDP = partial(SparseModelParallelStrategy, replicas=2)
+HSDP = {"strategy": partial(SparseModelParallelStrategy, replicas=2)}
+SPARSE = {**HSDP, "compressor": "topk", "density": 0.05}
 NATIVE = {"strategy": partial(ModelParallelStrategy, data_parallel_size=4, tensor_parallel_size=1)}
 KINDS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -46,19 +47,18 @@ def cut(model, mesh):
     return model
 
 
-class Sharded(LightningModule):
-    """A model with layers of odd sizes, sharded as in Lightning's documentation, with notes of each step.
+class Sharded(Numbered):
+    """A model with layers of odd sizes, sharded as in Lightning's documentation.
 
     The last layer has one row, so the second rank of a replica has an empty shard.
     """
 
-    def __init__(self, kind="sgd"):
-        super().__init__()
+    def __init__(self, kind="sgd", *saving):
+        super().__init__(*saving)
         self.kind = kind
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(32, 63), nn.ReLU(), nn.Linear(63, 32))
         self.last = nn.Linear(32, 1)
-        self.history = []
 
     def configure_model(self):
         if self.device_mesh is not None:  # another strategy has no mesh
@@ -68,21 +68,16 @@ class Sharded(LightningModule):
         out = self.network(rows)
         return (out - rows).square().mean() + self.last(out).square().mean()
 
-    def rows(self, batch_index):
-        seed = 1000 * self.global_rank + 100 * self.current_epoch + batch_index
-        return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
-
     def training_step(self, batch, batch_index):
         return self(self.rows(batch_index))
-
-    def on_train_batch_end(self, *batch):
-        self.history.append(held(self))
 
     def configure_optimizers(self):
         return KINDS[self.kind](self.parameters())
 
-    def train_dataloader(self):
-        return DataLoader(Rows(1024), batch_size=4)
+    def entry(self, shards, name, name_of_residuals):
+        """Return copies of the shards that are not empty, and of the residuals."""
+        shards = {each: shard.flatten().clone() for each, shard in shards.items() if shard.numel()}
+        return {name: shards, name_of_residuals: residuals_like(self.trainer.strategy.engine, shards)}
 
 
 class Native(Sharded):
@@ -90,44 +85,14 @@ class Native(Sharded):
         cut(self, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-def held(module):
-    return {name: local_tensor(each).clone() for name, each in module.named_parameters()}
-
-
-def residuals(module):
-    kept = module.trainer.strategy.engine.memory.state_dict().get("residual", {})
-    return {name: kept[name].clone() if name in kept else 0 * each.view(-1) for name, each in held(module).items()}
-
-
-def fit(rank, module, settings, arguments, source=None):
-    forget_groups()
-    model, settings = module(), {"strategy": SPARSE_HSDP, **copy.deepcopy(dict(settings))}
-    strategy = settings.pop("strategy")(**settings)
-    with listening() as said:
-        trainer = make_trainer(rank, strategy, **{"limit_train_batches": 20, "limit_val_batches": 0, **arguments})
-        expect(".*dataloader is not resumable.*")
-        trainer.fit(model, ckpt_path=source)
-    return {
-        "history": model.history,
-        "end": held(model),
-        "stats": strategy.compression_stats() if settings else {},
-        "said": said,
-        **{name: getattr(model, name, None) for name in ("notes", "saved", "first")},
-    }
-
-
-def fits(pool, module, settings, source=None, **arguments):
-    return pool.run(fit, module, settings, arguments, source)
-
-
-def whole(answers, step, replica=0):
-    shards = [answer["history"][step] for answer in answers[2 * replica : 2 * replica + 2]]
+def whole(answers, step):
+    shards = [answer.batches[step] for answer in answers[:2]]
     return {name: torch.cat([each[name] for each in shards]) for name in shards[0]}
 
 
 def assert_replicas_are_one(answers):
-    assert_same(answers[0]["history"], answers[2]["history"])
-    assert_same(answers[1]["history"], answers[3]["history"])
+    assert_same(answers[0].batches, answers[2].batches)
+    assert_same(answers[1].batches, answers[3].batches)
 
 
 # At torch's default rate, a rounding difference may move a parameter of AdamW by up to the rate.
@@ -138,14 +103,11 @@ def assert_replicas_are_one(answers):
     ids=["accumulated, clipped", "AdamW"],
 )
 def test_density_1_is_native_hsdp(pools, kind, trainer):
-    arguments = {**trainer, "limit_train_batches": 8 * trainer.get("accumulate_grad_batches", 1)}
-    dense = fits(pools[4], partial(Native, kind), NATIVE, **arguments)
-    sparse = fits(pools[4], partial(Sharded, kind), {"compressor": "dense"}, **arguments)
+    dense = fits(pools[4], partial(Native, kind), NATIVE, **trainer)
+    sparse = fits(pools[4], partial(Sharded, kind), {**HSDP, "compressor": "dense"}, **trainer)
     assert_replicas_are_one(sparse)
     for one, other in zip(dense, sparse):
-        for name, expected in one["end"].items():
-            assert (other["end"][name] - expected).abs().max() <= 1e-6 if expected.numel() else True
-        assert one["end"]["network.0.weight"].shape == other["end"]["network.0.weight"].shape
+        torch.testing.assert_close(other.end, one.end, rtol=0, atol=1e-6)
 
 
 class Booked(Sharded):
@@ -166,18 +128,16 @@ class Booked(Sharded):
         finish = stream.finalize_backward
 
         def gradients():
-            shards = ((name, local_tensor(each.grad)) for name, each in self.named_parameters())
-            return {name: each.clone().view(-1) for name, each in shards if each.numel()}
+            return {name: local_tensor(each.grad) for name, each in self.named_parameters()}
 
         def book():
-            before = {"gradient": gradients(), "before": residuals(self)}
+            before = self.entry(gradients(), "gradient", "before")
             finish()
-            self.notes.append({**before, "applied": gradients(), "after": residuals(self)})
+            self.notes.append(before | self.entry(gradients(), "applied", "after"))
 
         stream.finalize_backward = book
 
 
-SPARSE = {"compressor": "topk", "density": 0.05}
 # Of nine steps two are dense, the density decays in two, and the second moment refreshes sometimes.
 ADAMW = {
     "sgd": {},
@@ -189,61 +149,64 @@ ADAMW = {
 @pytest.mark.parametrize("compressor", ["topk", "lags", "omgs", "dgc"])
 def test_mass_is_conserved_and_replicas_are_one(pools, compressor):
     momentum = {"compressor": compressor, "warmup_steps": 0}
-    answers = fits(pools[4], Booked, {**SPARSE, **momentum}, limit_train_batches=6)
+    answers = fits(pools[4], Booked, {**SPARSE, **momentum}, max_epochs=1)
     assert_replicas_are_one(answers)
     for shard in (0, 1) if compressor != "dgc" else ():
-        books = [answer["notes"] for answer in answers[shard::2]]
+        books = [answer.notes for answer in answers[shard::2]]
         assert_mass_is_conserved(books)
         for one, other in zip(*books):
             assert differences(one["gradient"], one["applied"])
             assert_same(one["applied"], other["applied"])
-    numels = [sum(each.numel() for each in answer["end"].values()) for answer in answers]
+    numels = [sum(each.numel() for each in answer.end.values()) for answer in answers]
     for answer, numel in zip(answers, numels):
-        assert sum(each.numel() for each in answer["notes"][-1]["after"].values()) == numel
-        assert answer["stats"]["dense_bytes"] == 4 * numel  # an all-reduce between two replicas
-        assert answer["stats"]["wire_bytes"] < answer["stats"]["dense_bytes"] / 4
+        assert sum(each.numel() for each in answer.notes[-1]["after"].values()) == numel
+        assert answer.total["dense_bytes"] == 4 * numel  # an all-reduce between two replicas
+        assert answer.total["wire_bytes"] < answer.total["dense_bytes"] / 4
 
 
 def test_what_overflows_on_a_rank_moves_nothing_on_any(pools):
     scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))]}
-    answers = fits(pools[4], partial(Booked, "sgd", 3), SPARSE, limit_train_batches=6, **scaled)
+    answers = fits(pools[4], partial(Booked, "sgd", 3), SPARSE, max_epochs=1, **scaled)
     assert_replicas_are_one(answers)
     for answer in answers:
-        step, weights = answer["notes"][3], answer["history"]
+        step, history = answer.notes[3], answer.batches
         assert_same(step["before"], step["after"])
-        assert_same(weights[2], weights[3])
-        assert differences(weights[3], weights[4])
+        assert_same(history[2], history[3])
+        assert differences(history[3], history[4])
         assert any(each.any() for each in step["after"].values())
 
 
 class Saving(Sharded):
+    """A model that saves after a step, with notes of the state at the start, at the save and at the end."""
+
     def __init__(self, path, kind="sgd", save_after=5):
-        super().__init__(kind)
-        self.path, self.save_after = path, save_after
-        self.first = {}
+        super().__init__(kind, save_after, path)
         self.notes = {}
-        self.saved = {}
+
+    def note(self, when):
+        memory = copy.deepcopy(self.trainer.strategy.engine.memory.state_dict())
+        self.notes[when] = {**memory, "parameters": weights(self)}
+
+    def on_train_batch_start(self, *batch):
+        if not self.history:
+            self.note("start")
 
     def on_train_batch_end(self, *batch):
         super().on_train_batch_end(*batch)
-        if self.trainer.global_step == self.save_after:
-            self.saved = self.kept()
-            self.trainer.save_checkpoint(self.path)
-
-    def kept(self):
-        strategy = self.trainer.strategy
-        return {**copy.deepcopy(strategy.engine.memory.state_dict()), "parameters": held(self)}
-
-    def on_train_batch_start(self, *batch):
-        self.first = self.first or self.kept()
+        if max(self.history) == self.save_after:
+            self.note("saved")
 
     def on_train_end(self):
-        self.notes = self.kept()
+        self.note("end")
 
 
 ROUNDS = {
     "sparse": {**SPARSE, "local_steps": LocalSteps(4, residual_decay=0.9)},
-    "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, outer_lr=0.7, outer_momentum=0.9, nesterov=True)},
+    "diloco": {
+        **HSDP,
+        "compressor": "dense",
+        "local_steps": LocalSteps(4, outer_lr=0.7, outer_momentum=0.9, nesterov=True),
+    },
 }
 RESUMED = {
     "SGD": ("sgd", SPARSE, True),
@@ -264,9 +227,9 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
     if "local_steps" not in settings:
         assert_replicas_are_one(straight)
     for one, other in zip(straight, again):
-        assert_same(one["history"][5:], other["history"])
-        assert_same(one["notes"], other["notes"])
-        assert not any("start empty" in line for line in other["said"])
+        assert_same(one.batches[5:], other.batches)
+        assert_same(one.notes["end"], other.notes["end"])
+        assert not any("start empty" in line for line in other.said)
     if "local_steps" in settings and not is_distributed:  # the file has the shared model of the last round
         saved = torch.load(path, weights_only=True)["state_dict"]
         for name, weights in whole(straight, 3).items():
@@ -283,7 +246,7 @@ NOT_RESUMED = {
 def test_shards_that_cannot_be_taken_up_are_refused(pools, tmp_path, before, after, words):
     path = str(tmp_path / "mid.ckpt")
     fits(pools[4], partial(Saving, path), before, max_steps=5)
-    for failure in pools[4].run(refuse, fit, partial(Saving, "", save_after=None), after, {"max_steps": 9}, path):
+    for failure in refusals(pools[4], partial(Saving, "", save_after=None), after, path, max_steps=9):
         assert "CheckpointError" in failure
         assert words in failure
 
@@ -305,10 +268,11 @@ def test_on_other_numbers_of_replicas_the_mean_stays(pools, tmp_path, waits, set
         module = partial(Saving, path, "adamw", steps)
         after = fits(pools[replicas], module, {**settings, "replicas": replicas}, source, max_steps=steps)
         for answer in after if source else ():
-            for name, each in answer["first"][waits].items():
-                torch.testing.assert_close(each, torch.stack([had["saved"][waits][name] for had in before]).mean(dim=0))
-            assert any(each.any() for each in answer["first"][waits].values())
-            assert_same(answer["end"], after[0]["end"])
+            for name, each in answer.notes["start"][waits].items():
+                saved = torch.stack([had.notes["saved"][waits][name] for had in before])
+                torch.testing.assert_close(each, saved.mean(dim=0))
+            assert any(each.any() for each in answer.notes["start"][waits].values())
+            assert_same(answer.end, after[0].end)
         before, source = after, path
 
 
@@ -336,9 +300,9 @@ class OldFSDP(Sharded):
 def test_statistics_are_logged(pools, tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
     more = {"logger": logger, "callbacks": [CompressionMonitor()], "log_every_n_steps": 1}
-    fits(pools[4], Sharded, SPARSE, limit_train_batches=4, **more)
+    fits(pools[4], Sharded, SPARSE, max_epochs=1, **more)
     rows = rows_of(tmp_path, "sparse/residual_to_gradient")
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert all(float(row["sparse/compression_ratio"]) > 4 for row in rows)
 
 
@@ -359,7 +323,7 @@ REFUSED = {
 def test_what_has_no_shards_of_a_replica_or_needs_whole_ones_is_refused_on_all_ranks(
     pools, module, settings, trainer, words
 ):
-    for failure in pools[4].run(refuse, fit, module, {**SPARSE, **settings}, trainer):
+    for failure in refusals(pools[4], module, {**SPARSE, **settings}, **trainer):
         assert words in failure, failure
 
 
@@ -422,12 +386,12 @@ class Sampled(Sharded):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [{}, {"replicas": 4}], ids=str)
 def test_data_are_divided_between_all_ranks(pools, sizes):
-    answers = fits(pools[4], Sampled, {**SPARSE, **sizes}, limit_train_batches=5)
-    rows = [torch.cat(answer["notes"]) for answer in answers]
+    answers = fits(pools[4], Sampled, {**SPARSE, **sizes}, max_epochs=1)
+    rows = [torch.cat(answer.notes) for answer in answers]
     assert not any(torch.equal(rows[0], other) for other in rows[1:])
     replica = 4 // sizes.get("replicas", 2)
     for rank in range(4):
-        assert_same(answers[rank]["history"], answers[rank % replica]["history"])
+        assert_same(answers[rank].batches, answers[rank % replica].batches)
 
 
 class Idle(Sharded):
@@ -446,10 +410,10 @@ class Idle(Sharded):
 
 
 def test_what_a_replica_does_not_use_is_exchanged_all_the_same(pools):
-    answers = fits(pools[4], Idle, SPARSE, limit_train_batches=6)
+    answers = fits(pools[4], Idle, SPARSE, max_epochs=1)
     assert_replicas_are_one(answers)
     for answer in answers:
-        first, last = answer["history"][0], answer["history"][-1]
+        first, last = answer.batches[0], answer.batches[-1]
         assert torch.equal(first["never.weight"], last["never.weight"])
 
 
@@ -468,15 +432,11 @@ class Freezing(Sharded):
 
 @pytest.mark.parametrize("frozen", [(2, 3), (0, 1)], ids=["frozen", "unfrozen"])
 def test_layers_may_be_frozen_and_unfrozen_between_steps(pools, frozen):
-    answers = fits(pools[4], partial(Freezing, frozen), SPARSE, limit_train_batches=6)
+    answers = fits(pools[4], partial(Freezing, frozen), SPARSE, max_epochs=1)
     assert_replicas_are_one(answers)
-    history = [weights["network.0.weight"] for weights in answers[0]["history"]]
+    history = [each["network.0.weight"] for each in answers[0].batches]
     assert torch.equal(history[frozen[0]], history[frozen[1]])
     assert not torch.equal(history[frozen[1]], history[5])
-
-
-def negative(module):
-    return {name: -each.view(-1) for name, each in held(module).items() if each.numel()}
 
 
 class Accounted(Sharded):
@@ -491,26 +451,29 @@ class Accounted(Sharded):
         optimizer.register_step_post_hook(self.note)
         return optimizer
 
+    def negative(self):
+        return {name: -each for name, each in weights(self).items()}
+
     def note(self, *step):
-        self.notes.append({"gradient": negative(self), "before": residuals(self)})
+        self.notes.append(self.entry(self.negative(), "gradient", "before"))
 
     def on_train_batch_end(self, *batch):
         super().on_train_batch_end(*batch)
-        self.notes[-1] |= {"applied": negative(self), "after": residuals(self)}
+        self.notes[-1] |= self.entry(self.negative(), "applied", "after")
 
 
 def test_a_round_conserves_mass_and_makes_replicas_one(pools):
-    settings = {"compressor": "lags", "density": 0.1, "warmup_steps": 0, "local_steps": 4}
-    answers = fits(pools[4], Accounted, settings, limit_train_batches=12)
+    settings = {**HSDP, "compressor": "lags", "density": 0.1, "warmup_steps": 0, "local_steps": 4}
+    answers = fits(pools[4], Accounted, settings)
     for shard in (0, 1):
-        books = [[answer["notes"][step] for step in (3, 7, 11)] for answer in answers[shard::2]]
+        books = [[answer.notes[step] for step in (3, 7, 11)] for answer in answers[shard::2]]
         for one, other in zip(*books):
             assert_same(one["applied"], other["applied"])
         assert_mass_is_conserved(books)
-        one, other = (answer["notes"] for answer in answers[shard::2])
+        one, other = (answer.notes for answer in answers[shard::2])
         assert differences(one[4]["applied"], other[4]["applied"])
         assert all(note["after"]["network.0.weight"].any() for note in one[3:])
-    stats = answers[0]["stats"]
+    stats = answers[0].total
     assert stats["total_wire_bytes"] < stats["total_dense_bytes"] / 3
     assert stats["local_steps"] == 4
 
