@@ -227,7 +227,7 @@ class VirtualRank:
             names = [name for name, _ in self.network.named_parameters()]
             local, worker = settings.local_steps, InlineWorker()
             shared = SharedModel(self.network, names, local, self._pipeline, worker)
-            self._rounds = LocalStepsController(local, shared, self._communicator, worker)
+            self._rounds = LocalStepsController(shared)
 
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)

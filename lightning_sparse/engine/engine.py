@@ -95,7 +95,7 @@ class Engine(SharedOnCopy):
         world = self.pipeline.levels.world
         if (local := settings.local_steps) is not None:
             shared = SharedModel(self.module, list(self.numels), local, self.pipeline, self.worker)
-            return LocalStepsController(local, shared, world, self.worker, self.densities.begin_step)
+            return LocalStepsController(shared, self.densities.begin_step)
         if settings.replicas_diverge:
             averager = ReplicaAverager(self.module, world)
             return AveragedReplicas(averager, settings.compressor.param_sync_every, self.worker)

@@ -18,7 +18,7 @@ from torch._utils import _take_tensors
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Communicator, ExchangeWorker
+from lightning_sparse.engine.collectives import ExchangeWorker
 from lightning_sparse.engine.memory import Renaming, renamed, widened
 from lightning_sparse.engine.replicas import ReplicaAverager, Replicas, averaged
 from lightning_sparse.engine.settings import LocalSteps
@@ -38,18 +38,8 @@ _ENDS = ("", " and has reached a validation or the end")
 class LocalStepsController(Replicas):
     """Count local steps, and exchange changes of parameters after each round. Call ``begin`` before each exchange."""
 
-    def __init__(
-        self,
-        local: LocalSteps,
-        shared: "SharedModel",
-        communicator: Communicator,
-        worker: ExchangeWorker,
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.local = local
+    def __init__(self, shared: "SharedModel", begin: Callable[[], None] = lambda: None) -> None:
         self.shared = shared
-        self._communicator = communicator
-        self._worker = worker
         self._begin = begin
         self._steps_of: dict[int, int] = {}  # number of steps, by index of the optimizer
         self._begun: dict[int, int] = {}  # these numbers when the round began
@@ -101,7 +91,7 @@ class LocalStepsController(Replicas):
         The optimizer with the most steps sets the length of a round. Steps that a gradient scaler skips count, too.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
-        if self._steps >= self.local.every:
+        if self._steps >= self.shared.local.every:
             self._exchange(self._meet(ends=False))
 
     @override
@@ -120,7 +110,7 @@ class LocalStepsController(Replicas):
         moved, step = self.shared.moved(), max(self._steps_of.values(), default=0)
         flags = torch.stack(list(moved.values()))
         mine = torch.cat([torch.tensor([step, ends]).to(flags.device, non_blocking=True), flags])
-        gathered = self._worker.run(partial(self._communicator.gather_numbers, mine)).tolist()
+        gathered = self.shared.gather_numbers(mine).tolist()
         places = [(int(step), _ENDS[int(has_ended)]) for step, has_ended, *_ in gathered]
         if other := next((rank for rank, place in enumerate(places) if place != places[0]), 0):
             raise RuntimeError(_UNEQUAL.format(*places[0], *places[other], first=0, other=other))
@@ -185,7 +175,7 @@ class SharedModel:
         self._worker = worker
         self._averager = ReplicaAverager(module, pipeline.levels.same_shard)
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
-        self._local = local
+        self.local = local
         self._momenta: dict[str, Tensor] = {}  # momentum of the outer step, by parameter name
         self._away: Optional[dict[str, Tensor]] = None  # copies of this rank's tensors while shown() is active
         tensors = averaged(module)
@@ -204,7 +194,7 @@ class SharedModel:
             trained: names of the parameters to exchange.
             names: new name of each earlier parameter.
         """
-        other = SharedModel(self.module, trained, self._local, self._pipeline, self._worker)
+        other = SharedModel(self.module, trained, self.local, self._pipeline, self._worker)
         other._momenta = renamed(self._momenta, names)
         before = renamed(self._shared, names)
         other._shared.update({name: each for name, each in before.items() if name in other._shared})
@@ -220,6 +210,10 @@ class SharedModel:
         moved = {name: each.ne(round_to(self._shared[name], each.dtype)).any() for name, each in held}
         is_unmoved = torch.zeros((), dtype=torch.bool, device=self._averager.device)
         return {name: moved.get(name, is_unmoved) for name in self._parameters}
+
+    def gather_numbers(self, numbers: Tensor) -> Tensor:
+        """Gather numbers from every rank of the job, as ``[world_size, len(numbers)]``."""
+        return self._worker.run(partial(self._pipeline.levels.world.gather_numbers, numbers))
 
     def exchanged(self) -> dict[str, Tensor]:
         """Return the module's parameters that the shared model includes.
@@ -272,13 +266,13 @@ class SharedModel:
 
     def _step(self, means: Mapping[str, Tensor]) -> None:
         """Make a step of SGD on the shared model, with ``means`` as gradients, as ``torch.optim.SGD`` does."""
-        factor, momenta = self._local.outer_momentum, self._momenta
+        factor, momenta = self.local.outer_momentum, self._momenta
         for name, mean in means.items():
             update = mean
             if factor:
                 momenta[name] = momenta[name].mul_(factor).add_(mean) if name in momenta else mean
-                update = mean.add(momenta[name], alpha=factor) if self._local.nesterov else momenta[name]
-            flatten_as(self._shared[name]).add_(update, alpha=-self._local.outer_lr)
+                update = mean.add(momenta[name], alpha=factor) if self.local.nesterov else momenta[name]
+            flatten_as(self._shared[name]).add_(update, alpha=-self.local.outer_lr)
 
     def unify_rest(self) -> None:
         """Make all tensors except exchanged parameters equal on all ranks. All ranks must call this."""
