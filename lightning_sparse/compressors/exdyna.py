@@ -73,10 +73,12 @@ class ExDyna(Compressor):
         self._starts = layout.starts()
         self._step = 0
         self._threshold = ThresholdState()
-        self._histogram: Optional[Tensor] = None
-        edges = (block_edges if self.rebalances else even_cuts)(layout.numel, layout.world_size)
-        self._partitions = Partitions(edges, even_cuts(len(edges) - 1, layout.world_size))
-        self._loads = torch.zeros(len(edges) - 1, dtype=torch.float64, device="cpu")
+        self._histogram = magnitude_histogram(torch.empty(0, device=layout.device))
+        # Offset of each block in the flat model, ascending, and the end of the last block.
+        self._edges = (block_edges if self.rebalances else even_cuts)(layout.numel, layout.world_size)
+        blocks = len(self._edges) - 1
+        self._cuts = even_cuts(blocks, layout.world_size)  # first block of each partition, and the number of blocks
+        self._loads = torch.zeros(blocks, dtype=torch.float64, device="cpu")
 
     @override
     def begin_step(self, density: float) -> None:
@@ -84,15 +86,18 @@ class ExDyna(Compressor):
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        owned = self._partitions.owned(self._layout.rank, self._step)
+        partition = (self._step + self._layout.rank) % self._layout.world_size
+        owned = [self._edges[block] for block in self._cuts[partition : partition + 2]]
         starts = [self._starts[name] for name in names]
-        ranges = [_within(owned, start, tensor.numel()) for start, tensor in zip(starts, accumulated)]
-        # If a tensor has a non-finite element in any partition, select only this element, so all ranks skip the step.
-        spoilt = _first_not_finite(accumulated)
-        ranges = [each if indices is None else (0, 0) for each, indices in zip(ranges, spoilt)]
+        ranges = [
+            [min(max(edge - start, 0), tensor.numel()) for edge in owned] for start, tensor in zip(starts, accumulated)
+        ]
         pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
         chosen = self._choose(pieces, [start + first for start, (first, _) in zip(starts, ranges)])
-        indices = [each + first if bad is None else bad for each, (first, _), bad in zip(chosen, ranges, spoilt)]
+        indices = [each + first for each, (first, _) in zip(chosen, ranges)]
+        # If a tensor has a non-finite element in any partition, select only this element, so all ranks skip the step.
+        for number, spoilt in _first_not_finite(accumulated).items():
+            indices[number] = spoilt
         return FlatSelection.of(accumulated, indices)
 
     def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
@@ -110,9 +115,7 @@ class ExDyna(Compressor):
         numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
         # The counts are differences of a running total, so the counts of all pieces of the model add up to `wanted`.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
-        if piece.numel():
-            histogram = magnitude_histogram(piece)
-            self._histogram = histogram if self._histogram is None else self._histogram.add_(histogram)
+        self._histogram += magnitude_histogram(piece)
         return top_k_indices(piece, count) if count else torch.empty(0, dtype=torch.int64, device=piece.device)
 
     @property
@@ -126,8 +129,8 @@ class ExDyna(Compressor):
     def finish_step(
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
-        histogram, self._histogram = self._histogram, None
         if not bool(finite):  # a synchronization, because the state is on the host
+            self._histogram.zero_()
             return means
         indices = [mean.indices.flatten() for mean in means]  # type: ignore[union-attr]  # a union has indices
         numel = sum(mean.numel for mean in means)
@@ -135,9 +138,9 @@ class ExDyna(Compressor):
         if wanted < numel and self._threshold.threshold is not None:
             self._threshold = self._threshold.updated(sum(map(Tensor.numel, indices)), wanted)
         elif wanted < numel:
-            counted = magnitude_histogram(indices[0][:0].float()) if histogram is None else histogram
             # fp32 has half the bytes of int64; all ranks round a large count equally.
-            gathered = all_gather(counted.float())
+            gathered = all_gather(self._histogram.float())
+            self._histogram.zero_()
             measured = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
             self._threshold = ThresholdState(measured, self._threshold.gain)
         if self.rebalances:
@@ -149,16 +152,17 @@ class ExDyna(Compressor):
 
     def _rebalance(self, positions: Tensor) -> None:
         """Update the loads of blocks from ``positions`` of selected elements. Every 16 steps, cut new partitions."""
-        loads = self._partitions.block_loads(positions)
         before = self._loads.to(positions.device, non_blocking=True)
-        self._loads = before.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
+        blocks = torch.bucketize(positions, copied_to(self._edges, positions.device)[1:-1], right=True)
+        counts = torch.zeros_like(before).index_add_(0, blocks, torch.ones_like(blocks, dtype=before.dtype))
+        self._loads = before.mul(_LOAD_MEMORY).add_(counts, alpha=1 - _LOAD_MEMORY)
         if (self._step + 1) % _STEPS_BETWEEN_CUTS == 0 and (loads := self._loads.cpu()).any():
-            self._partitions = self._partitions._replace(cuts=balanced_cuts(loads, self._layout.world_size))
+            self._cuts = balanced_cuts(loads, self._layout.world_size)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the step, threshold (0 for none), gain and error of the control loop, partitions, loads of blocks."""
-        cuts = torch.tensor(self._partitions.cuts, device="cpu")
+        cuts = torch.tensor(self._cuts, device="cpu")
         threshold, gain, error = self._threshold
         state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
         return {**state, "loads": self._loads.cpu()} if self.rebalances else state
@@ -175,9 +179,8 @@ class ExDyna(Compressor):
         self._step = int(state["step"])
         self._threshold = ThresholdState(float(state["threshold"]) or None, float(state["gain"]), float(state["error"]))
         cuts = tuple(state["cuts"].tolist())
-        present = self._partitions.cuts
-        if len(cuts) == len(present) and cuts[-1] == present[-1]:
-            self._partitions = self._partitions._replace(cuts=cuts)
+        if len(cuts) == len(self._cuts) and cuts[-1] == self._cuts[-1]:
+            self._cuts = cuts
         if self.rebalances and state["loads"].numel() == self._loads.numel():
             self._loads = state["loads"].clone()
 
@@ -204,24 +207,6 @@ class ThresholdState(NamedTuple):
             return ThresholdState(None, gain)
         step = max(-_LARGEST_STEP, min(_LARGEST_STEP, gain * error))
         return ThresholdState(min(max(self.threshold * math.exp(step), _SMALLEST), _LARGEST), gain, error)
-
-
-class Partitions(NamedTuple):
-    """Partitions of the flat model: one partition for each rank."""
-
-    edges: tuple[int, ...]  # offset of each block in the flat model, ascending, and the end of the last block
-    cuts: tuple[int, ...]  # index of each partition's first block, ascending, and the number of blocks
-
-    def owned(self, rank: int, step: int) -> tuple[int, int]:
-        """Return the start and end of the elements that a rank searches in a step. Partitions rotate among ranks."""
-        partition = (step + rank) % (len(self.cuts) - 1)
-        return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
-
-    def block_loads(self, positions: Tensor) -> Tensor:
-        """Count ``positions`` in the flat model (int64, on any device) per block."""
-        blocks = torch.bucketize(positions, copied_to(self.edges, positions.device)[1:-1], right=True)
-        loads = torch.zeros(len(self.edges) - 1, dtype=torch.int64, device=positions.device)
-        return loads.index_add_(0, blocks, torch.ones_like(blocks))
 
 
 def even_cuts(total: int, parts: int) -> tuple[int, ...]:
@@ -256,22 +241,14 @@ def balanced_cuts(loads: Tensor, world_size: int) -> tuple[int, ...]:
     return (*cuts, blocks)
 
 
-def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
-    """Return the index (int64 ``[1]``) of a non-finite element of each tensor, or ``None``."""
+def _first_not_finite(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the index (int64 ``[1]``) of the first non-finite element, by the number of a tensor with one."""
     # The norm is the fastest pass over all elements. A finite norm proves that all elements are finite. An infinite
     # norm may be an overflow. The host waits for the norms, and later for the number of selected elements.
-    first: list[Optional[Tensor]] = [None] * len(tensors)
     are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
-    for number in (number for number, is_finite in enumerate(are_finite) if not is_finite):
-        indices = tensors[number].isfinite().logical_not_().nonzero().squeeze(1)[:1]
-        first[number] = indices if indices.numel() else None
-    return first
-
-
-def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
-    # ``start`` is the tensor's offset in the flat model.
-    first, last = (min(max(edge - start, 0), numel) for edge in owned)
-    return first, last
+    suspects = [number for number, is_finite in enumerate(are_finite) if not is_finite]
+    first = {number: tensors[number].isfinite().logical_not_().nonzero().squeeze(1)[:1] for number in suspects}
+    return {number: indices for number, indices in first.items() if indices.numel()}
 
 
 class MiCRO(ExDyna):
