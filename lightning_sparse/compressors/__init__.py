@@ -12,19 +12,9 @@ from lightning_sparse.compressors.omgs import OMGS
 from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
 
+_BUILT_IN: list[type[Compressor]] = [LAGS, OMGS, A2SGD, SDAGC, ExDyna, TopK, DGC, MiCRO, QSGD, Dense]
 # Strategy names are built from these names, in this order.
-COMPRESSORS: dict[str, type[Compressor]] = {
-    "lags": LAGS,
-    "omgs": OMGS,
-    "a2sgd": A2SGD,
-    "sdagc": SDAGC,
-    "exdyna": ExDyna,
-    "topk": TopK,
-    "dgc": DGC,
-    "micro": MiCRO,
-    "qsgd": QSGD,
-    "dense": Dense,
-}
+COMPRESSORS = {kind.__name__.lower(): kind for kind in _BUILT_IN}
 
 
 def available_compressors() -> dict[str, str]:
